@@ -1,0 +1,1 @@
+"""Naranhi: distributed training, written small and run on real ranks."""
