@@ -321,7 +321,7 @@ def _written(name, tensor):
 
 def _read(tensor):
     """The tensor's values in one dimension, outside autograd; copied only if not contiguous."""
-    return tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
 
 
 def _expect(name, tensor, shape, like):
