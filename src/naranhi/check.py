@@ -1,0 +1,171 @@
+"""Assertions that print one readable line, in a notebook and on its ranks.
+
+A true claim prints `✓ <what>` and never a measured number, so that two runs of a notebook print
+the same. A false one raises AssertionError, whose message says what differed, where, and by how
+much. NaN agrees with nothing, not even with NaN: two losses that are both NaN are no success.
+"""
+
+import math
+from numbers import Number
+from typing import NamedTuple
+
+import torch
+
+
+def close(what, actual, expected, rtol=0.0, atol=0.0):
+    """Check that numbers agree: |actual - expected| <= atol + rtol * |expected|, everywhere.
+
+    actual, expected: tensors of one shape and dtype, numbers, or lists, tuples and dicts of these;
+    a tensor may also stand beside a number or nested lists of its shape.
+    rtol, atol: relative and absolute tolerance, the latter in the values' own unit.
+    Raises AssertionError when they differ by more, or in shape, dtype, length or keys.
+    Raises ValueError for a tolerance that is negative or not finite.
+    """
+    tolerance = _Tolerance(rtol, atol)
+    if not all(value >= 0 and math.isfinite(value) for value in tolerance):
+        raise ValueError(f"tolerances are finite numbers, 0 or more, not {tolerance}")
+    _compare(what, actual, expected, tolerance)
+    print(f"✓ {what}" + (f" (within {tolerance})" if any(tolerance) else ""))
+
+
+def equal(what, actual, expected):
+    """Check that values are the same; two tensors, the same to the bit (0.0 is not -0.0).
+
+    actual, expected: tensors of one shape and dtype, plain values, or lists, tuples and dicts of
+    these; a tensor may also stand beside a number or nested lists of its shape, which are then
+    rounded to its dtype.
+    Raises AssertionError when anything differs.
+    """
+    _compare(what, actual, expected, None)
+    print(f"✓ {what}")
+
+
+def true(what, condition):
+    """Check a condition: a bool, or a tensor that holds one.
+
+    Raises AssertionError when it is false.
+    Raises TypeError for anything else, as most other objects count as true whatever they hold.
+    """
+    value = condition
+    if hasattr(condition, "numel") and condition.numel() != 1:
+        raise TypeError(f"{what}: {condition.numel()} conditions in one; use .all() or .any()")
+    if hasattr(condition, "item"):
+        value = condition.item()
+    if not isinstance(value, bool):
+        raise TypeError(f"{what}: a condition is a bool, not {type(value).__name__}")
+    if not value:
+        raise AssertionError(f"{what}: it is false")
+    print(f"✓ {what}")
+
+
+class _Tolerance(NamedTuple):
+    rtol: float
+    atol: float
+
+    def allows(self, gap, expected):
+        # An infinite gap is never allowed: rtol times an infinite value would excuse anything.
+        return math.isfinite(gap) and gap <= self.atol + self.rtol * abs(expected)
+
+    def __str__(self):
+        parts = [_short(self.atol)] if self.atol else []
+        if self.rtol >= 0.01:
+            parts.append(f"{_short(100 * self.rtol)}%")
+        elif self.rtol:
+            parts.append(f"{_short(self.rtol)} of the value")
+        return " + ".join(parts) or "0"
+
+
+def _compare(what, actual, expected, tolerance, where=""):
+    """Raise AssertionError at the first difference. A tolerance of None means to the bit."""
+    actual, expected = (
+        torch.as_tensor(x) if hasattr(x, "__array__") and not isinstance(x, Number) else x
+        for x in (actual, expected))
+    if isinstance(actual, torch.Tensor) or isinstance(expected, torch.Tensor):
+        return _compare_tensors(what, actual, expected, tolerance, where)
+    if isinstance(actual, Number) and isinstance(expected, Number):
+        if actual == expected:
+            return
+        gap = abs(actual - expected)
+        if tolerance is None or not tolerance.allows(gap, expected):
+            _fail(what, where, f"{actual!r}, expected {expected!r}, {_off(gap, tolerance)}")
+    elif isinstance(actual, dict) and isinstance(expected, dict):
+        for word, keys in (("lacks", expected.keys() - actual.keys()),
+                           ("should not have", actual.keys() - expected.keys())):
+            if keys:
+                _fail(what, where, f"{word} {', '.join(sorted(map(repr, keys)))}")
+        for key in expected:
+            _compare(what, actual[key], expected[key], tolerance, f"{where}[{key!r}]")
+    elif isinstance(actual, list | tuple) and isinstance(expected, list | tuple):
+        if len(actual) != len(expected):
+            _fail(what, where, f"length {len(actual)}, expected {len(expected)}")
+        for i, (one, other) in enumerate(zip(actual, expected, strict=True)):
+            _compare(what, one, other, tolerance, f"{where}[{i}]")
+    elif actual != expected:
+        _fail(what, where, f"{actual!r}, expected {expected!r}")
+
+
+def _compare_tensors(what, actual, expected, tolerance, where):
+    try:
+        a, e = _tensor(actual, like=expected), _tensor(expected, like=actual)
+    except (TypeError, ValueError, RuntimeError) as error:
+        plain = expected if isinstance(actual, torch.Tensor) else actual
+        _fail(what, where, f"a tensor beside {plain!r}: {error}")
+    if a.shape != e.shape:
+        _fail(what, where, f"shape {tuple(a.shape)}, expected {tuple(e.shape)}")
+    if a.dtype != e.dtype:
+        _fail(what, where, f"dtype {a.dtype}, expected {e.dtype}")
+    if a.is_complex():
+        a, e = torch.view_as_real(a), torch.view_as_real(e)
+    gap = (a.double() - e.double()).abs()
+    if tolerance is None:
+        differs = _bits(a) != _bits(e)
+    else:
+        allowed = tolerance.atol + tolerance.rtol * e.double().abs()
+        # Where nothing is allowed only equality counts: float64 cannot hold every int64.
+        differs = (a != e) & ~((gap <= allowed) & (allowed > 0) & gap.isfinite())
+    differs |= (a != a) | (e != e)  # NaN
+    if not differs.any():
+        return
+    # Show the worst: NaN before infinity before the widest gap.
+    badness = gap.nan_to_num(nan=math.inf, posinf=torch.finfo(gap.dtype).max)
+    index = torch.unravel_index(badness.where(differs, -1.0).argmax(), gap.shape)
+    place = f"{where}[{', '.join(str(int(i)) for i in index)}]" if index else where
+    count = f"{int(differs.sum())} of {a.numel()} values differ, the most " if index else ""
+    _fail(what, place,
+          f"{a[index].item()!r}, expected {e[index].item()!r}, "
+          f"{_off(gap[index].item(), tolerance)}", count)
+
+
+def _tensor(value, like):
+    """value as a tensor on the CPU; a plain value takes the dtype of the tensor beside it."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu()
+    exact = torch.tensor(value)
+    cast = exact.to(like.dtype)
+    # Rounding 0.1 to float32 is what is meant; turning 2.5 into 2 is not.
+    if not (exact.is_floating_point() and cast.is_floating_point()) and (cast != exact).any():
+        raise ValueError(f"{like.dtype} cannot hold it")
+    return torch.tensor(value, dtype=like.dtype)
+
+
+def _bits(tensor):
+    """The tensor's bits as integers of the same shape, in which 0.0 and -0.0 differ."""
+    if not tensor.is_floating_point():
+        return tensor
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.contiguous().view(integer[tensor.element_size()])
+
+
+def _off(gap, tolerance):
+    limit = "they must be the same" if tolerance is None else f"{tolerance} allowed"
+    return f"off by {_short(gap)} ({limit})"
+
+
+def _fail(what, where, message, count=""):
+    raise AssertionError(f"{what}: {count}" + (f"at {where}: " if where else "") + message)
+
+
+def _short(number):
+    """Four digits at most, and 1e-06 as 1e-6."""
+    mantissa, _, exponent = f"{number:.4g}".partition("e")
+    return mantissa + (f"e{int(exponent)}" if exponent else "")
