@@ -1,0 +1,132 @@
+"""Before a collective runs: are all ranks of the group there, and do they call the same one?
+
+torch has such checks (TORCH_DISTRIBUTED_DEBUG=DETAIL), but with gloo they count sends and receives
+into the number that must agree, so a rank that has sent one message more than another fails its
+next collective (torch 2.13). A book on point-to-point communication cannot live with that. These
+checks do the same over the store and leave sends and receives alone. Groups made with
+``group_desc="unchecked"`` go without, as they must while something is timed.
+"""
+
+import functools
+import inspect
+import json
+import time
+
+import torch.distributed as dist
+
+# What must agree between ranks: the arguments that are tensors of the same shape on every rank, and
+# the plain ones. The lists of all_to_all and the like may differ from rank to rank.
+SAME_TENSOR = {
+    "all_reduce": "tensor",
+    "broadcast": "tensor",
+    "reduce": "tensor",
+    "all_gather": "tensor",
+    "all_gather_into_tensor": "input_tensor",
+    "all_gather_single": "input_tensor",
+    "gather": "tensor",
+    "scatter": "tensor",
+    "reduce_scatter": "output",
+    "reduce_scatter_tensor": "output",
+    "reduce_scatter_single": "output",
+    "all_to_all": None,
+    "all_to_all_single": None,
+    "barrier": None,
+    "broadcast_object_list": None,
+    "all_gather_object": None,
+    "gather_object": None,
+    "scatter_object_list": None,
+}
+PLAIN = ("src", "dst", "group_src", "group_dst", "op")
+UNCHECKED = "unchecked"
+
+
+class CollectiveMismatch(RuntimeError):
+    """Ranks called different collectives; ``calls`` says which, by rank."""
+
+    def __init__(self, calls):
+        super().__init__(f"the ranks called different collectives: {calls}")
+        self.calls = calls
+
+
+class CollectiveTimeout(RuntimeError):
+    """``absent`` ranks did not call the collective before its deadline."""
+
+    def __init__(self, call, absent):
+        super().__init__(f"waited in vain for ranks {absent} to call {call}")
+        self.absent = absent
+
+
+class Severed(RuntimeError):
+    """The notebook ended the wait, because another rank has failed."""
+
+
+class Checks:
+    """Puts the checks around the collectives of ``torch.distributed``, in this process.
+
+    Args:
+        store: where ranks tell each other what they call; a new prefix for each process group.
+        timeout: seconds to wait for the others.
+    """
+
+    def __init__(self, store, timeout):
+        self.store, self.timeout = store, timeout
+        self.severed = False
+        self._count = {}
+        for name in SAME_TENSOR:
+            if hasattr(dist, name):
+                original = getattr(dist, name)
+                original = getattr(original, "unchecked", original)
+                setattr(dist, name, self._around(name, original))
+
+    def _around(self, name, original):
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def collective(*args, **kwargs):
+            arguments = signature.bind(*args, **kwargs).arguments
+            group = arguments.get("group") or dist.group.WORLD
+            if group.group_desc != UNCHECKED and dist.get_rank(group) >= 0:
+                self._compare(group, _describe(name, arguments))
+            return original(*args, **kwargs)
+
+        collective.unchecked = original
+        return collective
+
+    def _compare(self, group, call):
+        ranks = dist.get_process_group_ranks(group)
+        number = self._count[group.group_name] = self._count.get(group.group_name, 0) + 1
+        key = f"{group.group_name}/{number}/"
+        self.store.set(f"{key}{dist.get_rank()}", json.dumps(call))
+        self._wait(key, ranks, call)
+        calls = {rank: json.loads(self.store.get(f"{key}{rank}")) for rank in ranks}
+        if len(set(calls.values())) > 1:
+            raise CollectiveMismatch(calls)
+        if number > 2:  # everybody has read it: all have come past the collective after it
+            self.store.delete_key(f"{group.group_name}/{number - 2}/{dist.get_rank()}")
+
+    def _wait(self, key, ranks, call):
+        end = time.monotonic() + self.timeout
+        pause = 0.0
+        while not self.store.check([f"{key}{rank}" for rank in ranks]):
+            if self.severed:
+                raise Severed("the wait for the other ranks was ended")
+            if time.monotonic() > end:
+                absent = [r for r in ranks if not self.store.check([f"{key}{r}"])]
+                raise CollectiveTimeout(call, absent)
+            time.sleep(pause)
+            pause = min(pause + 0.0002, 0.01)
+
+
+def _describe(name, arguments):
+    tensor = arguments.get(SAME_TENSOR[name])
+    text = name
+    if tensor is not None:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        text += f" of {dtype} {list(tensor.shape)}"
+    plain = []
+    for argument in PLAIN:
+        value = arguments.get(argument)
+        if value is not None:
+            value = str(value).removeprefix("RedOpType.")
+            plain.append(f"{argument}={value}")
+    return f"{text} ({', '.join(plain)})" if plain else text
