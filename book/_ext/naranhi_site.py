@@ -1,0 +1,126 @@
+"""What the theme lacks: a switch between the languages, the stamp of what executed a chapter,
+buttons that appear only when the repository has an address, labels of folded cells, and MathJax
+and an icon served from the site itself.
+
+Configuration (``_config.yml``, ``sphinx.config.naranhi_languages``): for each language ``captions``
+(part titles of ``_toc.yml``), ``config`` (Sphinx values that differ) and ``fold`` (labels of
+folded cells, closed and open, for each kind of what MyST-NB folds).
+"""
+
+import importlib.util
+import json
+import re
+import shutil
+from pathlib import Path
+from urllib.parse import quote
+
+from docutils import nodes
+from myst_nb.sphinx_ import HideCodeCellNode
+from pydata_sphinx_theme.utils import get_theme_options_dict
+from sphinx.transforms.post_transforms import SphinxPostTransform
+
+BOOK = Path(__file__).resolve().parent.parent
+# Each language by its own name, as a reader who does not read the other looks for it.
+NAMES = {"en": "English", "ko": "한국어"}
+MATHJAX = ["tex-chtml.js", "input/tex/extensions", "output/chtml/fonts/woff-v2"]
+
+
+def icon() -> str:
+    """Four bars side by side, one for each rank, as the address of an SVG image."""
+    bars = "".join(
+        f'<rect x="{4 + 7 * rank}" y="{3 + 2 * rank}" width="4" height="{26 - 4 * rank}" rx="2"/>'
+        for rank in range(4)
+    )
+    svg = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 32 32" fill="#1b93a8">{bars}</svg>'
+    return "data:image/svg+xml," + quote(svg)
+
+
+def configure(app, config) -> None:
+    config.templates_path.insert(0, str(BOOK / "_templates"))
+    config.html_static_path.append(str(BOOK / "_static"))
+    config.html_css_files.append("naranhi.css")
+    config.html_js_files.append("naranhi.js")
+    config.mathjax_path = "mathjax/tex-chtml.js"
+    address = config.html_theme_options.get("repository_url", "")
+    if address:
+        app.tags.add("repository")
+    config.myst_substitutions = {**config.myst_substitutions, "repository_url": address}
+
+
+def copy_mathjax(app) -> None:
+    """Put the parts of MathJax that a page loads beside the other static files of the site."""
+    [package] = importlib.util.find_spec("sphinx-mathjax-offline").submodule_search_locations
+    for part in MATHJAX:
+        source = Path(package, "static/mathjax", part)
+        target = Path(app.outdir, "_static/mathjax", part)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, target, dirs_exist_ok=True)
+        else:
+            shutil.copy(source, target)
+
+
+def separate_cells(app, doctree) -> None:
+    """Sphinx indexes raw HTML with its tags removed: keep the words of two table cells apart."""
+    for raw in doctree.findall(nodes.raw):
+        if "html" in raw["format"]:
+            raw.children = [nodes.Text(re.sub(r"(</(?:td|th|p|div)>)", r"\1 ", raw.astext()))]
+
+
+class FoldLabels(SphinxPostTransform):
+    """Give a folded cell a label in the page's language, by what is folded."""
+
+    default_priority = 200  # right after MyST-NB folds (199)
+    formats = ("html",)
+
+    def run(self, **kwargs) -> None:
+        labels = self.config.naranhi_languages[self.config.language]["fold"]
+        for node in self.document.findall(HideCodeCellNode):
+            node["prompt_show"], node["prompt_hide"] = labels[node["prompt_show"]]
+
+
+def mark_ranks(body: str) -> str:
+    """Give the ranks named before a line of output, and a passed check's sign, their own class."""
+    rank = r"(?m)(^|<span></span>)(\[ranks? [\d, -]+\])"
+    body = re.sub(rank, r'\1<b class="naranhi-rank">\2</b>', body)
+    return re.sub(r"(?m)(^|<span></span>|</b> )✓ ", r'\1<b class="naranhi-check">✓</b> ', body)
+
+
+def page_context(app, pagename, templatename, context, doctree) -> None:
+    language = app.config.language
+    twin = "en" if language == "ko" else "ko"
+    metadata = app.env.metadata.get(pagename, {})
+    is_notebook = "kernelspec" in metadata
+    record = metadata.get("naranhi", {})
+    record = json.loads(record) if isinstance(record, str) else record
+    options = get_theme_options_dict(app)
+    repository = options.get("repository_url", "").rstrip("/")
+    colab = ""
+    if repository.startswith("https://github.com/") and is_notebook:
+        path = f"blob/{options['repository_branch']}/notebooks/{language}/{pagename}.ipynb"
+        colab = repository.replace("https://", "https://colab.research.google.com/", 1)
+        colab = f"{colab.replace('github.com', 'github', 1)}/{path}"
+    if is_notebook:
+        body = mark_ranks(context["body"])
+        # The label would be read aloud in place of the text beneath it, and is English.
+        context["body"] = body.replace('<summary aria-label="Toggle hidden content">', "<summary>")
+    context["naranhi"] = {
+        "colab": colab,
+        "executed": record.get("executed"),
+        "icon": icon(),
+        "notebook": f"_sources/{pagename}.ipynb" if is_notebook else "",
+        "repository": repository,
+        "twin": f"../{twin}/{pagename}.html",
+        "twin_language": twin,
+        "twin_name": NAMES[twin],
+    }
+
+
+def setup(app) -> dict:
+    app.add_config_value("naranhi_languages", {}, "env", dict)
+    app.connect("config-inited", configure, priority=400)
+    app.connect("builder-inited", copy_mathjax)
+    app.connect("doctree-read", separate_cells)
+    app.connect("html-page-context", page_context, priority=400)
+    app.add_post_transform(FoldLabels)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

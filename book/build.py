@@ -1,0 +1,125 @@
+"""Build the book: ``python book/build.py``.
+
+Executes each notebook of ``notebooks/en`` whose outputs no longer stand (see ``execution.py``),
+gives the outputs to both languages, and renders ``_build/html/en``, ``_build/html/ko`` and the
+landing page ``_build/html/index.html``.  When nothing has changed it does none of these.
+
+    python book/build.py                    the whole book
+    python book/build.py --execute-only     the executions alone, for this machine's kind of device
+    python book/build.py --declare-equal    say that both languages now say the same (parity.py)
+
+A figure with a number and a caption comes from a code cell with this in its metadata: the same
+``name`` and a caption of its own in each language.  The cell displays one thing (what it prints
+besides does no harm), and the text refers to it by {numref}`fig-ring`:
+
+    "mystnb": {"figure": {"name": "fig-ring", "caption": "The ring, step by step."}}
+
+A code cell tagged ``hide-cell`` is folded with its outputs, as the answer to an exercise; one
+tagged ``hide-input`` shows its outputs and folds its code.
+"""
+
+import argparse
+import multiprocessing
+import shutil
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import execution
+import nbformat
+import parity
+import yaml
+
+
+def executions(root: Path, only_here: bool) -> bool:
+    """Execute what has to be executed; whether all notebooks now have their outputs.
+
+    Args:
+        only_here: an execution on another kind of device does not count.
+    """
+    here = {"device": execution.device()} if only_here else {}
+    failures = []
+    for source in sorted((root / "notebooks" / "en").glob("*.ipynb")):
+        now = {**execution.key(nbformat.read(source, as_version=4), root), **here}
+        reason = execution.why_stale(execution.load(source.stem, root), now)
+        if reason is None:
+            print(f"  {source.stem}: up to date")
+            continue
+        print(f"  {source.stem}: executing ({reason})", flush=True)
+        try:
+            execution.execute(source, root)
+        except execution.ExecutionFailed as failure:
+            failures.append(failure)
+            print(f"  {source.stem}: FAILED", flush=True)
+    for failure in failures:
+        print(f"\n{failure}", file=sys.stderr)
+    return not failures
+
+
+def site(root: Path) -> bool:
+    """Render the languages whose pages changed; whether the whole site now stands."""
+    import render
+
+    html = root / "_build" / "html"
+    fresh = root / "_build" / "fresh"
+    tasks = {}
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(len(render.LANGUAGES), mp_context=context) as pool:
+        for language in render.LANGUAGES:
+            folder, inputs = render.stage(language, root)
+            stamp = html / language / ".inputs"
+            if stamp.exists() and stamp.read_text() == inputs:
+                print(f"  {language}: up to date")
+                continue
+            print(f"  {language}: rendering", flush=True)
+            shutil.rmtree(fresh / language, ignore_errors=True)
+            task = pool.submit(render.render, language, folder, fresh / language, root)
+            tasks[language] = inputs, task
+    good = True
+    for language, (inputs, task) in tasks.items():
+        if not task.result():
+            print(f"  {language}: FAILED, for the warnings above; the old pages stay")
+            good = False
+            continue
+        (fresh / language / ".inputs").write_text(inputs)
+        shutil.rmtree(html / language, ignore_errors=True)
+        html.mkdir(parents=True, exist_ok=True)
+        (fresh / language).rename(html / language)
+    first = yaml.safe_load((root / "_toc.yml").read_text())["root"]
+    if good:
+        (html / "index.html").write_text(render.LANDING.replace("ROOT", first))
+    return good
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Build the book.")
+    default = Path(__file__).resolve().parent.parent
+    parser.add_argument("--root", type=Path, default=default, help="the folder of _config.yml")
+    parser.add_argument("--execute-only", action="store_true", help="render nothing")
+    parser.add_argument(
+        "--declare-equal",
+        nargs="*",
+        metavar="PAGE",
+        help="record that both languages say the same now, on these pages or on all",
+    )
+    options = parser.parse_args()
+    root, started = options.root.resolve(), time.monotonic()
+    if options.declare_equal is not None:
+        parity.declare_equal(root, options.declare_equal)
+        return 0
+    print("Executing notebooks")
+    if not executions(root, only_here=options.execute_only):
+        return 1
+    if options.execute_only:
+        print(f"Executed notebooks: {root / '_build' / 'executed'}")
+        return 0
+    print("Rendering pages")
+    if not site(root):
+        return 1
+    print(f"Done in {time.monotonic() - started:.0f} s. Open {root / '_build/html/index.html'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

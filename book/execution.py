@@ -1,0 +1,245 @@
+"""Execute a notebook once, and know when its outputs are still true.
+
+An executed notebook lies in ``_build/executed/NAME.ipynb``.  In its metadata, under ``naranhi``, it
+carries ``key`` (what its outputs depend on) and ``executed`` (when, on what and from which commit).
+The key is made of
+
+- ``cells``: the code cells, in order;
+- ``modules``: each module of ``src/naranhi`` that they import, directly or through another, with
+  the hash of its text, found by reading the import statements and running nothing;
+- ``requirements``: the hash of ``requirements.txt``;
+- ``device``: ``cpu``, or ``cuda`` where torch sees a GPU.
+
+A build takes any executed notebook whose key is this checkout's, of whatever device: one that was
+executed on a node with GPUs is not executed again on the laptop where the book is built.
+"""
+
+import ast
+import hashlib
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+import nbformat
+from nbclient.exceptions import CellControlSignal, DeadKernelError
+from nbconvert.preprocessors import ExecutePreprocessor
+from traitlets.config import Config
+
+PACKAGE = "naranhi"
+SECONDS = 900  # for one notebook; the book's own rule is 90
+
+
+class ExecutionFailed(Exception):
+    """A notebook did not run to its end: the message names the notebook, the cell and the error."""
+
+
+def digest(text: str | bytes) -> str:
+    return hashlib.sha256(text.encode() if isinstance(text, str) else text).hexdigest()[:16]
+
+
+def modules_used(sources: list[str], package: Path) -> dict[str, Path]:
+    """The modules of a package that pieces of Python import, directly or through one another.
+
+    Args:
+        sources: texts of Python; lines of IPython magic in them are passed over.
+        package: the package's folder, for example ``src/naranhi``.
+
+    Returns:
+        Their dotted names and files.  A name in a string counts when it is exactly a module's
+        (``python -m naranhi.train``, ``import_module``), and so does ``naranhi.costs`` after
+        ``import naranhi``.
+    """
+    files = {}
+    for file in package.rglob("*.py"):
+        parts = file.relative_to(package.parent).with_suffix("").parts
+        files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    used: dict[str, Path] = {}
+
+    def add(name: str) -> None:
+        parts = name.split(".")
+        for length in range(1, len(parts) + 1):
+            module = ".".join(parts[:length])
+            if module in files and module not in used:
+                used[module] = files[module]
+                home = module if files[module].name == "__init__.py" else module.rpartition(".")[0]
+                look(files[module].read_text(), home)
+
+    def look(source: str, home: str) -> None:
+        for node in ast.walk(ast.parse(source)):
+            match node:
+                case ast.Import(names):
+                    for name in names:
+                        add(name.name)
+                case ast.ImportFrom(module, names, level):
+                    above = home.split(".")[: len(home.split(".")) - level + 1] if level else []
+                    base = ".".join([*above, *([module] if module else [])])
+                    for name in names:
+                        add(f"{base}.{name.name}")
+                case ast.Attribute():
+                    add(ast.unparse(node))
+                case ast.Constant(str() as text) if text in files:
+                    add(text)
+
+    for source in sources:
+        look("\n".join(line for line in source.splitlines() if line[:1] not in "%!"), "")
+    return used
+
+
+def code_cells(notebook) -> list:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def key(notebook, root: Path) -> dict:
+    """What a notebook's outputs depend on, device aside."""
+    cells = code_cells(notebook)
+    flow = {"raises-exception", "skip-execution"}
+    text = [[c.id, c.source, sorted(flow & set(c.metadata.get("tags", [])))] for c in cells]
+    modules = modules_used([cell.source for cell in cells], root / "src" / PACKAGE)
+    return {
+        "cells": digest(repr(text)),
+        "modules": {name: digest(file.read_bytes()) for name, file in sorted(modules.items())},
+        "requirements": digest((root / "requirements.txt").read_bytes()),
+    }
+
+
+def why_stale(executed, now: dict) -> str | None:
+    """Why an executed notebook (or None) does not stand for the key ``now``; None when it does."""
+    if executed is None:
+        return "not executed yet"
+    before = executed.metadata[PACKAGE]["key"]
+    if before["cells"] != now["cells"]:
+        return "its cells changed"
+    if before["modules"] != now["modules"]:
+        names = {*before["modules"], *now["modules"]}
+        changed = sorted(n for n in names if before["modules"].get(n) != now["modules"].get(n))
+        return f"{', '.join(changed)} changed"
+    if before["requirements"] != now["requirements"]:
+        return "requirements.txt changed"
+    if "device" in now and before["device"] != now["device"]:
+        return f"executed on {before['device']}, and here is {now['device']}"
+    return None
+
+
+def device() -> str:
+    import torch  # seconds to import: only a build that executes asks for the device
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def machine() -> str:
+    """The processor, its cores that we may use, and the GPUs."""
+    import torch
+
+    name = platform.machine()
+    if Path("/proc/cpuinfo").exists():
+        models = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+        name = models[0] if models else name
+    parts = [f"{name}, {len(os.sched_getaffinity(0))} cores"]
+    if torch.cuda.is_available():
+        parts.append(f"{torch.cuda.device_count()} × {torch.cuda.get_device_name(0)}")
+    return "; ".join(parts)
+
+
+def commit(root: Path) -> str | None:
+    """The commit of what is executed, with a ``+`` when files differ; None outside of git."""
+    inputs = ["src", "notebooks/en", "requirements.txt"]
+
+    def git(*arguments: str) -> subprocess.CompletedProcess:
+        return subprocess.run(["git", "-C", root, *arguments], capture_output=True, text=True)
+
+    head = git("rev-parse", "--short", "HEAD")
+    if head.returncode:
+        return None
+    return head.stdout.strip() + ("+" if git("status", "--porcelain", "--", *inputs).stdout else "")
+
+
+class _Executor(ExecutePreprocessor):
+    """nbconvert's own preprocessor, telling how far it is and leaving no time stamps in cells."""
+
+    def __init__(self, name: str, cells: int, **kwargs):
+        started = last = time.monotonic()
+        self.cell = None
+
+        def progress(cell, cell_index) -> None:
+            nonlocal last
+            self.cell, now = cell, time.monotonic()
+            count = sum(c.cell_type == "code" for c in self.nb.cells[: cell_index + 1])
+            line = f"  {name}: cell {count} of {cells}, {now - started:.0f} s"
+            if sys.stdout.isatty():
+                print(f"\r{line} ", end="", flush=True)
+            elif now - last > 10:
+                print(line, flush=True)
+                last = now
+
+        super().__init__(
+            kernel_name="python3",
+            # By default the kernel warns, at length, that its loopback is not encrypted.
+            config=Config(KernelManager={"transport_encryption": "auto"}),
+            record_timing=False,
+            timeout_func=lambda cell: max(1, SECONDS - int(time.monotonic() - started)),
+            on_cell_start=progress,
+            **kwargs,
+        )
+
+
+def execute(source: Path, root: Path) -> None:
+    """Execute a notebook of ``root`` and put it in ``_build/executed`` if it runs to its end.
+
+    Raises:
+        ExecutionFailed: a cell raised, took too long, or lost its kernel.  What had been executed
+            before stays; the outputs up to the error go to ``_build/failed``.
+    """
+    notebook = nbformat.read(source, as_version=4)
+    name = source.stem
+    state = {**key(notebook, root), "device": device()}
+    executed = {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "device": state["device"],
+        "machine": machine(),
+        "torch": importlib.metadata.version("torch"),
+        "commit": commit(root),
+    }
+    # The notebook imports this checkout, whatever else is installed: the key speaks of its files.
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [str(root / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
+    started = time.monotonic()
+    executor = _Executor(name, len(code_cells(notebook)))
+    try:
+        executor.preprocess(notebook, {"metadata": {"path": str(source.parent)}})
+    except (CellControlSignal, DeadKernelError, TimeoutError) as error:
+        save(notebook, root / "_build" / "failed" / source.name)
+        cause = f"{error.ename}: {error.evalue}" if hasattr(error, "ename") else str(error)
+        cause = re.sub(r"\x1b\[[0-9;]*m", "", cause).strip()
+        raise ExecutionFailed(
+            f"{source.relative_to(root)}, cell {executor.cell.id!r}, "
+            f"after {time.monotonic() - started:.0f} s:\n{cause}\n"
+            f"(the outputs up to there: _build/failed/{source.name})"
+        ) from error
+    finally:
+        if sys.stdout.isatty():
+            print("\r\x1b[K", end="")
+    executed["seconds"] = round(time.monotonic() - started)
+    notebook.metadata[PACKAGE] = {"key": state, "executed": executed}
+    save(notebook, root / "_build" / "executed" / source.name)
+    print(f"  {name}: executed in {executed['seconds']} s", flush=True)
+
+
+def save(notebook, path: Path) -> None:
+    """Write a notebook in one step: a reader of ``path`` sees the old one or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    half = path.with_suffix(f".{os.getpid()}")
+    nbformat.write(notebook, half)
+    half.replace(path)
+
+
+def load(name: str, root: Path):
+    """The executed notebook of that name, or None."""
+    path = root / "_build" / "executed" / f"{name}.ipynb"
+    return nbformat.read(path, as_version=4) if path.exists() else None

@@ -1,0 +1,131 @@
+"""Lay one language's pages out in a folder, and render that folder by Sphinx.
+
+``_build/stage/LANGUAGE/`` is a Jupyter Book of its own: pages and chapters side by side, the
+chapters with the outputs of their executed notebook, ``_toc.yml`` with its part titles translated.
+"""
+
+import importlib.metadata
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import execution
+import nbformat
+import yaml
+from execution import digest
+from jupyter_book.config import get_final_config
+from sphinx.application import Sphinx
+from sphinx.util.docutils import docutils_namespace, patch_docutils
+
+HERE = Path(__file__).resolve().parent
+LANGUAGES = ("en", "ko")
+# Jupyter Book loads it for every book, and it names another host on every page.
+UNUSED = {"sphinx_thebe"}
+LANDING = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>나란히 · Naranhi</title>
+<link rel="icon" href="data:,">
+<style>
+  html { color-scheme: light dark; font: 1.25rem/1.6 system-ui, sans-serif }
+  body { min-height: 90vh; display: grid; place-content: center; text-align: center }
+  a { margin: 0 1rem }
+</style>
+<script>
+  const korean = (navigator.languages || [navigator.language])
+    .map((tag) => tag.slice(0, 2)).find((tag) => tag === "ko" || tag === "en") === "ko";
+  location.replace(korean ? "ko/ROOT.html" : "en/ROOT.html");
+</script>
+<h1>나란히 · Naranhi</h1>
+<p><a lang="ko" hreflang="ko" href="ko/ROOT.html">한국어</a>
+<a hreflang="en" href="en/ROOT.html">English</a></p>
+</html>
+"""
+
+
+def languages_config(root: Path) -> dict:
+    config = yaml.safe_load((root / "_config.yml").read_text())
+    return config["sphinx"]["config"]["naranhi_languages"]
+
+
+def with_outputs(source: Path, root: Path):
+    """A chapter in its own language's words, with the outputs of the one execution, matched by id.
+
+    Raises:
+        ValueError: a code cell that the executed notebook does not have.
+    """
+    notebook = nbformat.read(source, as_version=4)
+    executed = execution.load(source.stem, root)
+    outputs = {cell.id: cell for cell in execution.code_cells(executed)}
+    for cell in execution.code_cells(notebook):
+        if cell.id not in outputs:
+            raise ValueError(f"{source}: code cell {cell.id!r} is not in the English notebook")
+        cell.outputs = outputs[cell.id].outputs
+        cell.execution_count = outputs[cell.id].execution_count
+    record = executed.metadata[execution.PACKAGE]["executed"]
+    notebook.metadata[execution.PACKAGE] = {"executed": record}
+    return notebook
+
+
+def stage(language: str, root: Path) -> tuple[Path, str]:
+    """Fill the folder of one language.
+
+    Returns:
+        The folder, and a hash of all that the rendered site depends on.
+    """
+    folder = root / "_build" / "stage" / language
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for page in [*(root / "book" / language).glob("*.md"), root / "book" / "references.bib"]:
+        shutil.copy(page, folder)
+    for chapter in (root / "notebooks" / language).glob("*.ipynb"):
+        nbformat.write(with_outputs(chapter, root), folder / chapter.name)
+    if (HERE / "_ext" / "locales" / language).exists():
+        # Sphinx compiles labels/…/sphinx.po by itself when it lies beside the sources.
+        shutil.copytree(HERE / "_ext" / "locales" / language, folder / "locales" / language)
+    captions = languages_config(root)[language]["captions"]
+    toc = yaml.safe_load((root / "_toc.yml").read_text())
+    for part in toc["parts"]:
+        if "caption" in part:
+            part["caption"] = captions.get(part["caption"], part["caption"])
+    (folder / "_toc.yml").write_text(yaml.safe_dump(toc, allow_unicode=True))
+
+    inputs = [*folder.rglob("*"), *HERE.rglob("*"), root / "_config.yml"]
+    files = {str(p): digest(p.read_bytes()) for p in inputs if p.is_file() and p.suffix != ".pyc"}
+    tools = sorted(f"{d.name}=={d.version}" for d in importlib.metadata.distributions())
+    return folder, digest(json.dumps([files, tools, sys.version], sort_keys=True))
+
+
+def render(language: str, folder: Path, output: Path, root: Path) -> bool:
+    """Render a staged folder to HTML; a warning makes it fail, after all of them are printed.
+
+    Call it in a process of its own: Sphinx keeps state in its modules.
+    """
+    sys.path.insert(0, str(HERE / "_ext"))
+    overrides = {"external_toc_path": "_toc.yml", "latex_individualpages": False}
+    config, _ = get_final_config(
+        user_yaml=root / "_config.yml",
+        cli_config=overrides,
+        sourcedir=folder,
+        raise_on_invalid=True,
+    )
+    config["extensions"] = [name for name in config["extensions"] if name not in UNUSED]
+    for name, value in languages_config(root)[language].get("config", {}).items():
+        config[name] = {**config[name], **value} if isinstance(value, dict) else value
+    with patch_docutils(), docutils_namespace():
+        app = Sphinx(
+            srcdir=folder,
+            confdir=None,
+            outdir=output,
+            doctreedir=output.with_name(f"{output.name}.doctrees"),
+            buildername="html",
+            confoverrides=config,
+            status=None,
+            freshenv=True,
+            warningiserror=True,
+            keep_going=True,
+        )
+        app.build(force_all=True)
+    return app.statuscode == 0
