@@ -1,0 +1,136 @@
+"""A matplotlib figure as inline SVG that takes its colours from the page it stands on."""
+
+import hashlib
+import io
+import re
+from xml.etree import ElementTree
+
+from IPython.display import display
+from matplotlib import pyplot, rc_context
+
+# Colours to draw with. matplotlib knows no CSS, so these stand for what the page decides: they
+# are replaced in the SVG. Nothing else may use them.
+INK = "#010203"    # text and axes
+FAINT = "#040506"  # lines that should not draw the eye
+CSS = {INK: "currentColor", "#000000": "currentColor",
+       FAINT: "var(--naranhi-faint,#8c959f)"}
+# Where a page does not set --naranhi-ink, its own text colour serves: JupyterLab has dark pages.
+ROOT_COLOR = "color:var(--naranhi-ink,currentcolor);fill:currentColor"
+
+SVG = "http://www.w3.org/2000/svg"
+HREF = "{http://www.w3.org/1999/xlink}href"
+ElementTree.register_namespace("", SVG)
+
+
+def figure(fig, alt, measured=False):
+    """Show a matplotlib figure as SVG, and close it.
+
+    alt: what the picture shows, in a sentence, for readers who do not see it.
+    measured: True when it draws a measurement, which another run would draw otherwise.
+    Raises ValueError without alt.
+    """
+    data = {"text/html": svg(fig, alt), "text/plain": f"[figure: {alt}]"}
+    pyplot.close(fig)
+    display(data, metadata={"naranhi": {"measured": True}} if measured else None, raw=True)
+
+
+def svg(fig, alt):
+    """The figure as an <svg> element: text as paths, colours by CSS, ids that no other one has.
+
+    The same figure gives the same bytes.
+    """
+    if not alt or not alt.strip():
+        raise ValueError("a figure needs an alt text: say in a sentence what it shows")
+    spread_labels(fig)
+    buffer = io.StringIO()
+    with rc_context({"svg.fonttype": "path", "svg.hashsalt": "naranhi", "path.simplify": True}):
+        fig.savefig(buffer, format="svg", transparent=True,
+                    metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    root = ElementTree.fromstring(buffer.getvalue())
+    width = float(root.attrib.pop("width").removesuffix("pt")) * 96 / 72
+    del root.attrib["height"], root.attrib["version"]
+    _prune(root)
+    _shorten(root)
+    root.set("role", "img")
+    root.set("aria-label", " ".join(alt.split()))
+    root.set("style", f"width:100%;max-width:{width:.0f}px;height:auto;{ROOT_COLOR};"
+                      "stroke-linejoin:round")
+    _rename_ids(root)
+    return ElementTree.tostring(root, encoding="unicode")
+
+
+def spread_labels(fig, gap=1.15):
+    """Move the labels at lines' ends (see _chart) apart vertically until none overlaps another."""
+    for ax in fig.axes:
+        labels = [text for text in ax.texts if text.get_gid() == "label"]
+        if len(labels) < 2:
+            continue
+        fig.draw_without_rendering()
+        boxes = {label: label.get_window_extent() for label in labels}
+        labels.sort(key=lambda label: boxes[label].y0)
+        top = None
+        for label in labels:
+            box = boxes[label]
+            step = box.height * gap
+            shift = 0.0 if top is None else max(0.0, top + step - box.y0)
+            x, y = label.get_position()
+            label.set_position((x, y + shift * 72 / fig.dpi))
+            top = box.y0 + shift
+
+
+def _prune(element):
+    """Drop what draws nothing: metadata, and paths with neither line nor filling."""
+    for child in list(element):
+        name = child.tag.rpartition("}")[2]
+        style = child.get("style", "")
+        invisible = name == "path" and "fill: none" in style and "stroke" not in style
+        if invisible or name in ("metadata", "style"):
+            # matplotlib's <style> speaks of `*`, which on a page would mean all of it.
+            element.remove(child)
+            continue
+        _prune(child)
+        if name in ("g", "defs") and not len(child):
+            element.remove(child)
+        elif name == "g" and not set(child.attrib) - {"id"}:
+            at = list(element).index(child)
+            element.remove(child)
+            for i, grandchild in enumerate(child):
+                element.insert(at + i, grandchild)
+
+
+def _shorten(root):
+    for element in root.iter():
+        element.text = element.tail = None
+        if HREF in element.attrib:
+            element.set("href", element.attrib.pop(HREF))
+        if "style" in element.attrib:
+            style = element.get("style").replace(": ", ":").replace("; ", ";")
+            for sentinel, css in CSS.items():
+                style = style.replace(sentinel, css)
+            element.set("style", style)
+        for name in ("d", "x", "y", "width", "height"):
+            if name in element.attrib:
+                # A hundredth of a point is invisible; in letters the unit is smaller still.
+                element.set(name, re.sub(r"-?\d+\.\d+", _rounded, element.get(name)))
+        if "d" in element.attrib:
+            element.set("d", re.sub(r"\s*([A-Za-z])\s*", r"\1", element.get("d")))
+
+
+def _rounded(match):
+    text = f"{float(match[0]):.2f}".rstrip("0").rstrip(".")
+    return "0" if text == "-0" else text
+
+
+def _rename_ids(root):
+    """Ids that begin with a digest of the picture; those that nothing refers to go."""
+    text = ElementTree.tostring(root, encoding="unicode")
+    prefix = "n" + hashlib.sha256(text.encode()).hexdigest()[:8]
+    used = dict.fromkeys(re.findall(r'href="#([^"]+)"|url\(#([^)]+)\)', text))
+    names = {a or b: f"{prefix}-{i}" for i, (a, b) in enumerate(used)}
+    for element in root.iter():
+        old = element.attrib.pop("id", None)
+        if old in names:
+            element.set("id", names[old])
+        for key, value in element.attrib.items():
+            if key == "href" or "url(#" in value:
+                element.set(key, re.sub(r"#([^)]+)", lambda m: "#" + names[m[1]], value))

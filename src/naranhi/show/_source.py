@@ -1,0 +1,83 @@
+"""Source from src/, highlighted, under the name of the file it is read from."""
+
+import ast
+import html
+import inspect
+import textwrap
+from pathlib import Path
+
+from IPython.display import display
+from pygments import highlight
+from pygments.formatters import HtmlFormatter
+from pygments.lexers import PythonLexer
+
+ROOT = Path(__file__).resolve().parents[1]  # src/naranhi
+
+# The book's site colours pygments' classes by itself. Elsewhere (JupyterLab, Colab) these rules
+# do; :where() has no weight, so that any rule of the page's own wins over them.
+STYLE = """\
+:where(.naranhi-source) :where(pre){margin:0;padding:.6em .8em;overflow-x:auto;line-height:1.4;\
+background:transparent}
+:where(.naranhi-source) :where(.k,.kn,.kc,.ow)\
+{color:var(--jp-mirror-editor-keyword-color,#a0521d)}
+:where(.naranhi-source) :where(.nf,.nc,.nd,.fm){color:var(--jp-mirror-editor-def-color,#2f6fdb)}
+:where(.naranhi-source) :where(.nb,.bp){color:var(--jp-mirror-editor-builtin-color,#12807a)}
+:where(.naranhi-source) :where(.s1,.s2,.sd,.sa,.si,.se)\
+{color:var(--jp-mirror-editor-string-color,#b0413e)}
+:where(.naranhi-source) :where(.mi,.mf){color:var(--jp-mirror-editor-number-color,#12807a)}
+:where(.naranhi-source) :where(.c1){color:var(--jp-mirror-editor-comment-color,#6f7b85);\
+font-style:italic}
+"""
+
+
+def source(*objects, docstrings=True):
+    """Show the source of functions, classes or modules of src/, each under its file and name.
+
+    docstrings=False leaves the docstrings out. Line numbers are not shown: they would change with
+    every edit above.
+    Raises ValueError for an object that does not come from src/, as the book shows its own code
+    and quotes nobody's.
+    """
+    if not objects:
+        raise ValueError("name at least one function, class or module to show")
+    parts = [(_heading(item), _text(item, docstrings)) for item in objects]
+    formatter = HtmlFormatter(cssclass="highlight")
+    blocks = "".join(
+        f'<div class="naranhi-file" style="margin:.6em 0 .2em;font-size:.9em"><code>'
+        f"{html.escape(heading)}</code></div>{highlight(text, PythonLexer(), formatter)}"
+        for heading, text in parts)
+    display({
+        "text/html": f'<style>\n{STYLE}</style><div class="naranhi-source">{blocks}</div>',
+        "text/plain": "\n\n".join(f"# {heading}\n{text}" for heading, text in parts),
+    }, raw=True)
+
+
+def _heading(item):
+    try:
+        path = Path(inspect.getsourcefile(inspect.unwrap(item))).resolve()
+    except TypeError:
+        raise ValueError(f"{item!r} has no source to show") from None
+    if not path.is_relative_to(ROOT):
+        name = getattr(item, "__qualname__", repr(item))
+        raise ValueError(f"{name} does not come from src/naranhi")
+    file = "src/naranhi/" + path.relative_to(ROOT).as_posix()
+    return file if inspect.ismodule(item) else f"{file} · {item.__qualname__}"
+
+
+def _text(item, docstrings):
+    text = textwrap.dedent(inspect.getsource(inspect.unwrap(item))).rstrip() + "\n"
+    return text if docstrings else _without_docstrings(text)
+
+
+def _without_docstrings(text):
+    lines = text.splitlines()
+    for node in ast.walk(ast.parse(text)):
+        if (isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+                and ast.get_docstring(node) is not None and len(node.body) > 1):
+            first, after = node.body[0], node.body[1]
+            start = min([after.lineno, *(d.lineno for d in getattr(after, "decorator_list", ()))])
+            for i in range(first.lineno - 1, start - 1):
+                # What stands between the docstring and the code are comments, which stay.
+                if i < first.end_lineno or not lines[i].strip():
+                    lines[i] = None
+    return "\n".join(line for line in lines if line is not None).strip() + "\n"

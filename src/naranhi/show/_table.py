@@ -1,0 +1,111 @@
+"""Tables, and numbers with their units."""
+
+import html
+import math
+import re
+
+from IPython.display import display
+
+TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
+DECIMAL = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
+BINARY = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
+NUMBER = re.compile(r"[-+−~<>≤≥±]?\s*\d|—$|nan|inf")
+
+
+def seconds(value):
+    """A time in seconds, to three digits in the unit that suits it: 3.2e-5 -> '32 µs'."""
+    return _with_unit(value, TIMES)
+
+
+def size(bytes):
+    """A number of bytes in binary units, 1 KiB being 1024 bytes: 2**20 -> '1 MiB'."""
+    return _with_unit(bytes, BINARY)
+
+
+def rate(per_second, unit="B/s"):
+    """A rate in decimal units, 1 GB/s being 10**9 bytes a second: 3.2e9 -> '3.2 GB/s'.
+
+    unit: what is counted, as in rate(4.1e12, "FLOP/s") -> '4.1 TFLOP/s'.
+    """
+    return _with_unit(per_second, [(scale, prefix + unit) for scale, prefix in DECIMAL])
+
+
+def _with_unit(value, units):
+    """Three significant digits, in the largest unit of which there is one or more."""
+    if not math.isfinite(value):
+        return f"{value} {units[0][1]}"
+    # Rounded first: 999.9 µs is 1 ms and not 1000 µs.
+    rounded = float(f"{value:.3g}") if abs(value) < 1000 or units is not BINARY else value
+    scale, name = next((u for u in units if abs(rounded) >= u[0]), units[-1])
+    if value == 0:
+        name = next(name for scale, name in units if scale == 1)
+    return f"{number(value / scale)} {name}"
+
+
+def number(value):
+    """A number to three significant digits; whole ones in full, with commas: 1,048,576."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return "—" if value is None else str(value)
+    if not math.isfinite(value):
+        return str(value)
+    if value == int(value):
+        return f"{int(value):,}"
+    if abs(value) >= 99.95:
+        return f"{value:,.0f}"
+    text = f"{value:.3g}"
+    return re.sub(r"e([+-])0*", lambda m: "e" + m[1].strip("+"), text)
+
+
+def table(rows, columns, caption=None, measured=False):
+    """Show a table, as HTML and as plain text.
+
+    rows: a sequence per row, or a dict by column name. Numbers are written to three digits, None
+    as a dash; anything else as its str. A column that holds only numbers (with units or without)
+    is aligned to the right.
+    columns: the headings. caption: a line above the table.
+    measured: True when the table holds a measurement, which another run would print otherwise.
+    Raises ValueError for a row that does not fit the columns.
+    """
+    columns = [str(column) for column in columns]
+    cells = [_row(row, columns) for row in rows]
+    numeric = [bool(cells) and all(NUMBER.match(row[i]) for row in cells)
+               for i in range(len(columns))]
+    display({"text/html": _html(cells, columns, numeric, caption),
+             "text/plain": _plain(cells, columns, numeric, caption)},
+            metadata={"naranhi": {"measured": True}} if measured else None, raw=True)
+
+
+def _row(row, columns):
+    if isinstance(row, dict):
+        if set(row) != set(columns):
+            raise ValueError(f"a row has {sorted(row)}, the columns are {sorted(columns)}")
+        row = [row[column] for column in columns]
+    row = list(row)
+    if len(row) != len(columns):
+        raise ValueError(f"a row of {len(row)} cells for {len(columns)} columns: {row}")
+    return [number(cell) for cell in row]
+
+
+def _html(cells, columns, numeric, caption):
+    def line(tag, row, border):
+        return "<tr>" + "".join(
+            f'<{tag} style="text-align:{"right" if right else "left"};padding:.3em .8em;'
+            f'background:transparent;border:0;border-bottom:{border}">{html.escape(cell)}</{tag}>'
+            for cell, right in zip(row, numeric, strict=True)) + "</tr>"
+
+    rule = "solid var(--naranhi-faint,#8c959f)"
+    head = (f'<caption style="caption-side:top;text-align:left;padding:.3em .8em">'
+            f"{html.escape(caption)}</caption>" if caption else "")
+    body = "".join(line("td", row, f"1px {rule}") for row in cells)
+    return ('<div style="overflow-x:auto"><table class="naranhi-table" style="border-collapse:'
+            f'collapse;font-variant-numeric:tabular-nums;margin:.5em 0">{head}'
+            f"<thead>{line('th', columns, f'2px {rule}')}</thead><tbody>{body}</tbody>"
+            "</table></div>")
+
+
+def _plain(cells, columns, numeric, caption):
+    widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+    lines = ["  ".join(cell.rjust(width) if right else cell.ljust(width)
+                       for cell, width, right in zip(row, widths, numeric, strict=True)).rstrip()
+             for row in [columns, ["-" * width for width in widths], *cells]]
+    return "\n".join([caption, *lines] if caption else lines)
