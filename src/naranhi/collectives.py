@@ -328,7 +328,8 @@ def _expect(name, tensor, shape, like):
     """ValueError unless this is a tensor of that shape, with the dtype and device of `like`."""
     wanted = (tuple(shape), like.dtype, like.device)
     if not isinstance(tensor, torch.Tensor):
-        raise ValueError(f"{name} must be a tensor of shape {wanted[0]} here, not {tensor!r}")
+        kind = "None" if tensor is None else f"a {type(tensor).__name__}"
+        raise ValueError(f"{name} must be a tensor of shape {wanted[0]} here, not {kind}")
     found = (tuple(tensor.shape), tensor.dtype, tensor.device)
     for what, one, other in zip(("shape", "dtype", "device"), found, wanted, strict=True):
         if one != other:

@@ -71,7 +71,9 @@ def unchecked_group(ranks=None, timeout=20.0):
     level = dist.get_debug_level()
     dist.set_debug_level(dist.DebugLevel.OFF)
     try:
-        group = dist.new_group(ranks, timeout=timedelta(seconds=timeout))
+        group = dist.new_group(
+            ranks, timeout=timedelta(seconds=timeout), group_desc="unchecked"
+        )
     finally:
         dist.set_debug_level(level)
     try:
@@ -86,8 +88,9 @@ def wire_bytes() -> int:
     """Bytes that this process has sent over the TCP connections that it holds open now.
 
     The difference between two calls is what gloo really sent in between, its own headers and
-    notices included; NCCL between GPUs of one node goes another way and is not seen. The kernel
-    counts (`tcpi_bytes_sent` of Linux's `struct tcp_info`, since 4.19); elsewhere: OSError.
+    notices included but nothing sent again; NCCL between GPUs of one node goes another way and is
+    not seen. The kernel counts (`tcpi_bytes_sent` and `tcpi_bytes_retrans` in Linux's `struct
+    tcp_info`, since 4.19). Elsewhere: OSError.
     """
     if not hasattr(socket, "TCP_INFO"):
         raise OSError("only Linux tells how many bytes a connection has carried")
@@ -98,6 +101,7 @@ def wire_bytes() -> int:
         with socket.socket(fileno=os.dup(int(entry.name))) as connection:
             tcp = connection.family in (socket.AF_INET, socket.AF_INET6)
             if tcp and connection.type == socket.SOCK_STREAM:
-                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 208)
-                total += struct.unpack_from("=Q", info, 200)[0]
+                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 216)
+                sent, again = struct.unpack_from("=QQ", info, 200)
+                total += sent - again
     return total

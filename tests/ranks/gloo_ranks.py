@@ -1,0 +1,96 @@
+"""n processes that are ranks of one gloo world, kept alive to call function after function on."""
+
+import datetime
+import os
+import tempfile
+import time
+import traceback
+from multiprocessing.connection import wait
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+class Ranks:
+    """`call(function, *args)` runs a module-level function on every rank: the list of its results.
+
+    Loopback only and no port of its own: the ranks find each other through a file. A call that
+    raises on some rank, or takes longer than `deadline` seconds, raises here with every traceback
+    there is, and ends the ranks; the next call starts new ones.
+    """
+
+    def __init__(self, ranks, deadline=60.0):
+        self.ranks, self.deadline = ranks, deadline
+        self.processes, self.pipes, self.folder = [], [], None
+
+    def call(self, function, *args):
+        if not self.processes:
+            self._start()
+        for pipe in self.pipes:
+            pipe.send((function, args))
+        results, errors, waiting = {}, {}, dict(zip(self.pipes, range(self.ranks), strict=True))
+        end = time.monotonic() + self.deadline + 5.0  # gloo gives up first, and says where
+        while waiting and time.monotonic() < end:
+            for pipe in wait(list(waiting), timeout=max(0.0, end - time.monotonic())):
+                rank = waiting.pop(pipe)
+                try:
+                    fine, answer = pipe.recv()
+                except EOFError:
+                    fine, answer = False, "the process has died"
+                (results if fine else errors)[rank] = answer
+                if not fine:  # the others may be waiting for this one: give them a moment only
+                    end = min(end, time.monotonic() + 2.0)
+        if errors or waiting:
+            self.close()
+            told = [f"rank {rank}: {errors[rank]}" for rank in sorted(errors)]
+            told += [f"rank {rank}: no answer in time" for rank in sorted(waiting.values())]
+            raise AssertionError("\n".join(told))
+        return [results[rank] for rank in range(self.ranks)]
+
+    def _start(self):
+        self.folder = tempfile.TemporaryDirectory()
+        context = mp.get_context("spawn")
+        for rank in range(self.ranks):
+            here, there = context.Pipe()
+            place = (rank, self.ranks, str(Path(self.folder.name, "store")), self.deadline)
+            process = context.Process(target=_rank, args=(there, *place), daemon=True)
+            process.start()
+            there.close()
+            self.processes.append(process)
+            self.pipes.append(here)
+
+    def close(self):
+        for pipe in self.pipes:
+            pipe.close()  # which a rank that is not stuck takes as the end
+        for process in self.processes:
+            process.join(timeout=2.0)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self.processes, self.pipes = [], []
+        if self.folder:
+            self.folder.cleanup()
+
+
+def _rank(pipe, rank, ranks, store, deadline):
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=ranks,
+        timeout=datetime.timedelta(seconds=deadline),
+    )
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer = True, function(*args)
+        except BaseException:
+            answer = False, traceback.format_exc()
+        pipe.send(answer)

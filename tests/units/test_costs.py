@@ -1,0 +1,169 @@
+"""The formulas of communication: by hand, against a simulation, and their inverse."""
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from naranhi import costs
+
+collectives = st.sampled_from(
+    [(name, algorithm) for name, known in costs.ALGORITHMS.items() for algorithm in known]
+)
+sizes = st.integers(0, 10**12)
+ranks = st.integers(1, 1000)
+
+
+def test_bandwidths_by_hand():
+    """1 GB in 1 s on 4 ranks, as nccl-tests would print it."""
+    assert costs.algorithm_bandwidth(10**9, 0.5) == 2e9
+    expected = {
+        "all_reduce": 1.5e9,
+        "reduce_scatter": 0.75e9,
+        "all_gather": 0.75e9,
+        "all_to_all": 0.75e9,
+        "scatter": 0.75e9,
+        "gather": 0.75e9,
+        "broadcast": 1e9,
+        "reduce": 1e9,
+    }
+    assert set(expected) == set(costs.ALGORITHMS)
+    for collective, bandwidth in expected.items():
+        assert costs.bus_bandwidth(collective, 10**9, 1.0, 4) == pytest.approx(bandwidth)
+
+
+def test_seconds_by_hand():
+    """alpha = 1000 and beta = 1: 8 bytes on 4 ranks, counted on paper."""
+
+    def seconds(collective, ranks=4, algorithm=None):
+        return costs.collective_seconds(collective, 8, ranks, 1000.0, 1.0, algorithm)
+
+    assert seconds("broadcast") == seconds("reduce") == 2 * (1000 + 8)
+    assert seconds("scatter") == seconds("gather") == seconds("all_to_all") == 3 * (1000 + 2)
+    assert seconds("all_gather") == seconds("reduce_scatter") == 3 * (1000 + 2)
+    assert seconds("all_reduce") == seconds("all_reduce", algorithm="ring") == 6 * (1000 + 2)
+    assert seconds("all_reduce", algorithm="tree") == 4 * (1000 + 8)
+    # 4 and 2 bytes by halving, 2 and 4 by doubling.
+    assert seconds("all_reduce", algorithm="halving_doubling") == 4 * 1000 + 12
+    # Three ranks: one hands its 8 bytes in and is given 8, the other two exchange 4 and 4.
+    assert seconds("all_reduce", 3, "halving_doubling") == 4 * 1000 + 8 + 4 + 4 + 8
+    assert seconds("broadcast", 5) == 3 * (1000 + 8)
+
+
+def links_of_a_tree(ranks):
+    """For each rank of a binomial broadcast, to how many it sends: grown by doubling."""
+    sends, have = [0] * ranks, 1
+    while have < ranks:
+        new = min(have, ranks - have)
+        for rank in range(new):
+            sends[rank] += 1
+        have += new
+    return sends
+
+
+@given(ranks=st.integers(1, 300))
+def test_the_trees_root_sends_the_most(ranks):
+    assert costs.bytes_sent("broadcast", 1, ranks) == max(links_of_a_tree(ranks))
+
+
+@given(collectives, sizes, ranks, st.floats(0, 1), st.floats(0, 1e-6))
+def test_the_model_is_linear_and_never_below_what_must_move(which, size, ranks, alpha, beta):
+    collective, algorithm = which
+    seconds = costs.collective_seconds(collective, size, ranks, alpha, beta, algorithm)
+    messages = costs.collective_seconds(collective, size, ranks, 1.0, 0.0, algorithm)
+    volume = costs.collective_seconds(collective, size, ranks, 0.0, 1.0, algorithm)
+    assert seconds == pytest.approx(messages * alpha + volume * beta)
+    assert volume * (1 + 1e-12) >= costs.bytes_sent(collective, size, ranks, algorithm)
+    if ranks == 1:
+        assert seconds == 0
+    else:
+        # The bus bandwidth counts what must cross a link at least, so it cannot exceed the link's.
+        bandwidth = costs.bus_bandwidth(collective, size, volume, ranks) if volume else 0
+        assert bandwidth <= 1 + 1e-12
+
+
+@given(sizes, ranks)
+def test_all_reduce_is_reduce_scatter_then_all_gather(size, ranks):
+    for cost in (
+        costs.bytes_sent,
+        lambda *args: costs.collective_seconds(*args, alpha=3e-5, beta=2e-9),
+    ):
+        halves = cost("reduce_scatter", size, ranks) + cost("all_gather", size, ranks)
+        assert cost("all_reduce", size, ranks) == pytest.approx(halves)
+
+
+@given(st.integers(2, 64))
+def test_a_ring_wins_for_long_tensors_and_a_tree_for_short_ones(ranks):
+    def seconds(size, algorithm):
+        return costs.collective_seconds("all_reduce", size, ranks, 1e-5, 1e-9, algorithm)
+
+    assert seconds(10**9, "ring") <= seconds(10**9, "tree")
+    assert seconds(4, "tree") <= seconds(4, "ring") * (1 + 1e-3)
+
+
+@given(
+    alpha=st.floats(1e-7, 1e-2),
+    beta=st.floats(1e-12, 1e-7),
+    exponents=st.lists(st.integers(0, 28), min_size=2, max_size=12, unique=True),
+)
+def test_the_fit_finds_the_line_it_was_given(alpha, beta, exponents):
+    points = [2**exponent for exponent in exponents]
+    seconds = [alpha + size * beta for size in points]
+    found_alpha, found_beta = costs.fit_alpha_beta(points, seconds)
+    for size in points:
+        assert found_alpha + size * found_beta == pytest.approx(alpha + size * beta, rel=1e-6)
+
+
+def test_the_fit_weighs_relative_errors():
+    """2% too slow at 1 GB moves the latency of small messages by nothing to speak of."""
+    points = [8, 1024, 2**20, 2**30]
+    seconds = [1e-5 + size * 1e-9 for size in points]
+    seconds[-1] *= 1.02
+    alpha, beta = costs.fit_alpha_beta(points, seconds)
+    assert alpha == pytest.approx(1e-5, rel=0.01)
+    assert beta == pytest.approx(1e-9, rel=0.02)
+
+
+def test_the_fit_is_least_squares():
+    """No other line nearby has a smaller sum of squared relative errors."""
+    points, seconds = [1, 1000, 5000, 20000], [1.1, 2.3, 5.2, 24.0]
+
+    def error(alpha, beta):
+        pairs = zip(points, seconds, strict=True)
+        return sum(((alpha + size * beta) / time - 1) ** 2 for size, time in pairs)
+
+    alpha, beta = costs.fit_alpha_beta(points, seconds)
+    best = error(alpha, beta)
+    for da, db in [(1e-3, 0), (-1e-3, 0), (0, 1e-6), (0, -1e-6), (1e-3, -1e-6)]:
+        assert error(alpha + da, beta + db) > best
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: costs.algorithm_bandwidth(-1, 1.0),
+        lambda: costs.algorithm_bandwidth(1, 0.0),
+        lambda: costs.algorithm_bandwidth(1, float("nan")),
+        lambda: costs.bus_bandwidth("allreduce", 1, 1.0, 2),
+        lambda: costs.bus_bandwidth("all_reduce", 1, 1.0, 0),
+        lambda: costs.collective_seconds("all_reduce", 1, 2, 0, 0, "star"),
+        lambda: costs.collective_seconds("broadcast", 1, 2, 0, 0, "ring"),
+        lambda: costs.bytes_sent("all_reduce", float("inf"), 2),
+        lambda: costs.bytes_sent("all_reduce", 1, 2.0),
+        lambda: costs.fit_alpha_beta([1, 2], [1.0]),
+        lambda: costs.fit_alpha_beta([1, 1], [1.0, 1.1]),
+        lambda: costs.fit_alpha_beta([1, 2], [1.0, 0.0]),
+        lambda: costs.fit_alpha_beta([1, 2], [1.0, float("nan")]),
+        lambda: costs.fit_alpha_beta([], []),
+    ],
+)
+def test_what_makes_no_sense_is_refused(call):
+    with pytest.raises(ValueError, match=r".+"):
+        call()
+
+
+def test_costs_need_no_torch():
+    code = "import sys, naranhi.costs; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
