@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from naranhi import measure
 
-LATE = 0.02  # seconds by which one rank is late, far above a barrier's time
+LATE = 0.1  # seconds by which one rank is late, far above a barrier's time
 
 
 def timed():
@@ -30,9 +30,9 @@ def test_interleaved_takes_turns_and_the_slowest_ranks_time(five):
         assert calls == ["late", "prompt"] * 6
         assert times == answers[0][0]
         assert [len(series) for series in times.values()] == [4, 4]
-        assert all(LATE <= seconds < 10 * LATE for seconds in times["late"])
-        # The late rank's time is in its own contender only: the barrier after it is not timed.
-        assert measure.median(times["prompt"]) < LATE / 2
+        assert min(times["late"]) >= LATE
+        # Waiting for the late rank is no part of the next contender's time.
+        assert min(times["prompt"]) < LATE / 2
 
 
 def refused():
