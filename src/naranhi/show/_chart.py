@@ -4,13 +4,15 @@ import math
 
 from matplotlib import ticker
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.offsetbox import AnnotationBbox, DrawingArea, HPacker, TextArea
 
 from naranhi.show import _table
 from naranhi.show._figure import FAINT, INK
 
 # One colour per rank throughout the book: told apart with every kind of colour blindness, and of
 # a contrast of 3 or more both on white and on a dark page (a test computes both).
-COLORS = ("#1767b0", "#db5f12", "#12a594", "#b86be0")
+COLORS = ("#1f84ea", "#cb5209", "#2e8166", "#b45ab6")
 
 WIDTH = 5.4  # inches: 518 px, so that 10 pt letters can still be read at 360 px
 UNITS = {"size": _table.size, "seconds": _table.seconds, "rate": _table.rate}
@@ -52,28 +54,47 @@ def _scale(axis, scale):
         raise ValueError(f"a scale is linear, log, size, seconds or rate, not {scale!r}")
     axis._set_axes_scale("log", base=2 if scale == "size" else 10)
     if scale == "size":
-        axis.set_major_locator(ticker.LogLocator(base=4, numticks=9))
+        axis.set_major_locator(_Sizes())
     axis.set_minor_formatter(ticker.NullFormatter())
     if scale in UNITS:
         axis.set_major_formatter(lambda value, _: UNITS[scale](value))
 
 
+class _Sizes(ticker.Locator):
+    """Ticks at 4 KiB, 64 KiB, 1 MiB, ..., or at every fourfold where few of these fall."""
+
+    def __call__(self):
+        low, high = sorted(self.axis.get_view_interval())
+        base = 16 if high / low > 4**5 else 4
+        first = math.ceil(math.log(low, base) - 1e-9)
+        last = math.floor(math.log(high, base) + 1e-9)
+        return [base**power for power in range(first, last + 1)]
+
+
 def measured(ax, x, y, label=None, color=COLORS[0]):
     """Draw what was measured: points, with a label beside the last one."""
     ax.plot(x, y, "o", color=color, markersize=5, markeredgewidth=0)
-    _label(ax, x, y, label, color)
+    _label(ax, x, y, label, Line2D([6.3], [3.4], marker="o", color=color, markersize=5,
+                                   markeredgewidth=0))
 
 
 def predicted(ax, x, y, label=None, color=COLORS[0]):
     """Draw what a formula predicts: a dashed line, with a label beside its end."""
-    ax.plot(x, y, color=color, linewidth=1.4, dashes=(4, 2.5), zorder=1.8)
-    _label(ax, x, y, label, color)
+    dashes = {"color": color, "linewidth": 1.4, "dashes": (3.5, 2)}
+    ax.plot(x, y, zorder=1.8, **dashes)
+    _label(ax, x, y, label, Line2D([0, 12.6], [3.4, 3.4], **dashes))
 
 
-def _label(ax, x, y, text, color):
+def _label(ax, x, y, text, key):
+    """The text, in ink, after a key in the line's own colour; svg() keeps labels apart."""
     if text:
-        ax.annotate(text, (list(x)[-1], list(y)[-1]), (7, 0), textcoords="offset points",
-                    color=color, va="center", fontsize=9.5, gid="label", annotation_clip=False)
+        picture = DrawingArea(12.6, 7)
+        picture.add_artist(key)
+        words = TextArea(text, textprops={"color": INK, "fontsize": 9.5})
+        ax.add_artist(AnnotationBbox(
+            HPacker(children=[picture, words], align="center", pad=0, sep=4),
+            (list(x)[-1], list(y)[-1]), xybox=(8, 0), boxcoords="offset points",
+            box_alignment=(0, 0.5), frameon=False, pad=0.1, gid="label", annotation_clip=False))
 
 
 def bars(values, xlabel, unit=None, colors=None):
@@ -91,7 +112,7 @@ def bars(values, xlabel, unit=None, colors=None):
     style(ax)
     ax.spines["bottom"].set_visible(False)
     places = range(len(values))
-    ax.barh(places, values.values(), height=0.62, color=colors or COLORS[0], linewidth=0)
+    ax.barh(places, values.values(), height=0.56, color=colors or COLORS[0], linewidth=0)
     for place, value in zip(places, values.values(), strict=True):
         ax.annotate(write(value), (value, place), (5, 0), textcoords="offset points",
                     va="center", color=INK, fontsize=9.5)

@@ -3,7 +3,8 @@
 import string
 
 from matplotlib.figure import Figure
-from matplotlib.patches import FancyArrowPatch, Rectangle
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, PathPatch
+from matplotlib.path import Path
 
 from naranhi.show import definitions
 from naranhi.show._chart import COLORS
@@ -28,7 +29,7 @@ def collective(name, ranks=4, root=0):
 def ring_steps(ranks=4):
     """Show every step of a ring all-reduce: first the reduce-scatter, then the all-gather.
 
-    What a rank has just received from the rank above it (the first from the last) is framed.
+    What a rank has just received from the rank above it (rank 0 from the last) is framed.
     """
     steps = definitions.ring(definitions.example("all_reduce", _coloured(ranks)))
     figure(draw_ring(ranks), f"The {len(steps) - 1} steps of a ring all-reduce on {ranks} ranks. "
@@ -48,80 +49,93 @@ def tree(ranks=4, root=0):
 UNIT = 0.43  # inches, the width of a block in the pictures of single collectives
 LABELS = 1.35  # blocks, the width of the ranks' names at the left
 BETWEEN = 1.3  # blocks, between before and after
+PAD = 0.05  # blocks, around each
+ARROW = "-|>,head_length=5,head_width=2.6"
+SLATE = "#4b5563"  # behind the name of a sum, which belongs to no single rank
 
 
 def draw_collective(name, ranks, root=0):
     before, after = _states(name, ranks, root)
     # A panel is as wide as the most that a rank holds.
     widths = [max(map(len, state)) for state in (before, after)]
-    fig, ax = _canvas(LABELS + widths[0] + BETWEEN + widths[1], ranks + 0.62, UNIT)
-    middle = LABELS + widths[0]
+    top, middle = 0.62, LABELS + widths[0]
+    fig, ax = canvas(middle + BETWEEN + widths[1], ranks + top, UNIT)
     for x, width, state, title in ((LABELS, widths[0], before, "before"),
                                    (middle + BETWEEN, widths[1], after, "after")):
-        ax.text(x + 0.06, 0.3, title, color=INK, fontsize=9.5, va="center")
+        ax.text(x + PAD, 0.3, title, color=INK, fontsize=9.5, va="center_baseline")
         for rank, blocks in enumerate(state):
             for at in range(width):
-                held = blocks[at] if at < len(blocks) else None
-                _block(ax, x + at, 0.62 + rank, held)
-    _rank_names(ax, ranks, 0.62)
+                draw_block(ax, x + at, top + rank, blocks[at] if at < len(blocks) else None)
+    _rank_names(ax, ranks, top)
+    y = top + ranks / 2
     ax.add_patch(FancyArrowPatch(
-        (middle + 0.25, 0.62 + ranks / 2), (middle + BETWEEN - 0.25, 0.62 + ranks / 2),
-        arrowstyle="-|>,head_length=5,head_width=2.6", color=FAINT, linewidth=1.6, shrinkA=0,
-        shrinkB=0))
+        (middle + 0.25, y), (middle + BETWEEN - 0.25, y), arrowstyle=ARROW, color=FAINT,
+        linewidth=1.6, shrinkA=0, shrinkB=0))
     return fig
 
 
 def draw_ring(ranks):
     steps = definitions.ring(definitions.example("all_reduce", _coloured(ranks)))
-    unit, gap, top, labels = 0.265, 0.75, 1.55, 2.1
-    per_row = max(2, ranks)  # the start and the steps of the reduce-scatter; below, the all-gather
-    height = (ranks + top) * 2 if ranks > 1 else ranks + top
-    fig, ax = _canvas(labels + per_row * (ranks + gap) - gap, height, unit)
-    for i, step in enumerate(steps):
-        row, column = (0, i) if i < ranks else (1, i - ranks + 1)
-        x, y = labels + column * (ranks + gap), row * (ranks + top) + top
-        title = "start" if i == 0 else f"step {i}"
-        ax.text(x + 0.04, y - 0.28, title, color=INK, fontsize=8.5, va="baseline")
-        for rank, blocks in enumerate(step.held):
-            for at, held in enumerate(blocks):
-                _block(ax, x + at, y + rank, held, label=False,
-                       framed=step.received[rank] == at)
-        if column == 0 or (row == 1 and column == 1):
-            phase = "reduce-scatter" if row == 0 else "all-gather"
-            ax.text(x + 0.04, y - 1.1, phase, color=INK, fontsize=9.5, va="baseline",
-                    weight="bold")
-    for row in range(2 if ranks > 1 else 1):
-        _rank_names(ax, ranks, row * (ranks + top) + top, size=8.5)
+    gap, top, labels = 0.8, 1.6, 2.25
+    row_height = top + ranks + 0.35
+    # The start and the reduce-scatter stand in the first row, the all-gather in the second.
+    rows = [steps[:ranks], steps[ranks:]] if ranks > 1 else [steps]
+    fig, ax = canvas(labels + ranks * (ranks + gap) - gap, row_height * len(rows), 0.265)
+    for row, (phase, row_steps) in enumerate(
+            zip(("reduce-scatter", "all-gather"), rows, strict=False)):
+        y = row * row_height + top
+        first = ranks - len(row_steps)
+        ax.text(labels + first * (ranks + gap) + PAD, y - 1.15, phase, color=INK, fontsize=9.5,
+                weight="bold")
+        _rank_names(ax, ranks, y, size=8.5)
+        for column, step in enumerate(row_steps, first):
+            x = labels + column * (ranks + gap)
+            number = row * ranks + column - first
+            ax.text(x + PAD, y - 0.28, f"step {number}" if number else "start", color=INK,
+                    fontsize=8.5)
+            draw_steps(ax, x, y, step)
+    if ranks > 2:
+        y = row_height + top + ranks / 2
+        _outline(ax, labels, y - 0.5, edgecolor=INK, linewidth=1.6)
+        ax.text(labels + 1.25, y, "has just\narrived", color=INK, fontsize=8.5,
+                va="center_baseline", linespacing=1.3)
     return fig
+
+
+def draw_steps(ax, x, y, step):
+    """One step of the ring: a row of blocks per rank, and a frame around what has arrived."""
+    for rank, blocks in enumerate(step.held):
+        for at, held in enumerate(blocks):
+            draw_block(ax, x + at, y + rank, held, label=False)
+    for rank, at in enumerate(step.received):
+        if at is not None:
+            _outline(ax, x + at, y + rank, edgecolor=INK, linewidth=1.6)
 
 
 def draw_tree(ranks, root=0):
     rounds = definitions.tree(ranks, root)
-    fig, ax = _canvas(LABELS + 1.7 * len(rounds) + 0.8, ranks * 0.8 + 0.7, 0.43)
-    def place(rank):
-        return 0.95 + 0.8 * rank
-    has = {root: 0}
-    for i, pairs in enumerate(rounds, 1):
-        has.update((receiver, i) for _, receiver in pairs)
+    across, down, left, top = 2.2, 0.82, LABELS + 0.25, 0.95
+    fig, ax = canvas(left + across * len(rounds) + 0.9, top + down * ranks - 0.3, UNIT)
+    since = {root: 0} | {receiver: i for i, pairs in enumerate(rounds, 1) for _, receiver in pairs}
+    end = left + across * len(rounds) + 0.6
     for rank in range(ranks):
-        y, start = place(rank), LABELS + 0.3 + 1.7 * has[rank]
-        end = LABELS + 0.3 + 1.7 * len(rounds)
-        ax.plot([LABELS + 0.3, start], [y, y], color=FAINT, linewidth=1, dashes=(1, 3), alpha=0.7)
-        ax.plot([start, end], [y, y], color=COLORS[0], linewidth=2.2, solid_capstyle="round")
+        y, start = top + down * rank, left + across * since[rank]
+        ax.text(0, y, f"rank {rank}", color=INK, fontsize=9.5, va="center_baseline")
+        ax.plot([left, start], [y, y], color=FAINT, linewidth=1, dashes=(1, 3), alpha=0.7)
+        ax.plot([start, end], [y, y], color=COLORS[0], linewidth=2.4, solid_capstyle="round")
         ax.plot([start], [y], "o", color=COLORS[0], markersize=8, markeredgewidth=0)
-        ax.text(LABELS - 0.15, y, f"rank {rank}", color=INK, fontsize=9.5, ha="right",
-                va="center")
-    for i, pairs in enumerate(rounds, 1):
-        x = LABELS + 0.3 + 1.7 * i
-        ax.text(x - 0.85, 0.3, f"round {i}", color=INK, fontsize=9.5, ha="center", va="center")
-        for a, b in pairs:
+    for i, pairs in enumerate(rounds):
+        x = left + across * i
+        ax.text(x + across / 2, 0.3, f"round {i + 1}", color=INK, fontsize=9.5, ha="center",
+                va="center_baseline")
+        for sender, receiver in pairs:
             ax.add_patch(FancyArrowPatch(
-                (x - 1.7, place(a)), (x, place(b)), arrowstyle="-|>,head_length=5,head_width=2.6",
-                color=COLORS[0], linewidth=1.4, shrinkA=5, shrinkB=6))
+                (x, top + down * sender), (x + across, top + down * receiver), arrowstyle=ARROW,
+                color=COLORS[0], linewidth=1.4, shrinkA=0, shrinkB=6))
     return fig
 
 
-def _canvas(width, height, unit):
+def canvas(width, height, unit):
     """A figure without axes, in units of a block; y counts down."""
     fig = Figure(figsize=(width * unit, height * unit))
     ax = fig.add_axes((0, 0, 1, 1))
@@ -130,31 +144,52 @@ def _canvas(width, height, unit):
     return fig, ax
 
 
+def draw_block(ax, x, y, held, label=True):
+    """A block with a bar of each rank in it, side by side; None is a place where nothing is."""
+    if held is None:
+        _outline(ax, x, y, edgecolor=FAINT, linewidth=0.8, linestyle=(0, (2, 2)), alpha=0.6)
+        return
+    side, named_sum = 1 - 2 * PAD, label and len(held.terms) > 1
+    if named_sum:
+        _rounded(ax, x + PAD, y + PAD, side, side, SLATE)
+    width, top = side / len(held.terms), y + PAD + (0.66 * side if named_sum else 0)
+    for i, (_, rank) in enumerate(held.terms):
+        _rounded(ax, x + PAD + i * width, top, width, y + 1 - PAD - top, COLORS[rank],
+                 left=i == 0, right=i == len(held.terms) - 1, upper=not named_sum)
+    if label:
+        name = f"Σ{string.ascii_uppercase[held.terms[0][0]]}" if named_sum else str(held)
+        ax.text(x + 0.5, y + (0.37 if named_sum else 0.5), name, color="white", weight="bold",
+                fontsize=9.5, ha="center", va="center_baseline")
+
+
+def _rounded(ax, x, y, width, height, color, left=True, right=True, upper=True, radius=0.09):
+    """A filled box of which only the named corners are round."""
+    right_x, below = x + width, y + height
+    corners = [((x, below), left), ((x, y), left and upper), ((right_x, y), right and upper),
+               ((right_x, below), right)]
+    points, codes = [], []
+    for i, (corner, is_round) in enumerate(corners):
+        for neighbour in (corners[i - 1][0], None, corners[(i + 1) % 4][0]):
+            if neighbour is None:
+                points.append(corner)
+            elif is_round:
+                distance = abs(neighbour[0] - corner[0]) + abs(neighbour[1] - corner[1])
+                points.append(tuple(c + (n - c) * radius / distance
+                                    for c, n in zip(corner, neighbour, strict=True)))
+        codes += [Path.LINETO, Path.CURVE3, Path.CURVE3] if is_round else [Path.LINETO]
+    codes[0] = Path.MOVETO
+    ax.add_patch(PathPatch(Path([*points, points[0]], [*codes, Path.CLOSEPOLY]), facecolor=color,
+                           edgecolor="none", clip_on=False))
+
+
+def _outline(ax, x, y, **style):
+    ax.add_patch(FancyBboxPatch((x + PAD, y + PAD), 1 - 2 * PAD, 1 - 2 * PAD, fill=False,
+                                clip_on=False, boxstyle="round,pad=0,rounding_size=0.09", **style))
+
+
 def _rank_names(ax, ranks, top, size=9.5):
     for rank in range(ranks):
         ax.text(0.0, top + rank + 0.5, f"rank {rank}", color=INK, fontsize=size,
-                va="center_baseline")
-
-
-def _block(ax, x, y, held, label=True, framed=False):
-    """A block: a bar of each rank in it, side by side; None is a place where nothing is."""
-    pad = 0.06
-    side = 1 - 2 * pad
-    if held is None:
-        ax.add_patch(Rectangle((x + pad, y + pad), side, side, fill=False, edgecolor=FAINT,
-                               linewidth=0.8, linestyle=(0, (2, 2)), alpha=0.6))
-        return
-    width = side / len(held.terms)
-    for i, (_, rank) in enumerate(held.terms):
-        ax.add_patch(Rectangle((x + pad + i * width, y + pad), width, side, color=COLORS[rank],
-                               linewidth=0))
-    if framed:
-        ax.add_patch(Rectangle((x + pad, y + pad), side, side, fill=False, edgecolor=INK,
-                               linewidth=1.4))
-    if label:
-        letter = string.ascii_uppercase[held.terms[0][0]]
-        text = str(held) if len(held.terms) == 1 else f"Σ{letter}"
-        ax.text(x + 0.5, y + 0.5, text, color="white", weight="bold", fontsize=9.5, ha="center",
                 va="center_baseline")
 
 

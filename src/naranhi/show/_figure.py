@@ -59,23 +59,33 @@ def svg(fig, alt):
     return ElementTree.tostring(root, encoding="unicode")
 
 
-def spread_labels(fig, gap=1.15):
-    """Move the labels at lines' ends (see _chart) apart vertically until none overlaps another."""
+def spread_labels(fig):
+    """Move the labels at the lines' ends (see _chart) apart, each as little as it takes."""
+    fig.draw_without_rendering()
     for ax in fig.axes:
-        labels = [text for text in ax.texts if text.get_gid() == "label"]
-        if len(labels) < 2:
-            continue
-        fig.draw_without_rendering()
-        boxes = {label: label.get_window_extent() for label in labels}
-        labels.sort(key=lambda label: boxes[label].y0)
-        top = None
+        labels = [artist for artist in ax.artists if artist.get_gid() == "label"]
+        labels.sort(key=lambda label: label.get_window_extent().y0)
+        clusters = []  # of labels that touch: their heights, and the middle each would like
         for label in labels:
-            box = boxes[label]
-            step = box.height * gap
-            shift = 0.0 if top is None else max(0.0, top + step - box.y0)
-            x, y = label.get_position()
-            label.set_position((x, y + shift * 72 / fig.dpi))
-            top = box.y0 + shift
+            box = label.get_window_extent()
+            clusters.append(([label], box.height, [(box.y0 + box.y1) / 2]))
+            while len(clusters) > 1 and _bottom(clusters[-1]) < _top(clusters[-2]):
+                (above, height, middles), (below, _, others) = clusters.pop(), clusters.pop()
+                clusters.append((below + above, height, others + middles))
+        for cluster, height, middles in clusters:
+            for i, (label, middle) in enumerate(zip(cluster, middles, strict=True)):
+                y = _bottom((cluster, height, middles)) + height * (i + 0.5)
+                x, before = label.xybox
+                label.xybox = (x, before + (y - middle) * 72 / fig.dpi)
+
+
+def _bottom(cluster):
+    labels, height, middles = cluster
+    return sum(middles) / len(middles) - height * len(labels) / 2
+
+
+def _top(cluster):
+    return _bottom(cluster) + cluster[1] * len(cluster[0])
 
 
 def _prune(element):
@@ -133,4 +143,5 @@ def _rename_ids(root):
             element.set("id", names[old])
         for key, value in element.attrib.items():
             if key == "href" or "url(#" in value:
-                element.set(key, re.sub(r"#([^)]+)", lambda m: "#" + names[m[1]], value))
+                element.set(key, re.sub(r"(^|url\()#([^)]+)",
+                                        lambda m: f"{m[1]}#{names[m[2]]}", value))

@@ -19,11 +19,11 @@ STYLE = """\
 :where(.naranhi-source) :where(pre){margin:0;padding:.6em .8em;overflow-x:auto;line-height:1.4;\
 background:transparent}
 :where(.naranhi-source) :where(.k,.kn,.kc,.ow)\
-{color:var(--jp-mirror-editor-keyword-color,#a0521d)}
+{color:var(--jp-mirror-editor-keyword-color,#b5651d)}
 :where(.naranhi-source) :where(.nf,.nc,.nd,.fm){color:var(--jp-mirror-editor-def-color,#2f6fdb)}
 :where(.naranhi-source) :where(.nb,.bp){color:var(--jp-mirror-editor-builtin-color,#12807a)}
 :where(.naranhi-source) :where(.s1,.s2,.sd,.sa,.si,.se)\
-{color:var(--jp-mirror-editor-string-color,#b0413e)}
+{color:var(--jp-mirror-editor-string-color,#c2524e)}
 :where(.naranhi-source) :where(.mi,.mf){color:var(--jp-mirror-editor-number-color,#12807a)}
 :where(.naranhi-source) :where(.c1){color:var(--jp-mirror-editor-comment-color,#6f7b85);\
 font-style:italic}
