@@ -6,11 +6,12 @@ outlives the notebook.
 """
 
 import atexit
+import itertools
 import sys
 import time
 
 from naranhi._ranks import lifeline, process
-from naranhi._ranks.failures import RankError, RankInterrupt, diagnose, named
+from naranhi._ranks.failures import RankError, RankInterrupt, diagnose, named, place
 from naranhi._ranks.launch import Launched
 
 __all__ = ["RankError", "RankInterrupt", "World"]
@@ -122,8 +123,16 @@ class World:
     def _join(self):
         self._epoch += 1
         arguments = [
-            (rank, self.size, member.local_rank, member.threads, self._ranks.store_address,
-             self._epoch, self.backend, self.timeout)
+            (
+                rank,
+                self.size,
+                member.local_rank,
+                member.threads,
+                self._ranks.store_address,
+                self._epoch,
+                self.backend,
+                self.timeout,
+            )
             for rank, member in enumerate(self._members)
         ]
         pending = [
@@ -146,7 +155,7 @@ class World:
 
     def _rebuild(self):
         try:
-            lost = sorted(set(sum(self._join(), [])))
+            lost = sorted(set(itertools.chain(*self._join())))
         except Exception as failure:  # a process group beyond repair: said, and begun anew
             print(f"the process group could not be rebuilt ({type(failure).__name__})")
             self._restart()
@@ -183,7 +192,7 @@ class World:
             return [outcomes[rank] for rank in range(self.size)]
         self._dead = bool(died or pending)
         # If all failed alike, none is ahead of another, and the process group is as good as before.
-        alike = len(errors) == self.size and len({repr(e) for e in errors}) == 1
+        alike = len(errors) == self.size and len({_what(e) for e in errors}) == 1
         self._broken = self._broken or not alike or interrupted
         if interrupted:
             raise RankInterrupt(_interruption(outcomes, died, pending, cell)) from None
@@ -216,18 +225,25 @@ class World:
         if not interrupt_at_once:
             # Those about to fail by themselves (the same slip on every rank) are given the time.
             self._collect(pending, outcomes, died, 0.3, until_failure=False)
-            for rank in [*outcomes, *pending]:
-                if rank in pending or outcomes[rank]["error"]:
-                    self._ranks.tell(self._members[rank], lifeline.SEVER)
-            self._collect(pending, outcomes, died, 1.0, until_failure=False)
+            if not pending:
+                return []
+        # First the connections: a rank that waits in C++ sees a signal only when that wait ends.
+        for rank in [*outcomes, *pending]:
+            if rank in pending or outcomes[rank]["error"]:
+                self._ranks.tell(self._members[rank], lifeline.SEVER)
+        self._collect(pending, outcomes, died, 1.0, until_failure=False)
         stuck = sorted(pending)
-        for command in (lifeline.INTERRUPT, lifeline.SEVER):
-            for rank in pending:
-                self._ranks.tell(self._members[rank], command)
-            self._collect(pending, outcomes, died, 1.0, until_failure=False)
+        for rank in pending:
+            self._ranks.tell(self._members[rank], lifeline.INTERRUPT)
+        self._collect(pending, outcomes, died, 2.0, until_failure=False)
         if pending:
             self._ranks.kill([self._members[rank] for rank in pending])
         return stuck
+
+
+def _what(error):
+    lines = tuple((line, function) for _, line, function, _ in error["frames"])
+    return error["type"], error["message"], error["syntax"], lines
 
 
 def _show(outcomes):
@@ -259,8 +275,6 @@ def _show(outcomes):
 
 
 def _interruption(outcomes, died, killed, cell):
-    from naranhi._ranks.failures import place
-
     text = "the cell was interrupted"
     for rank, outcome in sorted(outcomes.items()):
         if outcome["error"]:

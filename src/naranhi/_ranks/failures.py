@@ -113,8 +113,8 @@ def _cause(errors, of, where, died, stuck, timeout, outcomes):
         done = [r for r, o in outcomes.items() if not o["error"]]
         waiting = of["deadline"]
         # Who was waited for; a plain receive does not say, and then it is who was not waiting.
-        told = {r for rank in waiting for r in errors[rank]["absent"] or ()}
-        absent = sorted(told - set(waiting) or set(done) | set(stuck))
+        missed = {r for rank in waiting for r in errors[rank]["absent"] or ()}
+        absent = sorted(missed - set(waiting) or set(done) | set(stuck))
         what = f"within {timeout:g} s"
         told = [] if absent else waiting
         if len(absent) == 0:
@@ -126,7 +126,8 @@ def _cause(errors, of, where, died, stuck, timeout, outcomes):
         idle = [r for r in absent if r not in stuck]
         parts = []
         if busy:
-            parts.append(f"{named(busy)} did not take part {what}: still busy{where.get(busy[0], '')}")
+            at = where.get(busy[0], "")
+            parts.append(f"{named(busy)} did not take part {what}: still busy{at}")
         if idle:
             end = "its" if len(idle) == 1 else "their"
             parts.append(f"{named(idle)} did not take part {what}: reached the end of {end} cell")

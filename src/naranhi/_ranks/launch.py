@@ -13,6 +13,8 @@ from naranhi._ranks import controller, lifeline, process
 from naranhi._ranks.failures import RankError
 
 START_SECONDS = 60
+# What C++ prints of an exception that nobody caught, less the place in gloo's sources.
+LAST_WORDS = re.compile(r"what\(\):\s*(?:\[enforce fail at [^]]*\]\s*)?(.*)")
 
 
 @dataclasses.dataclass
@@ -72,15 +74,13 @@ class Launched:
         config.EngineLauncher.engine_args = ["--IPEngine.enable_nanny=False", "--log-level=30"]
         # A task of srun is a whole rank; ours share the allocation's cores with the notebook.
         config.MPILauncher.mpi_cmd = ["srun"]
-        config.MPILauncher.mpi_args = ["--overlap", "--overcommit", "--kill-on-bad-exit=0",
-                                       "--unbuffered", "--export=ALL"]
-        config.MPIEngineSetLauncher.mpi_cmd = config.MPILauncher.mpi_cmd
-        config.MPIEngineSetLauncher.mpi_args = config.MPILauncher.mpi_args
+        config.MPILauncher.mpi_args = ["--overlap", "--overcommit", "--kill-on-bad-exit=0"]
         quiet = logging.getLogger("naranhi.ipyparallel")
         quiet.setLevel(logging.CRITICAL)
         environment = {
             lifeline.ADDRESS: self._lifelines.address,
             controller.FOLDER: self.folder,
+            "NARANHI_NOTEBOOK": str(os.getpid()),
             "IPYTHONDIR": self.folder,
             "OMP_NUM_THREADS": "1",
             "TOKENIZERS_PARALLELISM": "false",
@@ -99,11 +99,13 @@ class Launched:
                 engines="mpi" if self.in_slurm else "local",
                 controller_ip=self.host,
                 controller_location=self.host,
-                controller_args=["--IPController.use_threads=True",
-                                 "--IPController.broadcast_scheduler_depth=0",
-                                 # An engine counts as registered when its heart has beaten once.
-                                 "--HeartMonitor.period=500",
-                                 "--HeartMonitor.max_heartmonitor_misses=240"],
+                controller_args=[
+                    "--IPController.use_threads=True",
+                    "--IPController.broadcast_scheduler_depth=0",
+                    # An engine counts as registered when its heart has beaten once.
+                    "--HeartMonitor.period=500",
+                    "--HeartMonitor.max_heartmonitor_misses=240",
+                ],
                 delay=0,
                 shutdown_atexit=False,
                 log=quiet,
@@ -152,7 +154,10 @@ class Launched:
         listener = socket.create_server((self.host, 0))
         port = listener.getsockname()[1]
         self._store = dist.TCPStore(
-            self.host, port, is_master=True, wait_for_workers=False,
+            self.host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )
         self.store_address = (self.host, port)
@@ -183,7 +188,7 @@ class Launched:
                 else:
                     how = "ended" if status is None else f"exit status {status}"
                 with open(launcher.output_file, errors="replace") as output:
-                    words = re.findall(r"what\(\):\s*(?:\[enforce fail at [^]]*\]\s*)?(.*)", output.read())
+                    words = LAST_WORDS.findall(output.read())
                 return f"{how}: {words[-1]}" if words else how
         return f"its process on {member.host} ended"
 

@@ -60,7 +60,8 @@ def join(rank, world_size, local_rank, threads, store, epoch, backend, timeout):
     from naranhi._ranks.checks import Checks
 
     names = _shell().user_ns
-    lost = [n for n, v in names.items() if isinstance(v, dist.ProcessGroup) and n[0] != "_"]
+    outside = dist.GroupMember.NON_GROUP_MEMBER
+    lost = [n for n, v in names.items() if isinstance(v, dist.ProcessGroup) or v is outside]
     for name in lost:
         del names[name]
     deadline = datetime.timedelta(seconds=timeout)
@@ -95,12 +96,18 @@ def execute(source):
 
     shell = _shell()
     shell.showtraceback = shell.showsyntaxerror = _leave_it_to_the_notebook
+    values = []
+    shell.display_trap.hook = values.append
     with capture_output() as captured, _Busy():
         result = shell.run_cell(source, store_history=False)
         error = result.error_before_exec or result.error_in_exec
         if error is None:
             _synchronize()
-    return _outcome(captured, error)
+    outcome = _outcome(captured, error)
+    if not shell.displayhook.semicolon_at_end_of_expression(source):
+        shown = [shell.display_formatter.format(v) for v in values if v is not None]
+        outcome["displays"].extend(shown)
+    return outcome
 
 
 def _leave_it_to_the_notebook(*args, **kwargs):
@@ -217,9 +224,9 @@ def sever():
         except OSError:  # closed by its owner or its peer since we looked, which is as good
             continue
     distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_initialized():
-        if distributed.get_backend() == "nccl":
-            distributed.distributed_c10d._abort_process_group()
+    joined = distributed is not None and distributed.is_initialized()
+    if joined and distributed.get_backend() == "nccl":
+        distributed.distributed_c10d._abort_process_group()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,90 @@
+"""A real Jupyter kernel, driven as a notebook drives it."""
+
+import contextlib
+import os
+import queue
+import time
+from pathlib import Path
+
+from jupyter_client.manager import start_new_kernel
+
+START = "import naranhi\nworld = naranhi.World(4)"
+
+
+class CellError(Exception):
+    """A cell failed; ``text`` is what the reader sees."""
+
+    def __init__(self, text):
+        super().__init__(text)
+        self.text = text
+
+
+class Notebook:
+    """Runs cells; ``run`` returns what they print, and raises CellError where they fail."""
+
+    def __init__(self):
+        self.manager, self.client = start_new_kernel()
+        self.pid = self.manager.provisioner.pid
+
+    def run(self, cell, timeout=90):
+        return self.finish(self.begin(cell), timeout)
+
+    def begin(self, cell):
+        return self.client.execute(cell, stop_on_error=False)
+
+    def finish(self, request, timeout=90):
+        end, printed, error = time.monotonic() + timeout, "", None
+        while True:
+            try:
+                message = self.client.get_iopub_msg(timeout=end - time.monotonic())
+            except queue.Empty:
+                raise TimeoutError(f"the cell still ran after {timeout} s:\n{printed}") from None
+            if message["parent_header"].get("msg_id") != request:
+                continue
+            kind, content = message["msg_type"], message["content"]
+            if kind == "stream":
+                printed += content["text"]
+            elif kind == "error":
+                error = CellError("\n".join(content["traceback"]))
+            elif kind == "status" and content["execution_state"] == "idle":
+                if error is not None:
+                    raise error
+                return printed
+
+    def interrupt(self):
+        self.manager.interrupt_kernel()
+
+    def close(self):
+        self.client.stop_channels()
+        self.manager.shutdown_kernel(now=True)
+
+
+@contextlib.contextmanager
+def notebook():
+    opened = Notebook()
+    try:
+        yield opened
+    finally:
+        opened.close()
+
+
+def processes_of(pid):
+    """The processes that a World of the notebook ``pid`` started, found by their environment."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != pid:
+            with contextlib.suppress(OSError):
+                environment = (entry / "environ").read_bytes()
+                state = (entry / "stat").read_text().rsplit(")", 1)[1].split()[0]
+                if f"NARANHI_NOTEBOOK={pid}\0".encode() in environment and state != "Z":
+                    found.append(int(entry.name))
+    return found
+
+
+def wait_until(condition, seconds):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"not within {seconds} s"
+        time.sleep(0.05)
+
+

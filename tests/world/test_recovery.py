@@ -1,0 +1,175 @@
+"""What can go wrong in a cell: a clear error in time, and the next cell works."""
+
+import time
+
+import pytest
+
+import naranhi
+from naranhi.world import World
+
+
+@pytest.fixture(scope="module")
+def world():
+    world = World(4)
+    yield world
+    world.close()
+
+
+@pytest.fixture(autouse=True)
+def next_cell_works(world, capsys):
+    yield
+    world.execute("x = torch.full((2,), rank + 1.0)\ndist.all_reduce(x)\nprint(x.tolist())")
+    assert capsys.readouterr().out.splitlines()[-1] == "[ranks 0-3] [10.0, 10.0]"
+
+
+def failure(world, cell, within):
+    start = time.monotonic()
+    with pytest.raises(naranhi.RankError) as raised:
+        world.execute(cell)
+    assert time.monotonic() - start < within
+    return raised.value
+
+
+def test_a_rank_raises(world):
+    error = failure(world, "if rank == 2:\n    1 / 0\ndist.all_reduce(torch.ones(3))", within=5)
+    first, *_ = str(error).splitlines()
+    assert first == "rank 2 raised ZeroDivisionError: division by zero"
+    assert "at line 3 of the cell: 1 / 0" in str(error)
+    assert "As a consequence:\n  ranks 0-1, 3 " in str(error)
+    assert error.rank == 2
+
+
+def test_a_rank_raises_while_others_receive_from_it(world):
+    cell = "if rank == 2:\n    raise KeyError('x')\ndist.recv(torch.ones(3), src=2)"
+    error = failure(world, cell, within=5)
+    assert str(error).startswith("rank 2 raised KeyError: 'x'")
+    assert error.rank == 2
+
+
+def test_the_same_slip_on_every_rank_is_told_once_and_loses_nothing(world, capsys):
+    world.execute("pair = dist.new_group([0, 1])")
+    error = failure(world, "undefined_name", within=5)
+    assert str(error).splitlines() == [
+        "ranks 0-3 raised NameError: name 'undefined_name' is not defined",
+        "    at line 2 of the cell: undefined_name",
+    ]
+    world.execute("print(pair is not None)")
+    assert capsys.readouterr().out == "[ranks 0-3] True\n"
+
+
+def test_a_syntax_error_shows_its_line(world):
+    assert "at line 3 of the cell: x = = 2" in str(failure(world, "x = 1\nx = = 2", within=5))
+
+
+def test_groups_lost_in_a_failure_are_named(world, capsys):
+    world.execute("pair = dist.new_group([0, 1])")
+    failure(world, "if rank == 0:\n    1 / 0", within=5)
+    world.execute("print('pair' in globals())")
+    said = capsys.readouterr().out
+    assert said == "the process group was rebuilt; create again: pair\n[ranks 0-3] False\n"
+
+
+def test_a_rank_is_killed_inside_a_collective(world, capsys):
+    cell = (
+        "import os, signal, threading\n"
+        "if rank == 2:\n"
+        "    threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()\n"
+        "dist.recv(torch.ones(3), src=(rank + 1) % 4)"
+    )
+    error = failure(world, cell, within=10)
+    assert str(error).splitlines()[0] == "rank 2 died (killed by SIGKILL)"
+    assert error.rank == 2
+    world.execute("print('x' in globals())")
+    restarted, after = capsys.readouterr().out.splitlines()
+    assert restarted == "ranks 0-3 restarted; the variables of earlier cells are lost"
+    assert after == "[ranks 0-3] False"
+
+
+def test_a_rank_never_calls_the_collective(world):
+    error = failure(world, "if rank != 1:\n    dist.all_reduce(torch.ones(3))", within=25)
+    assert "rank 1 did not take part within 20 s: reached the end of its cell" in str(error)
+    assert "ranks 0, 2-3 waited in vain" in str(error)
+    assert error.rank == 1
+
+
+def test_a_rank_is_busy_elsewhere(world):
+    cell = (
+        "import time\n"
+        "if rank == 0:\n"
+        "    time.sleep(600)\n"
+        "else:\n"
+        "    dist.all_reduce(torch.ones(3))"
+    )
+    error = failure(world, cell, within=25)
+    assert "rank 0 did not take part within 20 s: still busy" in str(error)
+    assert "at line 4 of the cell: time.sleep(600)" in str(error)
+    assert error.rank == 0
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        ("dist.broadcast(torch.ones(3), src=0)", "broadcast of float32 [3] (src=0)"),
+        ("dist.all_reduce(torch.ones(4))", "all_reduce of float32 [4]"),
+        ("dist.all_reduce(torch.ones(3).long())", "all_reduce of int64 [3]"),
+        ("dist.barrier()", "barrier"),
+    ],
+)
+def test_a_rank_calls_another_collective(world, other, named):
+    cell = f"if rank == 3:\n    {other}\nelse:\n    dist.all_reduce(torch.ones(3))"
+    error = failure(world, cell, within=25)
+    assert str(error).splitlines()[:2] == [
+        "rank 3 called another collective than the others:",
+        f"  rank 3 called {named}",
+    ]
+    assert error.rank == 3
+
+
+def test_a_message_larger_than_its_receiver_expects(world):
+    cell = (
+        "if rank == 0:\n    dist.send(torch.ones(8), 1)\n"
+        "if rank == 1:\n    dist.recv(torch.ones(4), 0)"
+    )
+    assert str(failure(world, cell, within=10)).startswith("rank 1 died (killed by SIGABRT")
+
+
+def test_ranks_that_wait_for_each_other(world):
+    error = failure(world, "dist.recv(torch.ones(1), src=(rank + 1) % 4)", within=25)
+    assert str(error).startswith("every rank waited for another and none could go on within 20 s:")
+    assert error.rank is None
+
+
+def test_unequal_numbers_of_messages_do_not_disturb_a_collective(world, capsys):
+    world.execute(
+        "if rank == 0:\n    dist.send(torch.ones(1), 1)\n"
+        "if rank == 1:\n    dist.recv(torch.ones(1), 0)\n"
+        "dist.barrier()"
+    )
+    assert capsys.readouterr().out == ""
+
+
+def test_a_rank_killed_between_cells(world, capsys):
+    import os
+    import signal
+
+    world.execute("import os\npid = os.getpid()")
+    os.kill(world["pid"][1], signal.SIGKILL)
+    time.sleep(0.5)
+    world.execute("print(rank)")
+    assert capsys.readouterr().out.splitlines()[:2] == [
+        "rank 1 died since the last cell",
+        "ranks 0-3 restarted; the variables of earlier cells are lost",
+    ]
+
+
+def test_a_function_fails(world):
+    def fails_on(culprit):
+        import torch.distributed as dist
+
+        if dist.get_rank() == culprit:
+            raise LookupError("nothing there")
+        dist.barrier()
+
+    with pytest.raises(naranhi.RankError, match="rank 1 raised LookupError: nothing there") as told:
+        world.run(fails_on, 1)
+    assert 'raise LookupError("nothing there")' in str(told.value)
