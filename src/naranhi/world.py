@@ -11,7 +11,7 @@ import sys
 import time
 
 from naranhi._ranks import lifeline, process
-from naranhi._ranks.failures import RankError, RankInterrupt, diagnose, named, place
+from naranhi._ranks.failures import RankError, RankInterrupt, diagnose, kind, named, place
 from naranhi._ranks.launch import Launched
 
 __all__ = ["RankError", "RankInterrupt", "World"]
@@ -191,8 +191,10 @@ class World:
         if not (errors or died or pending or interrupted):
             return [outcomes[rank] for rank in range(self.size)]
         self._dead = bool(died or pending)
-        # If all failed alike, none is ahead of another, and the process group is as good as before.
+        # A slip that all ranks made alike, and before any message was late, leaves none ahead of
+        # another, and the process group as good as before.
         alike = len(errors) == self.size and len({_what(e) for e in errors}) == 1
+        alike = alike and kind(errors[0]) == "cause"
         self._broken = self._broken or not alike or interrupted
         if interrupted:
             raise RankInterrupt(_interruption(outcomes, died, pending, cell)) from None
