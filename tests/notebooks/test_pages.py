@@ -1,0 +1,83 @@
+"""The pages that do not run: what they show is run here, and has to say what the page says.
+
+On a page, a ``python`` block is a cell of one notebook, and a ``text`` block right after it is
+what that cell shows. A block whose first line is ``# name.py`` is a file, and the ``console``
+blocks that call torchrun run it.
+"""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+ROOT = Path(__file__).resolve().parents[2]
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FILE = re.compile(r"# (\w+\.py)\n")
+PAIRS = {
+    "welcome": ("book/en/welcome.md", "book/ko/welcome.md"),
+    "how_to_read": ("book/en/how_to_read.md", "book/ko/how_to_read.md"),
+    "readme": ("README.md", "README.ko.md"),
+}
+
+
+def blocks(path):
+    return FENCE.findall((ROOT / path).read_text())
+
+
+def shown(cell):
+    """What a reader sees below a cell, as text."""
+    texts = []
+    for output in cell.outputs:
+        if output.output_type == "error":
+            texts.append("\n".join(output.traceback))
+        elif output.output_type == "stream":
+            texts.append(output.text)
+        else:
+            texts.append(output.data["text/plain"])
+    return "\n".join(text.rstrip("\n") for text in texts)
+
+
+@pytest.mark.parametrize("page", PAIRS)
+def test_examples_are_the_same_in_both_languages(page):
+    english, korean = (blocks(path) for path in PAIRS[page])
+    assert english == korean
+
+
+@pytest.mark.parametrize("page", ["welcome", "how_to_read"])
+def test_cells_show_what_the_page_says(page):
+    found = blocks(PAIRS[page][0])
+    cells, expected = [], []
+    for position, (language, text) in enumerate(found):
+        if language == "python" and not FILE.match(text):
+            following = found[position + 1] if position + 1 < len(found) else ("", "")
+            cells.append(nbformat.v4.new_code_cell(text.rstrip("\n")))
+            expected.append(following[1].rstrip("\n") if following[0] == "text" else "")
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    NotebookClient(notebook, kernel_name="python3", timeout=90, allow_errors=True).execute()
+    assert expected
+    assert [shown(cell) for cell in cells] == expected
+
+
+@pytest.mark.parametrize("page", ["how_to_read", "readme"])
+def test_scripts_run_under_torchrun(page, tmp_path):
+    ran = 0
+    for language, text in blocks(PAIRS[page][0]):
+        if language == "python" and (file := FILE.match(text)):
+            (tmp_path / file[1]).write_text(text)
+        if language == "console" and text.startswith("$ torchrun "):
+            command, _, expected = text.removeprefix("$ torchrun ").partition("\n")
+            done = subprocess.run(
+                [sys.executable, "-m", "torch.distributed.run", *shlex.split(command)],
+                cwd=tmp_path,
+                capture_output=True,
+                text=True,
+                timeout=120,
+            )
+            assert (done.returncode, done.stdout) == (0, expected), done.stderr
+            ran += 1
+    assert ran == 1
