@@ -92,10 +92,12 @@ def stage(language: str, root: Path) -> tuple[Path, str]:
             part["caption"] = captions.get(part["caption"], part["caption"])
     (folder / "_toc.yml").write_text(yaml.safe_dump(toc, allow_unicode=True))
 
-    inputs = [*folder.rglob("*"), *HERE.rglob("*"), root / "_config.yml"]
-    files = {str(p): digest(p.read_bytes()) for p in inputs if p.is_file() and p.suffix != ".pyc"}
+    inputs = [(p, folder) for p in folder.rglob("*")] + [(root / "_config.yml", root)]
+    code = [*HERE.glob("*.py"), *HERE.glob("_ext/**/*.p[oy]"), *HERE.glob("_[st]*/**/*")]
+    inputs += [(p, HERE) for p in code]
+    files = [(str(p.relative_to(top)), digest(p.read_bytes())) for p, top in inputs if p.is_file()]
     tools = sorted(f"{d.name}=={d.version}" for d in importlib.metadata.distributions())
-    return folder, digest(json.dumps([files, tools, sys.version], sort_keys=True))
+    return folder, digest(json.dumps([sorted(files), tools, sys.version]))
 
 
 def render(language: str, folder: Path, output: Path, root: Path) -> bool:

@@ -80,7 +80,9 @@ class FoldLabels(SphinxPostTransform):
 
 
 def mark_ranks(body: str) -> str:
-    """Give the ranks named before a line of output, and a passed check's sign, their own class."""
+    """Give ``%%ranks``, the ranks named before a line of output, and ✓ a class of their own."""
+    magic = '<span class="o">%%</span><span class="n">ranks</span>'
+    body = body.replace(magic, '<b class="naranhi-rank">%%ranks</b>')
     rank = r"(?m)(^|<span></span>)(\[ranks? [\d, -]+\])"
     body = re.sub(rank, r'\1<b class="naranhi-rank">\2</b>', body)
     return re.sub(r"(?m)(^|<span></span>|</b> )✓ ", r'\1<b class="naranhi-check">✓</b> ', body)
@@ -100,7 +102,7 @@ def page_context(app, pagename, templatename, context, doctree) -> None:
         path = f"blob/{options['repository_branch']}/notebooks/{language}/{pagename}.ipynb"
         colab = repository.replace("https://", "https://colab.research.google.com/", 1)
         colab = f"{colab.replace('github.com', 'github', 1)}/{path}"
-    if is_notebook:
+    if doctree is not None:
         body = mark_ranks(context["body"])
         # The label would be read aloud in place of the text beneath it, and is English.
         context["body"] = body.replace('<summary aria-label="Toggle hidden content">', "<summary>")

@@ -1,0 +1,279 @@
+"""``book/build.py`` on a book of one page and two chapters: what it executes, and what it keeps.
+
+The chapters import ``naranhi``'s namesakes in the little book's own ``src/``: that a change in one
+of them executes again what imports it, and nothing else, can then be tried without harm.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+BOOK = REPOSITORY / "book"
+sys.path.insert(0, str(BOOK))
+
+import execution  # noqa: E402
+
+KERNEL = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+FIGURE = 'from IPython.display import HTML\nHTML(\'<svg width="9" height="9"></svg>\')'
+SOURCES = {
+    "__init__.py": "",
+    "collectives.py": "from naranhi import ring\n\ndef total(n):\n    return ring.total(n)\n",
+    "ring.py": "def total(n):\n    return sum(range(n))\n",
+    "costs.py": "def seconds(n):\n    return 2 * n\n",
+}
+CHAPTERS = {
+    "01_ring": "from naranhi import collectives\nprint('total', collectives.total(4))",
+    "02_cost": "from naranhi import costs\nprint('seconds', costs.seconds(21))",
+}
+WORDS = {
+    "en": ("Chapter", "See {numref}`fig-01_ring`.", "A square."),
+    "ko": ("장", "{numref}`fig-01_ring`을 보십시오.", "네모."),
+}
+
+
+def write_chapter(root: Path, name: str, source: str) -> None:
+    for language, (title, text, caption) in WORDS.items():
+        figure = {"mystnb": {"figure": {"name": f"fig-{name}", "caption": caption}}}
+        cells = [
+            new_markdown_cell(f"# {title} {name}\n\n{text}", id="title"),
+            new_code_cell(source, id="run"),
+            new_code_cell(FIGURE, id="figure", metadata=figure),
+            new_code_cell("print('answer', 6 * 7)", id="answer", metadata={"tags": ["hide-cell"]}),
+        ]
+        path = root / "notebooks" / language / f"{name}.ipynb"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        nbformat.write(new_notebook(cells=cells, metadata=KERNEL), path)
+
+
+def build(root: Path, *options: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, BOOK / "build.py", "--root", root, *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+
+
+def executed(result: subprocess.CompletedProcess) -> list[str]:
+    return [
+        line.split(":")[0].strip() for line in result.stdout.splitlines() if "executing (" in line
+    ]
+
+
+def kept(root: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (root / "_build/executed").iterdir()}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The little book, built once; a test changes a copy of it."""
+    root = tmp_path_factory.mktemp("book")
+    for name, text in SOURCES.items():
+        path = root / "src/naranhi" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    for name, source in CHAPTERS.items():
+        write_chapter(root, name, source)
+    for language in WORDS:
+        page = root / "book" / language / "welcome.md"
+        page.parent.mkdir(parents=True)
+        page.write_text("# Book\n\n:::{only} repository\nAt {{ repository_url }}.\n:::\n")
+    (root / "book/references.bib").write_text("")
+    (root / "requirements.txt").write_text("torch\n")
+    (root / "_toc.yml").write_text(
+        "format: jb-book\nroot: welcome\nparts:\n  - numbered: 1\n    chapters:\n"
+        + "".join(f"      - file: {name}\n" for name in CHAPTERS)
+    )
+    shutil.copy(REPOSITORY / "_config.yml", root)
+    result = build(root)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert executed(result) == list(CHAPTERS)
+    return root
+
+
+@pytest.fixture
+def book(built, tmp_path):
+    return shutil.copytree(built, tmp_path / "book")
+
+
+def test_a_second_build_executes_and_renders_nothing(book):
+    before = kept(book)
+    result = build(book)
+    assert result.returncode == 0, result.stderr
+    assert executed(result) == [] and "rendering" not in result.stdout
+    assert kept(book) == before
+    assert result.stdout.rstrip().endswith(str(book / "_build/html/index.html"))
+
+
+def test_a_change_in_a_module_executes_only_what_imports_it(book):
+    ring = book / "src/naranhi/ring.py"
+    ring.write_text(ring.read_text().replace("sum(range(n))", "sum(range(n)) + 100"))
+    result = build(book)
+    assert result.returncode == 0, result.stderr
+    assert executed(result) == ["01_ring"]
+    assert "executing (naranhi.ring changed)" in result.stdout
+    for language in WORDS:  # executed once, shown in both
+        assert "total 106" in (book / f"_build/html/{language}/01_ring.html").read_text()
+
+
+def test_prose_is_rendered_without_executing(book):
+    chapter = book / "notebooks/ko/02_cost.ipynb"
+    chapter.write_text(chapter.read_text().replace("보십시오", "보세요"))
+    result = build(book)
+    assert result.returncode == 0, result.stderr
+    assert executed(result) == []
+    assert "보세요" in (book / "_build/html/ko/02_cost.html").read_text()
+
+
+def test_requirements_execute_everything(book):
+    (book / "requirements.txt").write_text("torch==2\n")
+    result = build(book, "--execute-only")
+    assert executed(result) == list(CHAPTERS)
+    assert "requirements.txt changed" in result.stdout
+
+
+def test_a_failure_names_its_cell_and_keeps_what_was_good(book):
+    before = kept(book)
+    page = (book / "_build/html/en/01_ring.html").read_text()
+    write_chapter(book, "01_ring", "print('before')\nraise ValueError('rank 2 is odd')")
+    result = build(book)
+    assert result.returncode == 1
+    for part in ("notebooks/en/01_ring.ipynb", "cell 'run'", "ValueError: rank 2 is odd"):
+        assert part in result.stderr
+    assert kept(book) == before
+    assert (book / "_build/html/en/01_ring.html").read_text() == page
+    failed = nbformat.read(book / "_build/failed/01_ring.ipynb", as_version=4)
+    assert failed.cells[1].outputs[0].text == "before\n"
+
+
+def test_a_notebook_that_takes_too_long_fails(book, monkeypatch):
+    monkeypatch.setattr(execution, "SECONDS", 4)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    write_chapter(book, "01_ring", "import time\ntime.sleep(60)")
+    before = kept(book)
+    with pytest.raises(execution.ExecutionFailed, match=r"cell 'run', after [4-9] s"):
+        execution.execute(book / "notebooks/en/01_ring.ipynb", book)
+    assert kept(book) == before
+
+
+def test_an_execution_on_gpus_is_taken_as_it_is(book):
+    path = book / "_build/executed/01_ring.ipynb"
+    elsewhere = nbformat.read(path, as_version=4)
+    elsewhere.metadata["naranhi"]["key"]["device"] = "elsewhere"
+    elsewhere.metadata["naranhi"]["executed"] |= {"device": "cuda", "machine": "4 × H200"}
+    nbformat.write(elsewhere, path)
+    result = build(book)
+    assert executed(result) == [] and result.returncode == 0
+    assert "4 × H200" in (book / "_build/html/ko/01_ring.html").read_text()
+    result = build(book, "--execute-only")
+    assert executed(result) == ["01_ring"]
+    assert "executed on elsewhere" in result.stdout
+
+
+def test_a_warning_fails_the_build_and_the_old_pages_stay(book):
+    page = book / "book/en/welcome.md"
+    page.write_text(page.read_text() + "\n{term}`nonesuch` and {numref}`fig-nonesuch`\n")
+    result = build(book)
+    assert result.returncode == 1
+    assert "nonesuch" in result.stderr and "fig-nonesuch" in result.stderr  # all of them
+    assert "nonesuch" not in (book / "_build/html/en/welcome.html").read_text()
+    assert "en: FAILED" in result.stdout
+    assert build(book).returncode == 1  # a warning does not pass by building again
+
+
+def test_provenance_tells_of_the_execution(built, tmp_path):
+    root = shutil.copytree(built, tmp_path / "book", ignore=shutil.ignore_patterns("_build"))
+    (root / ".gitignore").write_text("_build\n")
+    git = ["git", "-C", root, "-c", "user.name=n", "-c", "user.email=n@example.org"]
+    for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "all"]):
+        subprocess.run([*git, *command], check=True)
+    head = execution.commit(root)
+    assert len(head) >= 7 and not head.endswith("+")
+    (root / "src/naranhi/costs.py").write_text("def seconds(n):\n    return 3 * n\n")
+    assert build(root, "--execute-only").returncode == 0
+    record = execution.load("02_cost", root).metadata["naranhi"]["executed"]
+    assert record["commit"] == head + "+"  # a source differs from the commit
+    assert record["device"] == execution.device()
+    assert record["torch"] == execution.importlib.metadata.version("torch")
+    assert 0 < record["seconds"] < 200 and record["date"][:2] == "20" and record["machine"]
+    # The page tells of the execution, not of the build: also when it is built elsewhere, later.
+    path = root / "_build/executed/02_cost.ipynb"
+    path.write_text(path.read_text().replace(record["date"], "2001-02-03"))
+    assert build(root).returncode == 0
+    for language in WORDS:
+        page = (root / f"_build/html/{language}/02_cost.html").read_text()
+        for fact in ("2001-02-03", record["torch"], record["commit"], record["machine"]):
+            assert fact in page
+        assert "naranhi-stamp" not in (root / f"_build/html/{language}/welcome.html").read_text()
+
+
+def test_commit_is_unknown_outside_of_git(tmp_path):
+    assert execution.commit(tmp_path) is None
+
+
+def test_figures_of_cells_are_numbered_and_captioned_in_both_languages(built):
+    expected = {"en": ("Figure 1.1", "A square."), "ko": ("그림 1.1", "네모.")}
+    for language, (number, caption) in expected.items():
+        page = (built / f"_build/html/{language}/01_ring.html").read_text()
+        assert f'<span class="std std-numref">{number}</span>' in page  # the reference
+        assert f'<span class="caption-number">{number} </span>' in page
+        assert f'<span class="caption-text">{caption}</span>' in page
+
+
+def test_repository_buttons_appear_with_its_address(book):
+    def occurrences():
+        pages = sorted((book / "_build/html").glob("*/*.html"))
+        return {p.parent.name + "/" + p.name: p.read_text() for p in pages}
+
+    for text in occurrences().values():
+        assert "colab" not in text and "naranhi-repository" not in text and "At " not in text
+    config = (book / "_config.yml").read_text()
+    assert 'url: ""' in config
+    (book / "_config.yml").write_text(config.replace('url: ""', "url: https://github.com/o/r"))
+    assert build(book).returncode == 0
+    pages = occurrences()
+    for language in WORDS:
+        colab = "https://colab.research.google.com/github/o/r/blob/main/notebooks/"
+        assert f'href="{colab}{language}/01_ring.ipynb"' in pages[f"{language}/01_ring.html"]
+        assert 'href="https://github.com/o/r"' in pages[f"{language}/01_ring.html"]
+        assert "At https://github.com/o/r." in pages[f"{language}/welcome.html"]
+        assert "colab.research" not in pages[f"{language}/welcome.html"]
+
+
+def test_modules_used_follows_imports_of_every_form(tmp_path):
+    package = tmp_path / "naranhi"
+    texts = {
+        "__init__.py": "",
+        "a.py": "from . import b\n",
+        "b.py": "def late():\n    import naranhi.deep.c\n",
+        "deep/__init__.py": "",
+        "deep/c.py": "from .d import x\n",
+        "deep/d.py": "from ..e import y\nx = 1\n",
+        "e.py": "y = 1\n",
+        "f.py": "",
+        "g.py": "command = ['python', '-m', 'naranhi.f']\n",
+    }
+    for name, text in texts.items():
+        (package / name).parent.mkdir(exist_ok=True)
+        (package / name).write_text(text)
+
+    def names(*sources):
+        return [n.removeprefix("naranhi") for n in sorted(execution.modules_used(sources, package))]
+
+    everything = ["", ".a", ".b", ".deep", ".deep.c", ".deep.d", ".e"]
+    assert names("%%ranks\nfrom naranhi import a") == everything
+    assert names("import naranhi\n", "naranhi.a.late()") == everything
+    assert names("from naranhi.e import y") == ["", ".e"]
+    assert names("import torch") == []
+    assert names("import naranhi.g") == ["", ".f", ".g"]
+
+
+def test_the_key_speaks_of_cells_modules_and_requirements(built):
+    key = execution.load("01_ring", built).metadata["naranhi"]["key"]
+    assert list(key["modules"]) == ["naranhi", "naranhi.collectives", "naranhi.ring"]
+    now = execution.key(nbformat.read(built / "notebooks/en/01_ring.ipynb", 4), built)
+    assert json.loads(json.dumps(now)) == {k: v for k, v in key.items() if k != "device"}
