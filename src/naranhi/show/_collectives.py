@@ -30,6 +30,7 @@ def ring_steps(ranks=4):
     """Show every step of a ring all-reduce: first the reduce-scatter, then the all-gather.
 
     What a rank has just received from the rank above it (rank 0 from the last) is framed.
+    Raises ValueError for more than 4 ranks.
     """
     steps = definitions.ring(definitions.example("all_reduce", _coloured(ranks)))
     figure(draw_ring(ranks), f"The {len(steps) - 1} steps of a ring all-reduce on {ranks} ranks. "
@@ -38,7 +39,11 @@ def ring_steps(ranks=4):
 
 
 def tree(ranks=4, root=0):
-    """Show the rounds of a broadcast along a binomial tree."""
+    """Show the rounds of a broadcast along a binomial tree, from the root.
+
+    Raises ValueError for a root that is none of the ranks.
+    """
+    _is_rank(root, ranks)
     rounds = definitions.tree(ranks, root)
     words = "; ".join(f"round {i}: " + ", ".join(f"{a} to {b}" for a, b in pairs)
                       for i, pairs in enumerate(rounds, 1))
@@ -66,7 +71,7 @@ def draw_collective(name, ranks, root=0):
         for rank, blocks in enumerate(state):
             for at in range(width):
                 draw_block(ax, x + at, top + rank, blocks[at] if at < len(blocks) else None)
-    _rank_names(ax, ranks, top)
+    rank_names(ax, ranks, top)
     y = top + ranks / 2
     ax.add_patch(FancyArrowPatch(
         (middle + 0.25, y), (middle + BETWEEN - 0.25, y), arrowstyle=ARROW, color=FAINT,
@@ -76,24 +81,25 @@ def draw_collective(name, ranks, root=0):
 
 def draw_ring(ranks):
     steps = definitions.ring(definitions.example("all_reduce", _coloured(ranks)))
-    gap, top, labels = 0.8, 1.6, 2.25
+    gap, top, labels = 1.15, 1.6, 2.2
     row_height = top + ranks + 0.35
     # The start and the reduce-scatter stand in the first row, the all-gather in the second.
     rows = [steps[:ranks], steps[ranks:]] if ranks > 1 else [steps]
-    fig, ax = canvas(labels + ranks * (ranks + gap) - gap, row_height * len(rows), 0.265)
+    fig, ax = canvas(labels + ranks * (ranks + gap) - gap, row_height * len(rows), 0.26)
     for row, (phase, row_steps) in enumerate(
             zip(("reduce-scatter", "all-gather"), rows, strict=False)):
         y = row * row_height + top
         first = ranks - len(row_steps)
         ax.text(labels + first * (ranks + gap) + PAD, y - 1.15, phase, color=INK, fontsize=9.5,
                 weight="bold")
-        _rank_names(ax, ranks, y, size=8.5)
+        rank_names(ax, ranks, y, size=8.5)
         for column, step in enumerate(row_steps, first):
             x = labels + column * (ranks + gap)
             number = row * ranks + column - first
             ax.text(x + PAD, y - 0.28, f"step {number}" if number else "start", color=INK,
                     fontsize=8.5)
             draw_steps(ax, x, y, step)
+            draw_messages(ax, x, y, gap, step)
     if ranks > 2:
         y = row_height + top + ranks / 2
         _outline(ax, labels, y - 0.5, edgecolor=INK, linewidth=1.6)
@@ -110,6 +116,21 @@ def draw_steps(ax, x, y, step):
     for rank, at in enumerate(step.received):
         if at is not None:
             _outline(ax, x + at, y + rank, edgecolor=INK, linewidth=1.6)
+
+
+def draw_messages(ax, x, y, gap, step):
+    """What arrives in a step, each in its sender's colour, in the gap left of the step's blocks."""
+    ranks = len(step.held)
+    left, middle, right = x - gap + 0.1, x - gap / 2, x - 0.1
+    for rank, at in enumerate(step.received):
+        if at is not None:
+            sender = (rank - 1) % ranks
+            start, end = y + sender + 0.5, y + rank + 0.5
+            ax.add_patch(PathPatch(
+                Path([(left, start), (middle, start), (middle, end), (right, end)],
+                     [Path.MOVETO, Path.CURVE4, Path.CURVE4, Path.CURVE4]),
+                fill=False, edgecolor=COLORS[sender], linewidth=1.4, capstyle="round",
+                clip_on=False))
 
 
 def draw_tree(ranks, root=0):
@@ -187,7 +208,7 @@ def _outline(ax, x, y, **style):
                                 clip_on=False, boxstyle="round,pad=0,rounding_size=0.09", **style))
 
 
-def _rank_names(ax, ranks, top, size=9.5):
+def rank_names(ax, ranks, top, size=9.5):
     for rank in range(ranks):
         ax.text(0.0, top + rank + 0.5, f"rank {rank}", color=INK, fontsize=size,
                 va="center_baseline")
@@ -197,8 +218,7 @@ def _states(name, ranks, root):
     if name not in definitions.COLLECTIVES:
         raise ValueError(f"a collective is one of {', '.join(definitions.COLLECTIVES)}, "
                          f"not {name!r}")
-    if root not in range(_coloured(ranks)):
-        raise ValueError(f"root is a rank, 0 to {ranks - 1}, not {root!r}")
+    _is_rank(root, _coloured(ranks))
     before = definitions.example(name, ranks, root)
     rooted = name in ("broadcast", "scatter", "gather", "reduce")
     return before, definitions.COLLECTIVES[name](before, **({"root": root} if rooted else {}))
@@ -208,6 +228,11 @@ def _coloured(ranks):
     if ranks not in range(1, len(COLORS) + 1):
         raise ValueError(f"there are colours for 1 to {len(COLORS)} ranks, not {ranks!r}")
     return ranks
+
+
+def _is_rank(root, ranks):
+    if root not in range(ranks):
+        raise ValueError(f"root is a rank, one of {ranks}, not {root!r}")
 
 
 def _words(state):

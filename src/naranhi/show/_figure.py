@@ -15,7 +15,7 @@ FAINT = "#040506"  # lines that should not draw the eye
 CSS = {INK: "currentColor", "#000000": "currentColor",
        FAINT: "var(--naranhi-faint,#8c959f)"}
 # Where a page does not set --naranhi-ink, its own text colour serves: JupyterLab has dark pages.
-ROOT_COLOR = "color:var(--naranhi-ink,currentcolor);fill:currentColor"
+ROOT_COLOR = "color:var(--naranhi-ink,currentcolor);fill:currentColor;stroke-linejoin:round"
 
 SVG = "http://www.w3.org/2000/svg"
 HREF = "{http://www.w3.org/1999/xlink}href"
@@ -39,6 +39,25 @@ def svg(fig, alt):
 
     The same figure gives the same bytes.
     """
+    root, width, _ = _element(fig, alt)
+    root.set("style", f"width:100%;max-width:{width:.0f}px;height:auto;{ROOT_COLOR}")
+    return ElementTree.tostring(root, encoding="unicode")
+
+
+def svg_file(fig, alt):
+    """The same as a file of its own, which asks the reader's system whether it is dark."""
+    root, width, height = _element(fig, alt)
+    root.attrib |= {"width": f"{width:.0f}", "height": f"{height:.0f}", "style": ROOT_COLOR}
+    style = ElementTree.Element(f"{{{SVG}}}style")
+    style.text = (":root{--naranhi-ink:#1f2328;--naranhi-faint:#8c959f}"
+                  "@media(prefers-color-scheme:dark){:root{--naranhi-ink:#d6dce2;"
+                  "--naranhi-faint:#75808b}}")
+    root.insert(0, style)
+    return ElementTree.tostring(root, encoding="unicode") + "\n"
+
+
+def _element(fig, alt):
+    """The figure as a parsed <svg> without a size, and its width and height in pixels."""
     if not alt or not alt.strip():
         raise ValueError("a figure needs an alt text: say in a sentence what it shows")
     spread_labels(fig)
@@ -47,21 +66,22 @@ def svg(fig, alt):
         fig.savefig(buffer, format="svg", transparent=True,
                     metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     root = ElementTree.fromstring(buffer.getvalue())
-    width = float(root.attrib.pop("width").removesuffix("pt")) * 96 / 72
-    del root.attrib["height"], root.attrib["version"]
+    size = [float(root.attrib.pop(side).removesuffix("pt")) * 96 / 72
+            for side in ("width", "height")]
+    del root.attrib["version"]
     _prune(root)
     _shorten(root)
     root.set("role", "img")
     root.set("aria-label", " ".join(alt.split()))
-    root.set("style", f"width:100%;max-width:{width:.0f}px;height:auto;{ROOT_COLOR};"
-                      "stroke-linejoin:round")
     _rename_ids(root)
-    return ElementTree.tostring(root, encoding="unicode")
+    return root, *size
 
 
 def spread_labels(fig):
     """Move the labels at the lines' ends (see _chart) apart, each as little as it takes."""
     fig.draw_without_rendering()
+    # What has been laid out stays so, or a second drawing of the figure would differ.
+    fig.set_layout_engine("none")
     for ax in fig.axes:
         labels = [artist for artist in ax.artists if artist.get_gid() == "label"]
         labels.sort(key=lambda label: label.get_window_extent().y0)
@@ -77,6 +97,7 @@ def spread_labels(fig):
                 y = _bottom((cluster, height, middles)) + height * (i + 0.5)
                 x, before = label.xybox
                 label.xybox = (x, before + (y - middle) * 72 / fig.dpi)
+                label.set_gid("placed")
 
 
 def _bottom(cluster):

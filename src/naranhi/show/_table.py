@@ -3,12 +3,13 @@
 import html
 import math
 import re
+from itertools import pairwise
 
 from IPython.display import display
 
-TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
-DECIMAL = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
-BINARY = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
+TIMES = [(1e-9, "ns"), (1e-6, "µs"), (1e-3, "ms"), (1.0, "s")]
+DECIMAL = [(1.0, ""), (1e3, "k"), (1e6, "M"), (1e9, "G"), (1e12, "T"), (1e15, "P")]
+BINARY = [(1, "B"), (2**10, "KiB"), (2**20, "MiB"), (2**30, "GiB"), (2**40, "TiB")]
 NUMBER = re.compile(r"[-+−~<>≤≥±]?\s*\d|—$|nan|inf")
 
 
@@ -32,28 +33,32 @@ def rate(per_second, unit="B/s"):
 
 def _with_unit(value, units):
     """Three significant digits, in the largest unit of which there is one or more."""
-    if not math.isfinite(value):
-        return f"{value} {units[0][1]}"
-    # Rounded first: 999.9 µs is 1 ms and not 1000 µs.
-    rounded = float(f"{value:.3g}") if abs(value) < 1000 or units is not BINARY else value
-    scale, name = next((u for u in units if abs(rounded) >= u[0]), units[-1])
-    if value == 0:
-        name = next(name for scale, name in units if scale == 1)
-    return f"{number(value / scale)} {name}"
+    if value == 0 or not math.isfinite(value):
+        return f"{number(value)} {dict(units)[1]}"
+    for (scale, unit), (larger, _) in pairwise([*units, (math.inf, None)]):
+        # Rounded before it is judged: 999.9 µs is 1 ms and not 1000 µs.
+        if abs(_rounded(value / scale)) * scale < larger:
+            return f"{number(value / scale)} {unit}"
+
+
+def _rounded(value):
+    return float(f"{value:.3g}") if abs(value) < 999.5 else round(value, 0)
 
 
 def number(value):
-    """A number to three significant digits; whole ones in full, with commas: 1,048,576."""
+    """A number to three significant digits, or to the unit with commas if it is larger: 1,234.
+
+    Integers are written in full, None as a dash and anything else as its str.
+    """
     if isinstance(value, bool) or not isinstance(value, int | float):
         return "—" if value is None else str(value)
     if not math.isfinite(value):
         return str(value)
+    value = value if isinstance(value, int) else _rounded(value)
     if value == int(value):
         return f"{int(value):,}"
-    if abs(value) >= 99.95:
-        return f"{value:,.0f}"
-    text = f"{value:.3g}"
-    return re.sub(r"e([+-])0*", lambda m: "e" + m[1].strip("+"), text)
+    mantissa, _, exponent = f"{value:.3g}".partition("e")
+    return mantissa + (f"e{int(exponent)}" if exponent else "")
 
 
 def table(rows, columns, caption=None, measured=False):

@@ -1,0 +1,97 @@
+"""Draw the pictures that do not stand in a notebook: the cover, the mark, the collectives.
+
+`make images` runs this. The files are committed; a test draws them again and compares.
+"""
+
+from pathlib import Path
+
+from matplotlib.patches import Circle, FancyBboxPatch, PathPatch
+from matplotlib.path import Path as Line
+
+from naranhi.show import definitions
+from naranhi.show._chart import COLORS
+from naranhi.show._collectives import (
+    canvas,
+    draw_collective,
+    draw_messages,
+    draw_ring,
+    draw_steps,
+    draw_tree,
+    rank_names,
+)
+from naranhi.show._figure import INK, svg_file
+
+HERE = Path(__file__).resolve().parent
+RANKS = 4
+
+# The strokes of 나란히, each syllable in a square of side 1, y counting down; a stroke is a line
+# through its points, and (x, y, radius) is a circle.
+NARANHI = (
+    ([(.06, .12), (.06, .76), (.54, .76)], [(.74, 0), (.74, 1)], [(.74, .47), (.97, .47)]),
+    ([(.06, .03), (.52, .03), (.52, .26), (.06, .26), (.06, .49), (.56, .49)],
+     [(.76, 0), (.76, .62)], [(.76, .29), (.98, .29)], [(.16, .7), (.16, .98), (.84, .98)]),
+    ([(.2, .02), (.44, .02)], [(.02, .24), (.62, .24)], (.32, .64, .22), [(.84, 0), (.84, 1)]),
+)
+
+
+def hero():
+    """The name, and a ring all-reduce with every message it sends."""
+    steps = definitions.ring(definitions.example("all_reduce", RANKS))
+    gap, left, top = 2.0, 2.3, 5.9
+    pitch = RANKS + gap
+    fig, ax = canvas(left + pitch * len(steps) - gap + 0.1, top + RANKS + 0.3, 0.27)
+    write_name(ax, 0.25, 0.3, 2.4)
+    ax.text(9.6, 2.62, "side by side", color=INK, fontsize=15)
+    rank_names(ax, RANKS, top, size=8.5)
+    for number, step in enumerate(steps):
+        x = left + pitch * number
+        if number in (0, RANKS):
+            ax.text(x + 0.05, top - 1.2, "reduce-scatter" if number == 0 else "all-gather",
+                    color=INK, fontsize=9.5, weight="bold")
+        ax.text(x + 0.05, top - 0.3, f"step {number}" if number else "start", color=INK,
+                fontsize=8.5)
+        draw_steps(ax, x, top, step)
+        draw_messages(ax, x, top, gap, step)
+    return fig, (f"나란히, side by side: a ring all-reduce on {RANKS} ranks in {len(steps) - 1} "
+                 "steps. Each rank begins with its own colour and ends with all of them.")
+
+
+def write_name(ax, x, y, side):
+    """나란히, `side` high."""
+    style = {"fill": False, "edgecolor": INK, "linewidth": side * 2.3, "capstyle": "round",
+             "joinstyle": "round", "clip_on": False}
+    for i, strokes in enumerate(NARANHI):
+        at = x + i * side * 1.26
+        for stroke in strokes:
+            if isinstance(stroke, tuple):
+                cx, cy, radius = stroke
+                ax.add_patch(Circle((at + cx * side, y + cy * side), radius * side, **style))
+            else:
+                ax.add_patch(PathPatch(
+                    Line([(at + px * side, y + py * side) for px, py in stroke]), **style))
+
+
+def mark():
+    """A bar of each rank, side by side."""
+    fig, ax = canvas(RANKS, RANKS, 0.12)
+    for rank, color in enumerate(COLORS):
+        ax.add_patch(FancyBboxPatch((rank + 0.16, 0.2), 0.68, RANKS - 0.4, facecolor=color,
+                                    edgecolor="none", clip_on=False,
+                                    boxstyle="round,pad=0,rounding_size=0.3"))
+    return fig, "Four bars side by side"
+
+
+def pictures():
+    """The text of every picture by its file's name."""
+    drawn = {"hero": hero(), "mark": mark(),
+             "ring": (draw_ring(RANKS), f"The steps of a ring all-reduce on {RANKS} ranks"),
+             "tree": (draw_tree(RANKS), f"The rounds of a broadcast to {RANKS} ranks")}
+    for name in definitions.COLLECTIVES:
+        drawn[name] = draw_collective(name, RANKS), f"{name}, before and after, on {RANKS} ranks"
+    return {f"{name}.svg": svg_file(*picture) for name, picture in drawn.items()}
+
+
+if __name__ == "__main__":
+    for name, text in pictures().items():
+        (HERE / name).write_text(text, encoding="utf-8")
+        print(f"images/{name}")
