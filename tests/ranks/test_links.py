@@ -1,0 +1,121 @@
+"""Paced links: the same messages as ever, as late as such a link would bring them."""
+
+from time import perf_counter
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from naranhi import collectives, costs, links
+
+RANKS = 5
+ALPHA, BETA = 0.01, 1 / 20e6  # 10 ms and 20 MB/s: far slower than anything a machine does here
+FLOATS = 10_000  # of each block: 2 ms of that bandwidth
+
+
+def all_reduce(algorithm):
+    tensor = torch.full((RANKS * FLOATS,), 10.0 ** dist.get_rank())
+    collectives.all_reduce(tensor, algorithm=algorithm)
+    return [tensor]
+
+
+def tree():
+    tensor = torch.full((RANKS * FLOATS,), 10.0 ** dist.get_rank())
+    collectives.reduce(tensor)
+    collectives.broadcast(tensor)
+    return [tensor]
+
+
+def scatter_and_gather():
+    rank = dist.get_rank()
+    mine, root = torch.empty(FLOATS), rank == 0
+    rows = torch.arange(RANKS).float().repeat_interleave(FLOATS).view(RANKS, FLOATS)
+    collectives.scatter(mine, rows if root else None)
+    collectives.gather(gathered := torch.empty_like(rows) if root else None, mine)
+    return [mine - rank, gathered - rows] if root else [mine - rank]
+
+
+def all_to_all():
+    rank = dist.get_rank()
+    sent = torch.stack([torch.full((FLOATS,), 10.0 * rank + to) for to in range(RANKS)])
+    received = torch.empty_like(sent)
+    collectives.all_to_all(received, sent)
+    return [row - (10 * source + rank) for source, row in enumerate(received)]
+
+
+CASES = {
+    "ring": (all_reduce, ("ring",), 11_111.0, [("all_reduce", "ring")]),
+    "halving": (all_reduce, ("halving_doubling",), 11_111.0, [("all_reduce", "halving_doubling")]),
+    "tree": (tree, (), 11_111.0, [("all_reduce", "tree")]),
+    "direct": (scatter_and_gather, (), 0.0, [("scatter", None), ("gather", None)]),
+    "all_to_all": (all_to_all, (), 0.0, [("all_to_all", None)]),
+}
+
+
+def run(function, arguments):
+    """(what it returned, its seconds) on this rank, on a paced link."""
+    dist.barrier()
+    with links.paced(ALPHA, BETA):
+        start = perf_counter()
+        returned = function(*arguments)
+        return returned, perf_counter() - start
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_collective_takes_as_long_as_the_model_says(five, case):
+    function, arguments, expected, parts = CASES[case]
+    results = five.call(run, function, arguments)
+    for tensors, _ in results:
+        assert all(torch.equal(t, torch.full_like(t, expected)) for t in tensors)
+    predicted = sum(
+        costs.collective_seconds(name, 4 * RANKS * FLOATS, RANKS, ALPHA, BETA, algorithm)
+        for name, algorithm in parts
+    )
+    slowest = max(seconds for _, seconds in results)
+    assert 0.9 * predicted < slowest < 3 * predicted
+
+
+def send_three():
+    """Rank 0 starts three messages at once: when each arrived, on rank 1's clock."""
+    mine, arrivals = torch.zeros(FLOATS), []
+    dist.barrier()
+    with links.paced(ALPHA, BETA):
+        start = perf_counter()
+        if dist.get_rank() == 0:
+            sends = [dist.P2POp(dist.isend, torch.full_like(mine, i), 1) for i in range(3)]
+            for work in dist.batch_isend_irecv(sends):
+                work.wait()
+        elif dist.get_rank() == 1:
+            for i in range(3):
+                for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, mine, 0)]):
+                    work.wait()
+                assert torch.equal(mine, torch.full_like(mine, i))
+                arrivals.append(perf_counter() - start)
+    return arrivals
+
+
+def test_the_messages_of_one_rank_leave_in_order_one_after_the_other(five):
+    arrivals = five.call(send_three)[1]
+    one = ALPHA + 4 * FLOATS * BETA
+    for i, seconds in enumerate(arrivals, 1):
+        assert 0.8 * i * one < seconds < i * one + 0.1
+
+
+def leave():
+    before = dist.batch_isend_irecv
+    try:
+        with links.paced(0.0, 0.0):
+            assert dist.batch_isend_irecv is not before
+            raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        return dist.batch_isend_irecv is before
+
+
+def test_the_pace_ends_with_the_block_however_it_is_left(five):
+    assert all(five.call(leave))
+
+
+@pytest.mark.parametrize("alpha, beta", [(-1e-3, 0.0), (0.0, float("inf")), (float("nan"), 0.0)])
+def test_what_is_no_time_is_refused(alpha, beta):
+    with pytest.raises(ValueError, match="times, 0 or more"), links.paced(alpha, beta):
+        pass
