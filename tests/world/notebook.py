@@ -86,5 +86,3 @@ def wait_until(condition, seconds):
     while not condition():
         assert time.monotonic() < end, f"not within {seconds} s"
         time.sleep(0.05)
-
-

@@ -94,11 +94,7 @@ def test_a_rank_never_calls_the_collective(world):
 
 def test_a_rank_is_busy_elsewhere(world):
     cell = (
-        "import time\n"
-        "if rank == 0:\n"
-        "    time.sleep(600)\n"
-        "else:\n"
-        "    dist.all_reduce(torch.ones(3))"
+        "import time\nif rank == 0:\n    time.sleep(600)\nelse:\n    dist.all_reduce(torch.ones(3))"
     )
     error = failure(world, cell, within=25)
     assert "rank 0 did not take part within 20 s: still busy" in str(error)

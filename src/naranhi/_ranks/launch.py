@@ -8,6 +8,7 @@ import shutil
 import socket
 import sys
 import tempfile
+import time
 
 from naranhi._ranks import controller, lifeline, process
 from naranhi._ranks.failures import RankError
@@ -72,9 +73,6 @@ class Launched:
         config.EngineLauncher.engine_cmd = [*python, process.__name__]
         # The lifeline tells of a death sooner than a nanny process beside every rank would.
         config.EngineLauncher.engine_args = ["--IPEngine.enable_nanny=False", "--log-level=30"]
-        # A task of srun is a whole rank; ours share the allocation's cores with the notebook.
-        config.MPILauncher.mpi_cmd = ["srun"]
-        config.MPILauncher.mpi_args = ["--overlap", "--overcommit", "--kill-on-bad-exit=0"]
         quiet = logging.getLogger("naranhi.ipyparallel")
         quiet.setLevel(logging.CRITICAL)
         environment = {
@@ -96,7 +94,7 @@ class Launched:
                 load_profile=False,
                 profile_dir=self.folder,
                 cluster_file="",
-                engines="mpi" if self.in_slurm else "local",
+                engines=_srun_launcher() if self.in_slurm else "local",
                 controller_ip=self.host,
                 controller_location=self.host,
                 controller_args=[
@@ -116,17 +114,15 @@ class Launched:
         self._client = self._cluster.connect_client_sync()
 
     def _introduce(self, size):
-        import concurrent.futures
-
-        ready = self._client.wait_for_engines(size, timeout=START_SECONDS, block=False)
-        try:
-            ready.result(START_SECONDS + 1)
-        except (TimeoutError, concurrent.futures.TimeoutError):
-            raise RankError(
-                f"{len(self._client.ids)} of {size} ranks were up after {START_SECONDS} s. "
-                f"The others said:\n{self._said()}"
-            ) from None
-        ids = self._client.ids
+        start = time.monotonic()
+        while len(ids := self._client.ids) < size:
+            seconds = time.monotonic() - start
+            if seconds > START_SECONDS or not self._cluster.engine_set.running:
+                raise RankError(
+                    f"{len(ids)} of {size} ranks were up after {seconds:.0f} s. "
+                    f"They said:\n{self._said()}"
+                )
+            time.sleep(0.02)
         said = [self._client[i].apply_async(process.introduce) for i in ids]
         members = [Member(engine=i, **s.get(timeout=30)) for i, s in zip(ids, said, strict=True)]
         # Slurm numbers tasks node by node; ipyparallel by who came first.
@@ -208,6 +204,24 @@ class Launched:
             self._client.close()
         self._store = None
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _srun_launcher():
+    from ipyparallel.cluster.launcher import MPIEngineSetLauncher
+
+    class SrunEngineSetLauncher(MPIEngineSetLauncher):
+        """ipyparallel's launcher by mpiexec, with srun in its place and without MPI."""
+
+        @property
+        def program(self):
+            return self.engine_cmd
+
+        def find_args(self):
+            # The ranks share the allocation's cores with the notebook's own step, and one another.
+            command = ["srun", "--overlap", "--overcommit", "--kill-on-bad-exit=0"]
+            return [*command, f"--ntasks={self.n}", *self.program, *self.program_args]
+
+    return SrunEngineSetLauncher
 
 
 class _environment:

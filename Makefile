@@ -1,0 +1,45 @@
+# make book | test | bench | lab | images | clean.  Each sets up .venv when it is missing.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: help book test bench lab images clean
+
+help:
+	@echo "make book    execute the notebooks on this machine's ranks and render the site"
+	@echo "make test    pass every test"
+	@echo "make bench   our kernels beside the production engines"
+	@echo "make lab     JupyterLab on the notebooks"
+	@echo "make images  draw the pictures"
+	@echo "make clean   remove what was built (not .venv)"
+
+$(READY): requirements.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; \
+	(3, 11) <= v <= (3, 13) or sys.exit("Naranhi needs Python 3.11 to 3.13, and $(PYTHON) is %d.%d; name another: make PYTHON=python3.12" % v)'
+	@echo "Setting up .venv: several hundred MB of packages, a few minutes, once"
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install --disable-pip-version-check -r requirements.txt
+	@$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+book: $(READY)
+	@$(BIN)/python book/build.py
+
+test: $(READY)
+	@echo "Testing: the kernels, real ranks, the notebooks, the site in a browser; some twelve minutes"
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --check --quiet .
+	@$(BIN)/python -m pytest --nbmake tests notebooks/en
+
+bench: $(READY)
+	@$(BIN)/python -m tests.benchmarks
+
+lab: $(READY)
+	@$(BIN)/jupyter lab notebooks
+
+images: $(READY)
+	@$(BIN)/python images/draw.py
+
+clean:
+	rm -rf _build .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

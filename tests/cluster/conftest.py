@@ -1,0 +1,131 @@
+"""A real Slurm cluster of one node, set up for these tests and taken down after them."""
+
+import os
+import pwd
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+CONFIGURATION = """
+ClusterName=naranhi
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ctld_port}
+SlurmdPort={slurmd_port}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge/socket
+CredType=cred/munge
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.log
+ProctrackType=proctrack/pgid
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+MpiDefault=none
+ReturnToService=2
+NodeName={host} NodeAddr=127.0.0.1 CPUs={cores} State=UNKNOWN
+PartitionName=all Nodes={host} Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:4
+"""
+
+
+def _free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def _munge(folder):
+    """A munged of our own: its key and its socket are in the folder."""
+    user = pwd.getpwnam("munge")
+    home = folder / "munge"
+    home.mkdir()
+    (home / "key").write_bytes(secrets.token_bytes(128))
+    for path, mode in ((home / "key", 0o400), (home, 0o755)):
+        os.chown(path, user.pw_uid, user.pw_gid)
+        path.chmod(mode)
+    files = ("socket", "pid", "log", "seed")
+    options = [f"--{name}-file={home}/{name}" for name in files if name != "socket"]
+    command = ["munged", "--foreground", "--force", f"--key-file={home}/key", *options]
+    command.append(f"--socket={home}/socket")
+    return subprocess.Popen(
+        command, user=user.pw_uid, group=user.pw_gid, extra_groups=[], start_new_session=True
+    )
+
+
+@pytest.fixture(scope="session")
+def slurm(needs):
+    """The environment in which srun and sbatch find the cluster."""
+    for program, package in (("slurmctld", "slurm-wlm"), ("slurmd", "slurm-wlm")):
+        needs(program, package, as_root=True)
+    needs("munged", "munge", as_root=True)
+    folder = Path(tempfile.mkdtemp(prefix="naranhi-slurm-"))
+    folder.chmod(0o755)  # munge's user must reach its socket
+    (folder / "state").mkdir()
+    host = socket.gethostname().split(".")[0]
+    configuration = folder / "slurm.conf"
+    configuration.write_text(
+        CONFIGURATION.format(
+            host=host,
+            folder=folder,
+            ctld_port=_free_port(),
+            slurmd_port=_free_port(),
+            cores=os.cpu_count(),
+        )
+    )
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")}
+    environment["SLURM_CONF"] = str(configuration)
+    daemons = [_munge(folder)]
+    try:
+        for command in (["slurmctld", "-D", "-i"], ["slurmd", "-D"]):
+            daemons.append(
+                subprocess.Popen(
+                    command,
+                    env=environment,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
+            )
+        _wait_until_idle(environment, folder)
+        yield environment
+    finally:
+        if shutil.which("scancel"):
+            subprocess.run(["scancel", "--user=root"], env=environment, check=False, timeout=30)
+        for daemon in reversed(daemons):
+            daemon.send_signal(signal.SIGTERM)
+        for daemon in daemons:
+            try:
+                daemon.wait(15)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+        shutil.rmtree(folder)
+
+
+def _wait_until_idle(environment, folder, seconds=60):
+    end = time.monotonic() + seconds
+    state = None
+    while state != "idle":
+        if time.monotonic() > end:
+            logs = "".join(log.read_text()[-2000:] for log in folder.glob("*.log"))
+            raise TimeoutError(f"the node is {state!r} after {seconds} s\n{logs}")
+        time.sleep(0.3)
+        asked = subprocess.run(
+            ["sinfo", "-h", "-o", "%T"],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+        )
+        state = asked.stdout.strip()

@@ -1,0 +1,25 @@
+import os
+import shutil
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def needs():
+    """``needs("chromium", "chromium")``: the program's path, else skip with what to install.
+
+    On CI nothing that is missing may pass for tested, so there it is a failure.
+    """
+
+    def path(program, package, as_root=False):
+        found = shutil.which(program)
+        missing = None
+        if found is None:
+            missing = f"{program} is not installed (Debian's package {package})"
+        elif as_root and os.geteuid() != 0:
+            missing = f"{program} has to be set up as root"
+        if missing:
+            (pytest.fail if os.environ.get("CI") else pytest.skip)(missing)
+        return found
+
+    return path
