@@ -1,7 +1,6 @@
 """A real Jupyter kernel, driven as a notebook drives it."""
 
 import contextlib
-import os
 import queue
 import time
 from pathlib import Path

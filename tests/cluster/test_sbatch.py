@@ -1,0 +1,49 @@
+"""``sbatch book/execute.sbatch``: notebooks executed inside an allocation, where make finds them."""
+
+import json
+import shutil
+
+import nbformat
+import pytest
+from test_launchers import ROOT, batch
+
+CELLS = [
+    "import naranhi\nworld = naranhi.World(2)",
+    "%%ranks\nimport os\nx = torch.ones(1)\ndist.all_reduce(x)\n"
+    "print(x.item(), 'SLURM_PROCID' in os.environ)",
+    "world.close()",
+]
+
+
+@pytest.fixture
+def project(tmp_path):
+    """A book of one notebook, with this project's builder and environment."""
+    for folder in ("en", "ko"):
+        (tmp_path / "notebooks" / folder).mkdir(parents=True)
+    for name in ("book", "src"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("requirements.txt", "_config.yml", "_toc.yml"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / ".venv").symlink_to(ROOT / ".venv")
+    write(tmp_path, CELLS)
+    return tmp_path
+
+
+def write(project, cells):
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
+    nbformat.write(notebook, project / "notebooks" / "en" / "tiny.ipynb")
+
+
+def test_notebooks_executed_in_an_allocation(slurm, project):
+    script = ROOT / "book" / "execute.sbatch"
+    printed = batch(slurm, script, project)
+    executed = project / "_build" / "executed" / "tiny.ipynb"
+    assert "Executed notebooks:" in printed, printed
+    outputs = [c["outputs"] for c in json.loads(executed.read_text())["cells"]]
+    assert outputs[1][0]["text"] == ["[ranks 0-1] 2.0 True\n"]
+
+    good = executed.read_bytes()
+    write(project, [*CELLS[:2], "1 / 0"])
+    printed = batch(slurm, script, project)
+    assert "ZeroDivisionError" in printed
+    assert executed.read_bytes() == good
