@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]  # src/naranhi
 # The book's site colours pygments' classes by itself. Elsewhere (JupyterLab, Colab) these rules
 # do; :where() has no weight, so that any rule of the page's own wins over them.
 STYLE = """\
-:where(.naranhi-source) :where(pre){margin:0;padding:.6em .8em;overflow-x:auto;line-height:1.4;\
+:where(.naranhi-source) :where(pre){margin:0;padding:.6em .8em;line-height:1.4;\
 background:transparent}
 :where(.naranhi-source) :where(.k,.kn,.kc,.ow)\
 {color:var(--jp-mirror-editor-keyword-color,#b5651d)}
@@ -41,7 +41,8 @@ def source(*objects, docstrings=True):
     if not objects:
         raise ValueError("name at least one function, class or module to show")
     parts = [(_heading(item), _text(item, docstrings)) for item in objects]
-    formatter = HtmlFormatter(cssclass="highlight")
+    # JupyterLab would wrap long lines, and lose the indentation that carries the meaning.
+    formatter = HtmlFormatter(prestyles="white-space:pre;overflow-x:auto")
     blocks = "".join(
         f'<div class="naranhi-file" style="margin:.6em 0 .2em;font-size:.9em"><code>'
         f"{html.escape(heading)}</code></div>{highlight(text, PythonLexer(), formatter)}"

@@ -99,7 +99,7 @@ def _html(cells, columns, numeric, caption):
             for cell, right in zip(row, numeric, strict=True)) + "</tr>"
 
     rule = "solid var(--naranhi-faint,#8c959f)"
-    head = (f'<caption style="caption-side:top;text-align:left;padding:.3em .8em">'
+    head = (f'<caption style="caption-side:top;text-align:left">'
             f"{html.escape(caption)}</caption>" if caption else "")
     body = "".join(line("td", row, f"1px {rule}") for row in cells)
     return ('<div style="overflow-x:auto"><table class="naranhi-table" style="border-collapse:'
