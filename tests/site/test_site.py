@@ -1,0 +1,303 @@
+"""The built site in a real browser: headless Chromium, the site served on loopback.
+
+Builds the book first, which takes seconds when nothing has changed since the last build.
+"""
+
+import functools
+import json
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import nbformat
+import pytest
+from playwright.sync_api import sync_playwright
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+HTML = REPOSITORY / "_build" / "html"
+TWIN = {"en": "ko", "ko": "en"}
+PHONE = {"width": 360, "height": 740}
+HANGUL = re.compile("[가-힣]")
+
+pytestmark = pytest.mark.timeout(1800)
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture(scope="module")
+def site():
+    """The address of the site."""
+    build = [sys.executable, REPOSITORY / "book" / "build.py"]
+    result = subprocess.run(build, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    handler = functools.partial(Quiet, directory=HTML)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    with sync_playwright() as playwright:
+        # The system's Chromium where there is one, else the one that Playwright installed.
+        where = shutil.which("chromium") or shutil.which("chromium-browser")
+        browser = playwright.chromium.launch(executable_path=where, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+def names(language: str) -> list[str]:
+    pages = sorted(path.stem for path in (HTML / language).glob("*.html"))
+    return [page for page in pages if page != "index"]
+
+
+FACTS = """() => ({
+  text: document.querySelector("article")?.textContent.toLowerCase() ?? "",
+  width: document.documentElement.scrollWidth,
+  language: document.documentElement.lang,
+  fields: document.querySelectorAll("input[type=search], input[name=q]").length,
+  labels: [...document.querySelectorAll("[title], [aria-label], [placeholder], [data-tooltip]")]
+    .filter((element) => !element.closest(
+      "svg, mjx-container, .cell_output, .onlyprint, a.reference, [lang=en]"))
+    .flatMap((element) => ["title", "aria-label", "placeholder", "data-tooltip"]
+      .map((name) => element.getAttribute(name)).filter((label) => label)),
+  formulas: document.querySelectorAll(".math").length,
+  rendered: document.querySelectorAll(".math mjx-container").length,
+  broken: document.querySelectorAll("mjx-merror, .problematic").length,
+})"""
+
+
+@pytest.fixture(scope="module")
+def visits(site, chromium):
+    """What a phone finds on each page, by (language, page): facts, and what was asked and said."""
+    found = {}
+    context = chromium.new_context(viewport=PHONE)
+    for language in TWIN:
+        for name in names(language):
+            page, requests, said = context.new_page(), [], []
+            page.on("request", lambda request, to=requests: to.append(request.url))
+            page.on("console", lambda entry, to=said: to.append((entry.type, entry.text)))
+            page.on("pageerror", lambda error, to=said: to.append(("error", str(error))))
+            page.goto(f"{site}/{language}/{name}.html", wait_until="networkidle")
+            page.wait_for_function(
+                "() => document.querySelectorAll('.math').length"
+                " === document.querySelectorAll('.math mjx-container').length"
+            )
+            facts = page.evaluate(FACTS)
+            found[language, name] = {**facts, "requests": requests, "said": said}
+            page.close()
+    context.close()
+    return found
+
+
+def test_both_languages_have_the_same_pages(site):
+    assert names("en") == names("ko")
+    assert len(names("en")) >= 9  # eight pages, and the search
+
+
+def test_the_switch_on_every_page_leads_to_its_twin(site, chromium):
+    page = chromium.new_page()
+    for language, twin in TWIN.items():
+        for name in names(language):
+            page.goto(f"{site}/{language}/{name}.html")
+            with page.expect_navigation() as navigation:
+                page.click(".naranhi-twin")
+            assert navigation.value.status == 200
+            assert page.url == f"{site}/{twin}/{name}.html"
+            assert page.get_attribute("html", "lang") == twin
+    page.close()
+
+
+@pytest.mark.parametrize(
+    ("locale", "language"), [("ko-KR", "ko"), ("en-GB", "en"), ("fr-FR", "en"), ("ko", "ko")]
+)
+def test_the_landing_page_picks_by_the_browsers_language(site, chromium, locale, language):
+    context = chromium.new_context(locale=locale)
+    page = context.new_page()
+    page.goto(f"{site}/")
+    page.wait_for_url(f"{site}/{language}/welcome.html")
+    context.close()
+
+
+def test_the_landing_page_works_without_scripts(site, chromium):
+    context = chromium.new_context(java_script_enabled=False)
+    page = context.new_page()
+    page.goto(f"{site}/")
+    for language in TWIN:
+        assert page.locator(f"a[href='{language}/welcome.html']").is_visible()
+    context.close()
+
+
+def search(page, site: str, language: str, word: str) -> set[str]:
+    """The names of the pages that a search finds, asked as a reader asks it."""
+    page.goto(f"{site}/{language}/welcome.html")
+    page.click(".search-button-field")
+    page.fill("#pst-search-dialog input", word)
+    page.press("#pst-search-dialog input", "Enter")
+    page.wait_for_url(f"{site}/{language}/search.html*")
+    page.wait_for_function("() => Search._index && Search._pulse_status < 0")
+    links = page.locator("#search-results ul.search a")
+    return {
+        link.split("#")[0].removesuffix(".html")
+        for link in links.evaluate_all("(all) => all.map((link) => link.getAttribute('href'))")
+    }
+
+
+@pytest.mark.parametrize("word", ["버블", "대역폭", "통신", "all_reduce", "bandwidth"])
+def test_search_finds_the_pages_that_have_the_word(site, chromium, visits, word):
+    context = chromium.new_context(viewport={"width": 1280, "height": 900})
+    page = context.new_page()
+    anywhere = set()
+    for language in TWIN:
+        pages = {name for (code, name), facts in visits.items() if code == language}
+        having = {name for name in pages if word in visits[language, name]["text"]}
+        assert search(page, site, language, word) == having
+        anywhere |= having
+    assert anywhere, f"no page has {word}"
+    context.close()
+
+
+def test_search_finds_nothing_where_nothing_is(site, chromium):
+    context = chromium.new_context(viewport={"width": 1280, "height": 900})
+    page = context.new_page()
+    for word in ("뷁쀍", "xyzzyplugh"):
+        assert search(page, site, "ko", word) == set()
+    context.close()
+
+
+def test_a_page_marks_the_word_that_led_to_it(site, chromium):
+    context = chromium.new_context(viewport={"width": 1280, "height": 900})
+    page = context.new_page()
+    assert "glossary" in search(page, site, "ko", "버블")
+    page.click("#search-results a[href='glossary.html']")
+    page.wait_for_selector("article .highlighted")
+    assert page.locator("article .highlighted").first.inner_text() == "버블"
+    context.close()
+
+
+def test_no_request_leaves_the_host(site, visits):
+    asked = {url for facts in visits.values() for url in facts["requests"]}
+    assert [url for url in asked if not url.startswith((site, "data:"))] == []
+    assert any("mathjax" in url for url in asked)  # it is served, so it comes from here
+
+
+def test_nothing_in_the_pages_names_another_host_to_load_from(site):
+    loads = re.compile(
+        r"<(?:script|img|iframe|source|video|audio)\b[^>]*\bsrc=[\"']?(?:https?:)?//"
+        r"|<link\b(?![^>]*rel=[\"']?canonical)[^>]*\bhref=[\"']?(?:https?:)?//"
+        r"|@import|url\([\"']?(?:https?:)?//|\b(?:unpkg|jsdelivr|cdnjs|googleapis|gstatic)\."
+    )
+    for path in sorted(HTML.glob("**/*.html")):
+        assert not loads.search(path.read_text()), path
+
+
+def test_no_error_is_said(visits):
+    for where, facts in visits.items():
+        assert [entry for entry in facts["said"] if entry[0] in ("error", "warning")] == [], where
+
+
+def test_no_page_is_wider_than_a_phone(visits):
+    wide = {where: facts["width"] for where, facts in visits.items()}
+    assert {where: width for where, width in wide.items() if width > PHONE["width"]} == {}
+
+
+def test_exactly_one_search_field(visits):
+    assert {where: facts["fields"] for where, facts in visits.items() if facts["fields"] != 1} == {}
+
+
+def test_formulas_are_rendered(visits):
+    assert sum(facts["rendered"] for facts in visits.values()) > 0
+    for where, facts in visits.items():
+        assert facts["rendered"] == facts["formulas"] and facts["broken"] == 0, where
+
+
+def test_labels_of_korean_pages_are_korean(visits):
+    for (language, name), facts in visits.items():
+        if language == "ko":
+            assert [label for label in facts["labels"] if not HANGUL.search(label)] == [], name
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_dark_mode_follows_the_system_and_toggles(site, chromium, scheme):
+    context = chromium.new_context(color_scheme=scheme)
+    page = context.new_page()
+    page.goto(f"{site}/ko/welcome.html")
+
+    def look() -> tuple:
+        return page.evaluate(
+            "() => { const style = getComputedStyle(document.documentElement);"
+            " return [document.documentElement.dataset.theme,"
+            " getComputedStyle(document.body).backgroundColor,"
+            " style.getPropertyValue('--naranhi-ink'), style.getPropertyValue('--naranhi-faint')] }"
+        )
+
+    before = look()
+    assert before[0] == scheme
+    page.click(".theme-switch-button")
+    after = look()
+    assert after[0] != scheme
+    assert all(old != new for old, new in zip(before, after, strict=True))
+    page.goto(f"{site}/en/glossary.html")
+    assert look() == after  # the choice holds on the next page
+    context.close()
+
+
+def chapters() -> list[str]:
+    return sorted(path.stem for path in (REPOSITORY / "notebooks" / "en").glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("language", TWIN)
+def test_a_chapter_downloads_as_its_executed_notebook(site, chromium, language):
+    page = chromium.new_page()
+    assert chapters()
+    for name in chapters():
+        page.goto(f"{site}/{language}/{name}.html")
+        with page.expect_download() as download:
+            page.click(".naranhi-download")
+        assert download.value.suggested_filename == f"{name}.ipynb"
+        notebook = nbformat.reads(Path(download.value.path()).read_text(), as_version=4)
+        source = REPOSITORY / "notebooks" / language / f"{name}.ipynb"
+        ours = nbformat.read(source, as_version=4)
+        assert [c.source for c in notebook.cells] == [c.source for c in ours.cells]
+        assert any(cell.get("outputs") for cell in notebook.cells)
+    page.close()
+
+
+@pytest.mark.parametrize("language", TWIN)
+def test_a_chapter_is_stamped_with_its_execution(site, chromium, language):
+    page = chromium.new_page()
+    for name in chapters():
+        executed = json.loads((REPOSITORY / f"_build/executed/{name}.ipynb").read_text())
+        record = executed["metadata"]["naranhi"]["executed"]
+        page.goto(f"{site}/{language}/{name}.html")
+        stamp = page.locator(".naranhi-stamp").inner_text()
+        for fact in ("date", "machine", "torch", "commit"):
+            assert (record[fact] or "") in stamp  # no commit outside of git
+        assert ("GPU" if record["device"] == "cuda" else "CPU") in stamp
+    page.goto(f"{site}/{language}/welcome.html")
+    assert page.locator(".naranhi-stamp").count() == 0
+    page.close()
+
+
+@pytest.mark.parametrize("language", TWIN)
+def test_an_answer_is_folded_until_it_is_asked_for(site, chromium, language):
+    page = chromium.new_page()
+    label = {"en": "Show the answer", "ko": "답 펼치기"}[language]
+    for name in chapters():
+        page.goto(f"{site}/{language}/{name}.html")
+        answers = page.locator(".tag_hide-cell")
+        assert answers.count() >= 2  # two exercises or more
+        first = answers.first
+        assert first.locator("summary").inner_text().strip() == label
+        assert not first.locator("pre").first.is_visible()
+        first.locator("summary").click()
+        assert first.locator("pre").first.is_visible()
+    page.close()
