@@ -114,12 +114,15 @@ def test_rows_that_do_not_fit_are_refused(shown):
 
 
 def test_source_shows_what_is_in_the_file(shown):
-    show.source(collectives.all_gather, definitions.Block, definitions)
+    show.source(collectives.all_gather, definitions.Block, definitions.ring, _table)
     plain = shown[0][0]["text/plain"]
-    for heading, item in (("src/naranhi/collectives.py · all_gather", collectives.all_gather),
-                          ("src/naranhi/show/definitions.py · Block", definitions.Block),
-                          ("src/naranhi/show/definitions.py", definitions)):
-        assert f"# {heading}\n{inspect.getsource(item).rstrip()}\n" in plain
+    for heading, items in (
+            ("src/naranhi/collectives.py · all_gather", [collectives.all_gather]),
+            ("src/naranhi/show/definitions.py · Block, ring",
+             [definitions.Block, definitions.ring]),
+            ("src/naranhi/show/_table.py", [_table])):
+        text = "\n\n".join(inspect.getsource(item).rstrip() + "\n" for item in items)
+        assert f"# {heading}\n{text}" in plain
         assert heading in shown[0][0]["text/html"]
     without_style = re.sub("<style>.*?</style>", "", shown[0][0]["text/html"], flags=re.DOTALL)
     text = html.unescape(re.sub("<[^>]+>", "", without_style))
@@ -247,14 +250,24 @@ def test_labels_at_lines_ends_do_not_overlap_and_move_little():
     assert np.mean(middles[:3]) == pytest.approx(np.mean(ends[:3]), abs=1)
 
 
-def test_ticks_of_sizes_are_powers_of_two():
-    for last, expected in ((26, ["4 KiB", "64 KiB", "1 MiB", "16 MiB"]),
-                           (16, ["4 KiB", "16 KiB", "64 KiB"])):
-        fig, ax = show.axes("message size", "time", x="size", y="seconds")
-        show.measured(ax, [2**12, 2**last], [1e-5, 1e-3])
+@pytest.mark.parametrize(("scale", "low", "high", "expected"), [
+    ("size", 2**12, 2**26, ["4 KiB", "64 KiB", "1 MiB", "16 MiB"]),
+    ("size", 2**12, 2**16, ["4 KiB", "8 KiB", "16 KiB", "32 KiB", "64 KiB"]),
+    ("seconds", 1e-5, 1e-1, ["10 µs", "100 µs", "1 ms", "10 ms", "100 ms"]),
+    ("rate", 4e8, 2.2e9, ["500 MB/s", "1 GB/s", "2 GB/s"]),
+    ("rate", 1.3e9, 2.2e9, ["1.5 GB/s", "1.75 GB/s", "2 GB/s", "2.25 GB/s"]),
+    ("log", 1, 1e9, ["1", "100", "10,000", "1,000,000", "100,000,000"]),
+    ("linear", 1, 20, ["5", "10", "15", "20"]),
+])
+def test_ticks_are_few_and_round(scale, low, high, expected):
+    for axis in "xy":
+        fig, ax = show.axes("x", "y", **{axis: scale})
+        show.measured(ax, [low, high], [low, high])
         fig.draw_without_rendering()
-        assert [tick.get_text() for tick in ax.get_xticklabels()] == expected
-        assert "100 µs" in [tick.get_text() for tick in ax.get_yticklabels()]
+        visible = getattr(ax, f"get_{axis}lim")()
+        ticks = getattr(ax, f"{axis}axis").get_major_ticks()
+        assert [tick.label1.get_text() for tick in ticks
+                if visible[0] <= tick.get_loc() <= visible[1]] == expected
 
 
 def test_what_cannot_be_drawn_is_refused():

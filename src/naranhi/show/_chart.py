@@ -15,6 +15,8 @@ from naranhi.show._figure import FAINT, INK
 COLORS = ("#1f84ea", "#cb5209", "#2e8166", "#b45ab6")
 
 WIDTH = 5.4  # inches: 518 px, so that 10 pt letters can still be read at 360 px
+BINARY = [(base, (1,)) for base in (256, 16, 4, 2)]
+DECIMAL = [(10_000, (1,)), (100, (1,)), (10, (1,)), (10, (1, 2, 5))]
 UNITS = {"size": _table.size, "seconds": _table.seconds, "rate": _table.rate}
 
 
@@ -29,8 +31,8 @@ def axes(xlabel, ylabel, x="linear", y="linear", height=3.0):
     fig = Figure(figsize=(WIDTH, height), layout="constrained")
     ax = fig.add_subplot()
     style(ax)
-    for axis, scale in ((ax.xaxis, x), (ax.yaxis, y)):
-        _scale(axis, scale)
+    for name, scale in (("x", x), ("y", y)):
+        _scale(ax, name, scale)
     ax.grid(axis="y", color=FAINT, alpha=0.35, linewidth=0.6)
     ax.set_xlabel(xlabel, color=INK, fontsize=10)
     # Above the axis and level, where it takes no width and needs no turned head.
@@ -47,54 +49,65 @@ def style(ax):
     ax.set_axisbelow(True)
 
 
-def _scale(axis, scale):
+def _scale(ax, name, scale):
+    axis = getattr(ax, f"{name}axis")
     if scale == "linear":
-        return
-    if scale != "log" and scale not in UNITS:
+        axis.set_major_locator(ticker.MaxNLocator(6, steps=[1, 2, 5, 10]))
+    elif scale == "log" or scale in UNITS:
+        ax.set(**{f"{name}scale": "log"})
+        axis.set_major_locator(_LogTicks(BINARY if scale == "size" else DECIMAL))
+        axis.set_minor_locator(ticker.NullLocator())
+    else:
         raise ValueError(f"a scale is linear, log, size, seconds or rate, not {scale!r}")
-    axis._set_axes_scale("log", base=2 if scale == "size" else 10)
-    if scale == "size":
-        axis.set_major_locator(_Sizes())
-    axis.set_minor_formatter(ticker.NullFormatter())
-    if scale in UNITS:
-        axis.set_major_formatter(lambda value, _: UNITS[scale](value))
+    write = UNITS.get(scale, _table.number)
+    axis.set_major_formatter(lambda value, _: write(value))
 
 
-class _Sizes(ticker.Locator):
-    """Ticks at 4 KiB, 64 KiB, 1 MiB, ..., or at every fourfold where few of these fall."""
+class _LogTicks(ticker.Locator):
+    """Round values on a logarithmic axis: of the given ways to choose them, the one that gives the
+    most, up to six. A way is a base, and by what its powers are multiplied."""
+
+    def __init__(self, ways):
+        self.ways = ways
 
     def __call__(self):
         low, high = sorted(self.axis.get_view_interval())
-        base = 16 if high / low > 4**5 else 4
-        first = math.ceil(math.log(low, base) - 1e-9)
-        last = math.floor(math.log(high, base) + 1e-9)
-        return [base**power for power in range(first, last + 1)]
+        chosen = []
+        for base, factors in self.ways:
+            powers = range(math.floor(math.log(low, base)), math.ceil(math.log(high, base)) + 1)
+            ticks = [factor * float(base)**power for power in powers for factor in factors]
+            ticks = [tick for tick in ticks if low <= tick <= high]
+            if len(chosen) < len(ticks) <= 6:
+                chosen = ticks
+        return chosen if len(chosen) > 1 else ticker.MaxNLocator(4).tick_values(low, high)
 
 
 def measured(ax, x, y, label=None, color=COLORS[0]):
-    """Draw what was measured: points, with a label beside the last one."""
+    """Draw what was measured: points, labelled at the height of the last one."""
     ax.plot(x, y, "o", color=color, markersize=5, markeredgewidth=0)
-    _label(ax, x, y, label, Line2D([6.3], [3.4], marker="o", color=color, markersize=5,
-                                   markeredgewidth=0))
+    _label(ax, y, label, Line2D([6.3], [3.4], marker="o", color=color, markersize=5,
+                                markeredgewidth=0))
 
 
 def predicted(ax, x, y, label=None, color=COLORS[0]):
-    """Draw what a formula predicts: a dashed line, with a label beside its end."""
+    """Draw what a formula predicts: a dashed line, labelled at the height of its end."""
     dashes = {"color": color, "linewidth": 1.4, "dashes": (3.5, 2)}
     ax.plot(x, y, zorder=1.8, **dashes)
-    _label(ax, x, y, label, Line2D([0, 12.6], [3.4, 3.4], **dashes))
+    _label(ax, y, label, Line2D([0, 12.6], [3.4, 3.4], **dashes))
 
 
-def _label(ax, x, y, text, key):
-    """The text, in ink, after a key in the line's own colour; svg() keeps labels apart."""
+def _label(ax, y, text, key):
+    """The text, in ink, after a key in the line's own colour: right of the axes, where the key is
+    not taken for data, as high as the last point. svg() keeps labels apart."""
     if text:
         picture = DrawingArea(12.6, 7)
         picture.add_artist(key)
         words = TextArea(text, textprops={"color": INK, "fontsize": 9.5})
         ax.add_artist(AnnotationBbox(
             HPacker(children=[picture, words], align="center", pad=0, sep=4),
-            (list(x)[-1], list(y)[-1]), xybox=(8, 0), boxcoords="offset points",
-            box_alignment=(0, 0.5), frameon=False, pad=0.1, gid="label", annotation_clip=False))
+            (1, list(y)[-1]), xycoords=("axes fraction", "data"), xybox=(6, 0),
+            boxcoords="offset points", box_alignment=(0, 0.5), frameon=False, pad=0.1, gid="label",
+            annotation_clip=False))
 
 
 def bars(values, xlabel, unit=None, colors=None):

@@ -3,6 +3,7 @@
 import ast
 import html
 import inspect
+import itertools
 import textwrap
 from pathlib import Path
 
@@ -31,16 +32,21 @@ font-style:italic}
 
 
 def source(*objects, docstrings=True):
-    """Show the source of functions, classes or modules of src/, each under its file and name.
+    """Show the source of functions, classes or modules of src/, under their file and names.
 
-    docstrings=False leaves the docstrings out. Line numbers are not shown: they would change with
-    every edit above.
+    Neighbours from one file stand together. docstrings=False leaves the docstrings out. Line
+    numbers are not shown: they would change with every edit above.
     Raises ValueError for an object that does not come from src/, as the book shows its own code
     and quotes nobody's.
     """
     if not objects:
         raise ValueError("name at least one function, class or module to show")
-    parts = [(_heading(item), _text(item, docstrings)) for item in objects]
+    parts = []
+    for file, neighbours in itertools.groupby(objects, key=_file):
+        neighbours = list(neighbours)
+        names = [item.__qualname__ for item in neighbours if not inspect.ismodule(item)]
+        parts.append((" · ".join([file, ", ".join(names)] if names else [file]),
+                      "\n\n".join(_text(item, docstrings) for item in neighbours)))
     # JupyterLab would wrap long lines, and lose the indentation that carries the meaning.
     formatter = HtmlFormatter(prestyles="white-space:pre;overflow-x:auto")
     blocks = "".join(
@@ -53,7 +59,7 @@ def source(*objects, docstrings=True):
     }, raw=True)
 
 
-def _heading(item):
+def _file(item):
     try:
         path = Path(inspect.getsourcefile(inspect.unwrap(item))).resolve()
     except TypeError:
@@ -61,8 +67,7 @@ def _heading(item):
     if not path.is_relative_to(ROOT):
         name = getattr(item, "__qualname__", repr(item))
         raise ValueError(f"{name} does not come from src/naranhi")
-    file = "src/naranhi/" + path.relative_to(ROOT).as_posix()
-    return file if inspect.ismodule(item) else f"{file} · {item.__qualname__}"
+    return "src/naranhi/" + path.relative_to(ROOT).as_posix()
 
 
 def _text(item, docstrings):
