@@ -7,10 +7,9 @@ outlives the notebook.
 
 import atexit
 import itertools
-import sys
 import time
 
-from naranhi._ranks import lifeline, process
+from naranhi._ranks import lifeline, output, process
 from naranhi._ranks.failures import RankError, RankInterrupt, diagnose, kind, named, place
 from naranhi._ranks.launch import Launched
 
@@ -184,9 +183,9 @@ class World:
             if pending:
                 stuck = self._unblock(pending, outcomes, died, cell)
         except KeyboardInterrupt:
-            interrupted = True
+            interrupted = self._dead = True  # until we know better: a second one may come
             self._unblock(pending, outcomes, died, cell, interrupt_at_once=True)
-        _show(outcomes)
+        output.show(outcomes)
         errors = [o["error"] for o in outcomes.values() if o["error"]]
         if not (errors or died or pending or interrupted):
             return [outcomes[rank] for rank in range(self.size)]
@@ -246,34 +245,6 @@ class World:
 def _what(error):
     lines = tuple((line, function) for _, line, function, _ in error["frames"])
     return error["type"], error["message"], error["syntax"], lines
-
-
-def _show(outcomes):
-    """Show what ranks printed and displayed: in rank order, equal neighbours folded."""
-    ordered = sorted(outcomes.items())
-    folded = []
-    for rank, outcome in ordered:
-        shown = (outcome["stdout"], outcome["stderr"], outcome["displays"])
-        if folded and folded[-1][1] == shown and folded[-1][0][-1] == rank - 1:
-            folded[-1][0].append(rank)
-        else:
-            folded.append(([rank], shown))
-    for ranks, (stdout, stderr, displays) in folded:
-        label = f"[{named(ranks)}]"
-        texts = [d["text/plain"] for d, _ in displays if set(d) == {"text/plain"}]
-        for stream, text in ((sys.stdout, stdout), (sys.stderr, stderr)):
-            for line in text.splitlines():
-                print(label, line, file=stream)
-        for text in texts:
-            for line in text.splitlines():
-                print(label, line)
-        rich = [(data, metadata) for data, metadata in displays if set(data) != {"text/plain"}]
-        if rich:
-            from IPython.display import display
-
-            print(label)
-            for data, metadata in rich:
-                display(data, raw=True, metadata=metadata)
 
 
 def _interruption(outcomes, died, killed, cell):

@@ -9,6 +9,7 @@ reach a rank that is busy or stuck inside a collective, which the rank's message
 import collections
 import json
 import os
+import secrets
 import selectors
 import signal
 import socket
@@ -28,7 +29,8 @@ class Lifelines:
 
     def __init__(self, host):
         self._server = socket.create_server((host, 0))
-        self.address = "{}:{}".format(*self._server.getsockname()[:2])
+        self._secret = secrets.token_hex(16)
+        self.address = "{}:{}:{}".format(*self._server.getsockname()[:2], self._secret)
         self._connections = {}  # (host, pid) -> connection
         self._done = collections.Counter()  # (host, pid) -> commands obeyed
         self._selector = selectors.DefaultSelector()
@@ -48,10 +50,7 @@ class Lifelines:
         while self._open:
             for key, _ in self._selector.select(timeout=0.2):
                 if key.fileobj is self._server:
-                    connection, _ = self._server.accept()
-                    hello = json.loads(connection.makefile().readline())
-                    self._selector.register(connection, selectors.EVENT_READ, hello)
-                    self._put(hello, connection)
+                    self._welcome(self._server.accept()[0])
                 elif self._acknowledged(key.fileobj):
                     self._count(key.data)
                 else:
@@ -59,6 +58,19 @@ class Lifelines:
                     key.fileobj.close()
                     self._put(key.data, None)
         self._forget()
+
+    def _welcome(self, connection):
+        try:
+            connection.settimeout(5)
+            hello = json.loads(connection.makefile().readline())
+            if hello.pop("secret") != self._secret:
+                raise ValueError("somebody else's process")
+            connection.settimeout(None)
+        except (OSError, ValueError, KeyError):  # whoever this is, it is none of ours
+            connection.close()
+            return
+        self._selector.register(connection, selectors.EVENT_READ, hello)
+        self._put(hello, connection)
 
     @staticmethod
     def _acknowledged(connection):
@@ -120,10 +132,10 @@ def hold(handlers, on_lost=None):
         handlers: what to call on INTERRUPT and on SEVER.
         on_lost: called before this process group is killed because the notebook is gone.
     """
-    host, port = os.environ[ADDRESS].rsplit(":", 1)
+    host, port, secret = os.environ[ADDRESS].rsplit(":", 2)
     connection = socket.create_connection((host, int(port)), timeout=30)
     connection.settimeout(None)
-    hello = {"host": socket.gethostname(), "pid": os.getpid()}
+    hello = {"host": socket.gethostname(), "pid": os.getpid(), "secret": secret}
     connection.sendall(json.dumps(hello).encode() + b"\n")
 
     def obey():
