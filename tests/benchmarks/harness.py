@@ -1,0 +1,137 @@
+"""The harness: works measured on real ranks, contenders in turn, the limit measured beside them.
+
+A work is a name, a number of ranks and a function that every rank calls to be given its contenders.
+A module of this folder named `bench_*.py` has a function `works()` that returns a list of them;
+nothing else needs to know it.
+"""
+
+import importlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from naranhi import measure
+from tests.ranks.gloo_ranks import Ranks
+
+OURS = "naranhi"  # how a contender of ours begins; all others are peers
+REPEATS = 20
+
+
+@dataclass
+class Contenders:
+    """What one rank measures. Each of `runs` returns its result, a tensor, and `limit` anything.
+
+    `limit` does only what no contender can avoid, and its time is the limit. `tolerance` is the
+    largest difference allowed between any result and the first one's.
+    """
+
+    runs: dict[str, Callable[[], torch.Tensor]]
+    limit: Callable[[], object]
+    tolerance: float = 0.0
+
+
+@dataclass
+class Work:
+    """`contenders(group, *args)`, a function of a module's top level, gives a rank's Contenders."""
+
+    name: str
+    ranks: int
+    contenders: Callable[..., Contenders]
+    args: tuple = field(default=())
+
+
+def found() -> list[Work]:
+    """The works of every `bench_*.py` of this folder, by number of ranks: starting them is slow."""
+    works = []
+    for path in sorted(Path(__file__).parent.glob("bench_*.py")):
+        works += importlib.import_module(f"tests.benchmarks.{path.stem}").works()
+    return sorted(works, key=lambda work: work.ranks)
+
+
+def measured(works, repeats=REPEATS, report=lambda text: None) -> list[dict]:
+    """Measure the works: a row for each contender, times in seconds.
+
+    median_s and min_s are over the repetitions, limit_s is the median of the limit, measured in the
+    same turns, and ratio_to_best_peer is median_s over the smallest median of the peers. Raises
+    AssertionError when two contenders of a work do not give the same result.
+    """
+    rows, world = [], None
+    try:
+        for index, work in enumerate(works, 1):
+            if world is None or world.ranks != work.ranks:
+                if world:
+                    world.close()
+                world = Ranks(work.ranks, deadline=120.0)
+            report(f"[{index}/{len(works)}] {work.name}")
+            times = world.call(on_a_rank, work, repeats)[0]
+            rows += _rows(work.name, times)
+    finally:
+        if world:
+            world.close()
+    return rows
+
+
+def on_a_rank(work, repeats):
+    """{contender: seconds of each repetition}, and the limit's under None."""
+    with measure.unchecked_group() as group:
+        contenders = work.contenders(group, *work.args)
+        results = {name: run().clone() for name, run in contenders.runs.items()}
+        first = next(iter(results))
+        for name, result in results.items():
+            torch.testing.assert_close(
+                result,
+                results[first],
+                rtol=0.0,
+                atol=contenders.tolerance,
+                msg=lambda text, name=name: f"{work.name}: {name} is not {first}\n{text}",
+            )
+        runs = {**contenders.runs, None: contenders.limit}
+        return measure.interleaved(runs, repeats=repeats, group=group)
+
+
+def _rows(name, times):
+    limit = measure.median(times.pop(None))
+    medians = {contender: measure.median(series) for contender, series in times.items()}
+    best = min(median for name, median in medians.items() if not name.startswith(OURS))
+    return [
+        {
+            "work": name,
+            "contender": contender,
+            "median_s": medians[contender],
+            "min_s": min(series),
+            "limit_s": limit,
+            "ratio_to_best_peer": medians[contender] / best,
+        }
+        for contender, series in times.items()
+    ]
+
+
+def table(rows) -> str:
+    """The rows as text, times in milliseconds."""
+    head = ("work", "contender", "median ms", "min ms", "limit ms", "over limit", "to best peer")
+    lines = [
+        (
+            row["work"],
+            row["contender"],
+            *(f"{1000 * row[key]:.3f}" for key in ("median_s", "min_s", "limit_s")),
+            f"{row['median_s'] / row['limit_s']:.2f}",
+            f"{row['ratio_to_best_peer']:.2f}",
+        )
+        for row in rows
+    ]
+    widths = [max(len(line[column]) for line in [head, *lines]) for column in range(len(head))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column < 2 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in [head, *lines]
+    )
+
+
+def write(rows, path):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,89 @@
+"""The harness of `make bench`: what it measures, and that it cannot compare different results."""
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from naranhi import collectives
+from tests.benchmarks import bench_collectives, harness
+
+
+def test_every_collective_in_the_table():
+    works = harness.found()
+    assert len({work.name for work in works}) == len(works)
+    names = {work.name for work in works}
+    for collective in ("all_reduce", "all_gather", "reduce_scatter"):
+        for size in ("4 KiB", "1 MiB", "64 MiB"):
+            for ranks in (2, 4):
+                assert f"{collective}, {size}, {ranks} ranks" in names
+
+
+def test_rows_of_a_small_work(tmp_path):
+    kernels = bench_collectives.all_reduce, bench_collectives.all_gather
+    works = [harness.Work(kernel.__name__, 2, kernel, (2**12,)) for kernel in kernels]
+    told = []
+    rows = harness.measured(works, repeats=3, report=told.append)
+    harness.write(rows, tmp_path / "new" / "bench.json")
+    assert json.loads((tmp_path / "new" / "bench.json").read_text()) == rows
+    assert [line.split()[-1] for line in told] == ["all_reduce", "all_gather"]
+    assert len(rows) == 5
+    for row in rows:
+        assert 0 < row["min_s"] <= row["median_s"]
+        assert row["limit_s"] > 0
+        if row["contender"] == "gloo":  # the only peer
+            assert row["ratio_to_best_peer"] == 1.0
+    text = harness.table(rows)
+    assert len(text.splitlines()) == 1 + len(rows)
+    assert f"{1000 * rows[0]['median_s']:.3f}" in text
+
+
+def wrong(group):
+    one = torch.ones(3)
+    runs = {"naranhi": lambda: one, "peer": lambda: one + 1}
+    return harness.Contenders(runs, limit=lambda: dist.barrier(group))
+
+
+def refused():
+    with pytest.raises(AssertionError, match="wrong: peer is not naranhi"):
+        harness.on_a_rank(harness.Work("wrong", 5, wrong), repeats=1)
+    return True
+
+
+def test_contenders_that_disagree_are_not_compared(five):
+    assert five.call(refused) == [True] * 5
+
+
+def test_the_limit_moves_the_rings_bytes(five):
+    for moved in five.call(limits_bytes)[:2]:
+        assert moved == 2 * [2**20]
+
+
+def limits_bytes():
+    """Bytes handed to isend by the limit of a 1 MiB all-reduce on 2 ranks, and by the ring."""
+    group = dist.new_group([0, 1])
+    if dist.get_rank() > 1:
+        return None
+    contenders = bench_collectives.all_reduce(group, 2**20)
+    send, batch, handed = dist.isend, dist.batch_isend_irecv, [0, 0]
+
+    def count(tensor, **options):
+        handed[0] += tensor.nbytes
+        return send(tensor, **options)
+
+    def count_batch(operations):
+        handed[1] += sum(one.tensor.nbytes for one in operations if one.op is send)
+        return batch(operations)
+
+    dist.isend = count
+    try:
+        contenders.limit()
+    finally:
+        dist.isend = send
+    dist.batch_isend_irecv = count_batch
+    try:
+        collectives.all_reduce(torch.ones(2**18), group)
+    finally:
+        dist.batch_isend_irecv = batch
+    return handed
