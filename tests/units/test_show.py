@@ -1,6 +1,7 @@
 import html
 import inspect
 import itertools
+import logging
 import re
 import runpy
 from pathlib import Path
@@ -222,6 +223,13 @@ def test_a_figure_without_alt_is_refused(alt, shown):
     with pytest.raises(ValueError, match="alt"):
         show.figure(chart(), alt)
     assert not shown
+
+
+def test_looking_for_fonts_is_no_output(caplog):
+    log = logging.getLogger("matplotlib.font_manager")
+    log.warning("Matplotlib is building the font cache; this may take a moment.")
+    log.warning("findfont: no such font")
+    assert [record.message for record in caplog.records] == ["findfont: no such font"]
 
 
 def test_a_figure_of_pyplot_is_closed(shown):

@@ -4,6 +4,14 @@ Everything here looks right on a light and on a dark page, at phone width too, a
 the byte for the same data; an output that holds a measurement is marked as one in its metadata.
 """
 
+# ruff: noqa: E402
+import logging
+
+# On a machine where matplotlib is new it may announce, on stderr, that it looks for fonts: in a
+# notebook that would be an output that differs from one run to the next.
+logging.getLogger("matplotlib.font_manager").addFilter(
+    lambda record: "building the font cache" not in record.getMessage())
+
 from naranhi.show._chart import COLORS, axes, bars, measured, predicted
 from naranhi.show._collectives import collective, ring_steps, tree
 from naranhi.show._figure import figure
