@@ -61,6 +61,9 @@ def names(language: str) -> list[str]:
 
 FACTS = """() => ({
   text: document.querySelector("article")?.textContent.toLowerCase() ?? "",
+  prose: [...document.querySelectorAll("article :is(p, li, dd, h1, h2, h3, figcaption)")]
+    .flatMap((element) => [...element.childNodes])
+    .filter((node) => node.nodeType === Node.TEXT_NODE).map((node) => node.textContent),
   width: document.documentElement.scrollWidth,
   language: document.documentElement.lang,
   fields: document.querySelectorAll("input[type=search], input[name=q]").length,
@@ -217,6 +220,17 @@ def test_formulas_are_rendered(visits):
     assert sum(facts["rendered"] for facts in visits.values()) > 0
     for where, facts in visits.items():
         assert facts["rendered"] == facts["formulas"] and facts["broken"] == 0, where
+
+
+def test_no_markup_is_left_in_the_prose(visits):
+    # In Markdown *단어(word)*를 is not emphasised: a letter follows the closing star.
+    left = re.compile(r"\*\S|\S\*|\{(?:numref|ref|eq|term|cite\S*|doc)\}|`|\]\(|:::|\$\S")
+    found = {
+        where: texts
+        for where, facts in visits.items()
+        if (texts := [text for text in facts["prose"] if left.search(text)])
+    }
+    assert found == {}
 
 
 def test_labels_of_korean_pages_are_korean(visits):
