@@ -24,14 +24,15 @@ import execution  # noqa: E402
 KERNEL = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
 FIGURE = 'from IPython.display import HTML\nHTML(\'<svg width="9" height="9"></svg>\')'
 SOURCES = {
-    "__init__.py": "",
+    "__init__.py": "class World:\n    backend = 'nccl'\n",
     "collectives.py": "from naranhi import ring\n\ndef total(n):\n    return ring.total(n)\n",
     "ring.py": "def total(n):\n    return sum(range(n))\n",
     "costs.py": "def seconds(n):\n    return 2 * n\n",
 }
 CHAPTERS = {
     "01_ring": "from naranhi import collectives\nprint('total', collectives.total(4))",
-    "02_cost": "from naranhi import costs\nprint('seconds', costs.seconds(21))",
+    "02_cost": "import naranhi\nfrom naranhi import costs\nworld = naranhi.World()\n"
+    "print('seconds', costs.seconds(21))",
 }
 WORDS = {
     "en": ("Chapter", "See {numref}`fig-01_ring`.", "A square."),
@@ -148,6 +149,7 @@ def test_a_failure_names_its_cell_and_keeps_what_was_good(book):
     assert (book / "_build/html/en/01_ring.html").read_text() == page
     failed = nbformat.read(book / "_build/failed/01_ring.ipynb", as_version=4)
     assert failed.cells[1].outputs[0].text == "before\n"
+    assert [cell.id for cell in failed.cells] == ["title", "run", "figure", "answer"]
 
 
 def test_a_notebook_that_takes_too_long_fails(book, monkeypatch):
@@ -208,6 +210,8 @@ def test_provenance_tells_of_the_execution(built, tmp_path):
         page = (root / f"_build/html/{language}/02_cost.html").read_text()
         for fact in ("2001-02-03", record["torch"], record["commit"], record["machine"]):
             assert fact in page
+        assert "GPU (" in page  # what its ranks used, whatever the machine has
+        assert "CPU (" in (root / f"_build/html/{language}/01_ring.html").read_text()
         assert "naranhi-stamp" not in (root / f"_build/html/{language}/welcome.html").read_text()
 
 

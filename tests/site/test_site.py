@@ -295,7 +295,7 @@ def test_a_chapter_is_stamped_with_its_execution(site, chromium, language):
         stamp = page.locator(".naranhi-stamp").inner_text()
         for fact in ("date", "machine", "torch", "commit"):
             assert (record[fact] or "") in stamp  # no commit outside of git
-        assert ("GPU" if record["device"] == "cuda" else "CPU") in stamp
+        assert ("GPU" if "nccl" in record["backends"] else "CPU") in stamp
     page.goto(f"{site}/{language}/welcome.html")
     assert page.locator(".naranhi-stamp").count() == 0
     page.close()
