@@ -128,7 +128,8 @@ def best_seconds(
     """
     if not runs or repeats < 1:
         raise ValueError("measure at least one run, at least once")
-    settle = torch.cuda.synchronize if torch.device(device).type == "cuda" else lambda: None
+    on_gpu = torch.device(device).type == "cuda"
+    settle = torch.cuda.synchronize if on_gpu else lambda: None
 
     def seconds(run, calls):
         settle()
