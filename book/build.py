@@ -76,20 +76,19 @@ def site(root: Path) -> bool:
             shutil.rmtree(fresh / language, ignore_errors=True)
             task = pool.submit(render.render, language, folder, fresh / language, root)
             tasks[language] = inputs, task
-    good = True
-    for language, (inputs, task) in tasks.items():
-        if not task.result():
-            print(f"  {language}: FAILED, for the warnings above; the old pages stay")
-            good = False
-            continue
+    failed = [language for language, (_, task) in tasks.items() if not task.result()]
+    if failed:
+        # Both stay: a new page in one language would have no twin in the other.
+        print(f"  {', '.join(failed)}: FAILED, for the warnings above; the old pages stay")
+        return False
+    html.mkdir(parents=True, exist_ok=True)
+    for language, (inputs, _) in tasks.items():
         (fresh / language / ".inputs").write_text(inputs)
         shutil.rmtree(html / language, ignore_errors=True)
-        html.mkdir(parents=True, exist_ok=True)
         (fresh / language).rename(html / language)
     first = yaml.safe_load((root / "_toc.yml").read_text())["root"]
-    if good:
-        (html / "index.html").write_text(render.LANDING.replace("ROOT", first))
-    return good
+    (html / "index.html").write_text(render.LANDING.replace("ROOT", first))
+    return True
 
 
 def main() -> int:

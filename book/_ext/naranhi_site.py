@@ -93,15 +93,14 @@ def page_context(app, pagename, templatename, context, doctree) -> None:
     twin = "en" if language == "ko" else "ko"
     metadata = app.env.metadata.get(pagename, {})
     is_notebook = "kernelspec" in metadata
-    record = metadata.get("naranhi", {})
-    record = json.loads(record) if isinstance(record, str) else record
+    record = json.loads(metadata.get("naranhi", "{}"))  # MyST-NB hands metadata on as text
     options = get_theme_options_dict(app)
     repository = options.get("repository_url", "").rstrip("/")
     colab = ""
     if repository.startswith("https://github.com/") and is_notebook:
         path = f"blob/{options['repository_branch']}/notebooks/{language}/{pagename}.ipynb"
-        colab = repository.replace("https://", "https://colab.research.google.com/", 1)
-        colab = f"{colab.replace('github.com', 'github', 1)}/{path}"
+        name = repository.removeprefix("https://github.com/")
+        colab = f"https://colab.research.google.com/github/{name}/{path}"
     if doctree is not None:
         body = mark_ranks(context["body"])
         # The label would be read aloud in place of the text beneath it, and is English.

@@ -179,10 +179,12 @@ def test_an_execution_on_gpus_is_taken_as_it_is(book):
 def test_a_warning_fails_the_build_and_the_old_pages_stay(book):
     page = book / "book/en/welcome.md"
     page.write_text(page.read_text() + "\n{term}`nonesuch` and {numref}`fig-nonesuch`\n")
+    (book / "book/ko/welcome.md").write_text("# Book\n\nnonesuch\n")
     result = build(book)
     assert result.returncode == 1
     assert "nonesuch" in result.stderr and "fig-nonesuch" in result.stderr  # all of them
-    assert "nonesuch" not in (book / "_build/html/en/welcome.html").read_text()
+    for language in WORDS:  # the Korean page, without fault, stays beside its twin
+        assert "nonesuch" not in (book / f"_build/html/{language}/welcome.html").read_text()
     assert "en: FAILED" in result.stdout
     assert build(book).returncode == 1  # a warning does not pass by building again
 
