@@ -1,0 +1,169 @@
+"""Schedules exchanged with torch.distributed.pipelining: its runtime runs ours, and we read its."""
+
+from fractions import Fraction
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.pipelining.schedules as torchs
+from torch.distributed.pipelining import PipelineStage
+
+from naranhi import schedules, simulate
+
+WIDTH, ROWS = 16, 3  # of a layer; of a micro-batch
+GROUPS = {}  # in a rank: the groups made so far, by their number of ranks
+
+
+def group_of(ranks):
+    """The group of the first ranks; every rank of the world must ask for it at the same time."""
+    if ranks not in GROUPS:
+        GROUPS[ranks] = dist.new_group(list(range(ranks)))
+    return GROUPS[ranks]
+
+
+def layer(stage):
+    torch.manual_seed(stage)
+    return torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh())
+
+
+def squared_error(output, target):
+    return (output - target).square().mean()
+
+
+def batch(microbatches):
+    generator = torch.Generator().manual_seed(99)
+    return torch.randn(2, ROWS * microbatches, WIDTH, generator=generator)
+
+
+def plain_loop(stages, microbatches):
+    """Losses, and gradients by stage, of one process that takes a micro-batch after the other."""
+    model = torch.nn.Sequential(*map(layer, range(stages)))
+    losses = []
+    for x, y in zip(*(part.chunk(microbatches) for part in batch(microbatches)), strict=True):
+        losses.append(squared_error(model(x), y))
+        losses[-1].backward()
+    return losses, [[parameter.grad for parameter in part.parameters()] for part in model]
+
+
+def run_on_torch(ranks, path, microbatches, stages, mine):
+    """(losses, gradients by stage) that differ in any bit from the plain loop's; counts of both."""
+    group, rank = group_of(ranks), dist.get_rank()
+    if rank >= ranks:
+        return None
+    parts = [
+        PipelineStage(layer(stage), stage, stages, torch.device("cpu"), group=group)
+        for stage in mine[rank]
+    ]
+    runtime = torchs._PipelineScheduleRuntime(
+        parts, microbatches, loss_fn=squared_error, scale_grads=False
+    )
+    runtime._load_csv(path)
+    x, y = batch(microbatches)
+    losses = []
+    first = [x] if 0 in mine[rank] else []
+    last = {"target": y, "losses": losses} if stages - 1 in mine[rank] else {}
+    runtime.step(*first, **last)
+    expected_losses, expected = plain_loop(stages, microbatches)
+    equal = [torch.equal(one, two) for one, two in zip(losses, expected_losses, strict=False)]
+    for part in parts:
+        for parameter, gradient in zip(
+            part.submod.parameters(), expected[part.stage_index], strict=True
+        ):
+            equal.append(parameter.grad is not None and torch.equal(parameter.grad, gradient))
+    return len(losses), equal
+
+
+OURS = {
+    "gpipe on 2": schedules.gpipe(2, 4),
+    "gpipe on 4": schedules.gpipe(4, 6),
+    "gpipe on 4, fewer micro-batches": schedules.gpipe(4, 1),
+    "inter-layer on 3": schedules.inter_layer(3, 3),
+    "backward in two parts": schedules.Schedule("""
+        0F0 0F1 0I0 0F2 0I1 0W0 0I2 0W1 0W2
+        1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2
+    """),
+    "two stages on a rank, in a V": schedules.Schedule("""
+        0F0 0F1 3F0 3B0 3F1 3B1 0B0 0B1
+        1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1
+    """),
+    "two stages on a rank, in a ring": schedules.Schedule("""
+        0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
+        1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1
+    """),
+}
+
+
+@pytest.mark.parametrize("schedule", OURS.values(), ids=OURS)
+def test_torch_runs_ours_to_the_bit(five, tmp_path, schedule):
+    schedules.check(schedule)
+    path, virtual = tmp_path / "ours.csv", schedule.virtual_stages
+    schedules.write_csv(schedule, path)
+    mine = [sorted({action.stage for action in row}) for row in schedule]
+    answers = five.call(
+        run_on_torch, schedule.stages, str(path), schedule.microbatches, virtual, mine
+    )
+    for rank, answer in enumerate(answers[: schedule.stages]):
+        losses, equal = answer
+        assert losses == (schedule.microbatches if virtual - 1 in mine[rank] else 0)
+        assert equal == [True] * (losses + 2 * len(mine[rank]))
+
+
+# --- reading torch's -----------------------------------------------------------------------------
+
+# By name: the virtual stages of rank r of p.
+THEIRS = {
+    "ScheduleLoopedBFS": lambda r, p: [r, r + p],
+    "ScheduleInterleaved1F1B": lambda r, p: [r, r + p],
+    "ScheduleInterleavedZeroBubble": lambda r, p: [r, r + p],
+    "ScheduleZBVZeroBubble": lambda r, p: [r, 2 * p - 1 - r],
+    "ScheduleDualPipeV": lambda r, p: [r, 2 * p - 1 - r],
+}
+
+
+def write_theirs(ranks, name, microbatches, folder):
+    """Torch's schedule of that name, written by torch in both of its forms."""
+    group, rank = group_of(ranks), dist.get_rank()
+    if rank >= ranks:
+        return
+    parts = [
+        PipelineStage(layer(stage), stage, 2 * ranks, torch.device("cpu"), group=group)
+        for stage in THEIRS[name](rank, ranks)
+    ]
+    theirs = getattr(torchs, name)(parts, microbatches, loss_fn=squared_error)
+    if rank == 0:
+        for form in ("compute_only", "compute_comms"):
+            theirs._dump_csv(f"{folder}/{form}.csv", format=form)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", THEIRS)
+def test_we_read_what_torch_wrote(five, tmp_path, name, ranks):
+    microbatches = 2 * ranks
+    five.call(write_theirs, ranks, name, microbatches, str(tmp_path))
+    schedule = schedules.read_csv(tmp_path / "compute_only.csv")
+    assert schedule == schedules.read_csv(tmp_path / "compute_comms.csv")
+    assert schedule.placement == tuple(
+        next(rank for rank in range(ranks) if stage in THEIRS[name](rank, ranks))
+        for stage in range(2 * ranks)
+    )
+    assert schedule.microbatches == microbatches
+    timeline = simulate.simulate(schedule, Fraction(1), Fraction(2), hop=0)
+    assert timeline.bubble_rate < Fraction(ranks - 1, microbatches + ranks - 1)  # GPipe's
+    idle = timeline.cost - timeline.work[0]
+    if name in ("ScheduleLoopedBFS", "ScheduleInterleaved1F1B"):  # one chunk's F + B is 3
+        assert idle == (ranks - 1) * 3
+    elif name == "ScheduleZBVZeroBubble":  # its claim, where F, I and W take equally long
+        assert idle == 0
+    else:
+        assert idle > 0
+    if name == "ScheduleLoopedBFS":
+        assert timeline.peak_activations == (microbatches,) * ranks
+
+
+def test_a_schedule_of_torchs_runs_on_torch_when_written_again(five, tmp_path):
+    five.call(write_theirs, 2, "ScheduleInterleavedZeroBubble", 4, str(tmp_path))
+    schedule = schedules.read_csv(tmp_path / "compute_comms.csv")
+    schedules.write_csv(schedule, tmp_path / "again.csv")
+    mine = [[0, 2], [1, 3]]
+    answers = five.call(run_on_torch, 2, str(tmp_path / "again.csv"), 4, 4, mine)
+    assert answers[:2] == [(0, [True] * 4), (4, [True] * 8)]
