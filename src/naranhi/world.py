@@ -10,7 +10,7 @@ import itertools
 import time
 
 from naranhi._ranks import lifeline, output, process
-from naranhi._ranks.failures import RankError, RankInterrupt, diagnose, kind, named, place
+from naranhi._ranks.failures import RankError, RankInterrupt, diagnose, kind, named, numbered, place
 from naranhi._ranks.launch import Launched
 
 __all__ = ["RankError", "RankInterrupt", "World"]
@@ -88,15 +88,18 @@ class World:
         Raises:
             RankError: on failure of any rank.
         """
-        self._everywhere(process.execute, source, cell=source.splitlines())
+        self._everywhere(process.execute, source, cell=numbered(source))
 
     def __getitem__(self, name):
-        """The variable ``name`` of the ranks' namespace: a list of its values in rank order."""
+        """The variable ``name`` of the ranks' namespace: a list of its values in rank order.
+
+        Raises:
+            RankError: a rank has no variable of that name.
+        """
         import cloudpickle
 
-        self._ready()
-        pending = [self._ranks.submit(member, process.get, name) for member in self._members]
-        return [cloudpickle.loads(p.get(timeout=60)) for p in pending]
+        outcomes = self._everywhere(process.get, name)
+        return [cloudpickle.loads(outcome["value"]) for outcome in outcomes]
 
     def close(self):
         """End every process of this World; without effect on one already closed."""

@@ -87,7 +87,7 @@ def test_a_rank_is_killed_inside_a_collective(world, capsys):
 
 def test_a_rank_never_calls_the_collective(world):
     error = failure(world, "if rank != 1:\n    dist.all_reduce(torch.ones(3))", within=25)
-    assert "rank 1 did not take part within 20 s: reached the end of its cell" in str(error)
+    assert "rank 1 did not take part within 20 s: at the end of the cell" in str(error)
     assert "ranks 0, 2-3 waited in vain" in str(error)
     assert error.rank == 1
 
@@ -133,6 +133,34 @@ def test_ranks_that_wait_for_each_other(world):
     error = failure(world, "dist.recv(torch.ones(1), src=(rank + 1) % 4)", within=25)
     assert str(error).startswith("every rank waited for another and none could go on within 20 s:")
     assert error.rank is None
+
+
+def test_two_ranks_that_wait_for_each_other_while_the_rest_is_done(world):
+    cell = (
+        "pair = dist.new_group([0, 1])\n"
+        "if rank < 2:\n    dist.recv(torch.ones(1), src=1 - rank, group=pair)"
+    )
+    first, _, second = str(failure(world, cell, within=25)).splitlines()
+    assert first == "ranks 0-1 waited in vain for a message within 20 s"
+    assert second == "meanwhile ranks 2-3 were at the end of the cell"
+
+
+def test_a_collective_on_a_group_of_others(world, capsys):
+    world.execute(
+        "pair = dist.new_group([0, 1])\nx = torch.ones(1)\ndist.all_reduce(x, group=pair)"
+    )
+    world.execute("print(int(x))")
+    assert capsys.readouterr().out == "[ranks 0-1] 2\n[ranks 2-3] 1\n"
+
+
+def test_blank_lines_below_the_magic_count(world):
+    assert "at line 4 of the cell: 1 / 0" in str(failure(world, "\n\n1 / 0", within=5))
+
+
+def test_a_variable_that_not_every_rank_has(world):
+    world.execute("if rank != 3:\n    only_here = rank")
+    with pytest.raises(naranhi.RankError, match="rank 3 raised NameError: name 'only_here' is not"):
+        world["only_here"]
 
 
 def test_unequal_numbers_of_messages_do_not_disturb_a_collective(world, capsys):

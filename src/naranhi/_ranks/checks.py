@@ -85,7 +85,8 @@ class Checks:
         def collective(*args, **kwargs):
             arguments = signature.bind(*args, **kwargs).arguments
             group = arguments.get("group") or dist.group.WORLD
-            if group.group_desc != UNCHECKED and dist.get_rank(group) >= 0:
+            outside = group is dist.GroupMember.NON_GROUP_MEMBER
+            if not outside and group.group_desc != UNCHECKED and dist.get_rank(group) >= 0:
                 self._compare(group, _describe(name, arguments))
             return original(*args, **kwargs)
 

@@ -74,7 +74,7 @@ def diagnose(outcomes, died, stuck, timeout, cell):
         died: rank -> how it ended, of those whose process is gone.
         stuck: ranks that were still busy elsewhere when the others had failed.
         timeout: the deadline of a collective, in seconds.
-        cell: the cell's lines below %%ranks, or None when a function was run.
+        cell: the cell's lines (see ``numbered``), or None when a function was run.
     """
     errors = {r: o["error"] for r, o in outcomes.items() if o["error"]}
     kinds = {r: kind(e) for r, e in errors.items()}
@@ -110,31 +110,41 @@ def _cause(errors, of, where, died, stuck, timeout, outcomes):
     if "mismatch" in of:
         return _mismatch(errors[of["mismatch"][0]]["calls"], where)
     if "deadline" in of:
-        done = [r for r, o in outcomes.items() if not o["error"]]
-        waiting = of["deadline"]
-        # Who was waited for; a plain receive does not say, and then it is who was not waiting.
-        missed = {r for rank in waiting for r in errors[rank]["absent"] or ()}
-        absent = sorted(missed - set(waiting) or set(done) | set(stuck))
-        what = f"within {timeout:g} s"
-        told = [] if absent else waiting
-        if len(absent) == 0:
-            text = f"every rank waited for another and none could go on {what}:" + "".join(
-                f"\n  rank {r}{where[r]}" for r in waiting
-            )
-            return text, None, told
-        busy = [r for r in absent if r in stuck]
-        idle = [r for r in absent if r not in stuck]
-        parts = []
-        if busy:
-            at = where.get(busy[0], "")
-            parts.append(f"{named(busy)} did not take part {what}: still busy{at}")
-        if idle:
-            end = "its" if len(idle) == 1 else "their"
-            parts.append(f"{named(idle)} did not take part {what}: reached the end of {end} cell")
-        return "; ".join(parts), absent[0] if len(absent) == 1 else None, busy
+        return _late(errors, of, where, stuck, timeout, outcomes)
     ranks = sorted(errors)
     first = errors[ranks[0]]
     return f"{named(ranks)} lost a connection: {_first_line(first)}{where[ranks[0]]}", None, ranks
+
+
+def _late(errors, of, where, stuck, timeout, outcomes):
+    """Who was waited for; who waited for a plain message cannot say, and then nobody is blamed."""
+    waiting = of["deadline"]
+    done = [r for r, o in outcomes.items() if not o["error"]]
+    missed = {r for rank in waiting for r in errors[rank]["absent"] or ()} - set(waiting)
+    absent = sorted(missed or set(done) | set(stuck))
+    within = f"within {timeout:g} s"
+    if not absent:
+        # The first to time out breaks the connections of those about to.
+        waiting = sorted({*waiting, *of.get("consequence", ())})
+        text = f"every rank waited for another and none could go on {within}:"
+        return text + "".join(f"\n  rank {r}{where[r]}" for r in waiting), None, waiting
+    states = []
+    for ranks, state in (
+        ([r for r in absent if r in stuck], "still busy"),
+        ([r for r in absent if r not in stuck], "at the end of the cell"),
+    ):
+        if ranks:
+            states.append((ranks, f"{state}{where.get(ranks[0], '')}"))
+    culprit = absent[0] if len(absent) == 1 else None
+    busy = [r for r in absent if r in stuck]
+    if missed:
+        parts = [f"{named(ranks)} did not take part {within}: {state}" for ranks, state in states]
+        return "; ".join(parts), culprit, busy
+    text = f"{named(waiting)} waited in vain for a message {within}{where[waiting[0]]}"
+    for ranks, state in states:
+        text += f"\nmeanwhile {named(ranks)} {'was' if len(ranks) == 1 else 'were'} {state}"
+    alike = [r for r in waiting if where[r] == where[waiting[0]]]
+    return text, culprit, [*busy, *alike]
 
 
 def _mismatch(calls, where):
@@ -193,5 +203,16 @@ def place(error, cell):
 def _line(number, cell):
     if cell is None or number > len(cell):
         return ""
-    # The cell's first line is %%ranks, which the ranks do not see.
-    return f"\n    at line {number + 1} of the cell: {cell[number - 1].strip()}"
+    shown, text = cell[number - 1]
+    return f"\n    at line {shown} of the cell: {text.strip()}"
+
+
+def numbered(source):
+    """A cell's lines as the ranks count them, each with the number that the reader counts.
+
+    The reader's first line is %%ranks; IPython passes over the blank lines that follow it.
+    """
+    lines = list(enumerate(source.splitlines(), start=2))
+    while lines and not lines[0][1].strip():
+        del lines[0]
+    return lines

@@ -65,6 +65,9 @@ def join(rank, world_size, local_rank, threads, store, epoch, backend, timeout):
     for name in lost:
         del names[name]
     deadline = datetime.timedelta(seconds=timeout)
+    # Groups that the reader makes without a timeout would otherwise wait for half an hour.
+    dist.distributed_c10d.default_pg_timeout = deadline
+    dist.distributed_c10d.default_pg_nccl_timeout = deadline
     if dist.is_initialized():
         dist.destroy_process_group()
     if _store is None:
@@ -117,25 +120,39 @@ def _leave_it_to_the_notebook(*args, **kwargs):
 def call(pickled):
     """Call a function with its arguments (a cloudpickle of the three); returns its outcome."""
     import cloudpickle
+
+    def run():
+        function, args, kwargs = cloudpickle.loads(pickled)
+        value = function(*args, **kwargs)
+        _synchronize()
+        return value
+
+    return _valued(run)
+
+
+def get(name):
+    """The outcome of looking up a variable of this rank."""
+
+    def look_up():
+        if name not in _shell().user_ns:
+            raise NameError(f"name {name!r} is not defined")
+        return _shell().user_ns[name]
+
+    return _valued(look_up)
+
+
+def _valued(function):
+    """The outcome of a function without arguments, with its value pickled."""
+    import cloudpickle
     from IPython.utils.capture import capture_output
 
     error = value = None
     with capture_output() as captured, _Busy():
         try:
-            function, args, kwargs = cloudpickle.loads(pickled)
-            value = function(*args, **kwargs)
-            _synchronize()
-            value = cloudpickle.dumps(value)
+            value = cloudpickle.dumps(function())
         except BaseException as raised:
             error = raised
     return _outcome(captured, error, value)
-
-
-def get(name):
-    """The pickled value of a variable of this rank."""
-    import cloudpickle
-
-    return cloudpickle.dumps(_shell().user_ns[name])
 
 
 def _shell():
