@@ -140,7 +140,7 @@ def in_order(schedule):
     A generator; the time it takes grows with the number of actions. Raises ScheduleError, naming
     who waits for whom, where there is no such order.
     """
-    there, waiting = set(), {}  # messages given and not yet taken; message -> the rank it keeps
+    there, waiting = set(), {}  # messages given so far; message -> the rank that waits for it
     position, ready = [0] * len(schedule), list(range(len(schedule)))
     while ready:
         rank = ready.pop()
@@ -151,7 +151,6 @@ def in_order(schedule):
             if needed and needed not in there:
                 waiting[needed] = rank
                 break
-            there.discard(needed)
             yield rank, action
             position[rank] += 1
             there.add(given)

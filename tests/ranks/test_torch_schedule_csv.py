@@ -73,6 +73,8 @@ def run_on_torch(ranks, path, microbatches, stages, mine):
     return len(losses), equal
 
 
+# No V, whose ranks hand over to themselves: torch 2.11 opens a connection to itself, which gloo
+# does not have.
 OURS = {
     "gpipe on 2": schedules.gpipe(2, 4),
     "gpipe on 4": schedules.gpipe(4, 6),
@@ -82,11 +84,7 @@ OURS = {
         0F0 0F1 0I0 0F2 0I1 0W0 0I2 0W1 0W2
         1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2
     """),
-    "two stages on a rank, in a V": schedules.Schedule("""
-        0F0 0F1 3F0 3B0 3F1 3B1 0B0 0B1
-        1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1
-    """),
-    "two stages on a rank, in a ring": schedules.Schedule("""
+    "two stages on a rank": schedules.Schedule("""
         0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
         1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1
     """),

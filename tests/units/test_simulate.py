@@ -120,6 +120,11 @@ def test_a_chunk_counts_its_share():
     assert one.peak_activations == (1.5,)
 
 
+def test_activations_are_held_until_the_gradient_of_the_weights():
+    assert simulate(Schedule("0F0 0I0 0F1 0I1 0W0 0W1")).peak_activations == (2,)
+    assert simulate(Schedule("0F0 0I0 0W0 0F1 0I1 0W1")).peak_activations == (1,)
+
+
 def test_hand_over_within_a_rank_takes_no_time():
     assert simulate(own_schedules.there_and_back(1, 1), hop=100).cost == 6
     # 0 -> 1 -> (1) -> 0 and back: four hops.
