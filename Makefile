@@ -27,8 +27,7 @@ book: $(READY)
 
 test: $(READY)
 	@echo "Testing: the kernels, real ranks, the notebooks, the site in a browser; some twelve minutes"
-	@$(BIN)/ruff check --quiet .
-	@$(BIN)/ruff format --check --quiet .
+	@$(BIN)/ruff check --quiet src tests book images
 	@$(BIN)/python -m pytest --nbmake tests notebooks/en
 
 bench: $(READY)

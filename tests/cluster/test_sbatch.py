@@ -1,4 +1,4 @@
-"""``sbatch book/execute.sbatch``: notebooks executed inside an allocation, where make finds them."""
+"""``sbatch book/execute.sbatch``: executed in an allocation, left where make finds them."""
 
 import json
 import shutil
