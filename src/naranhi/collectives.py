@@ -25,8 +25,13 @@ from itertools import islice
 import torch
 import torch.distributed as dist
 
-MESSAGE = 2 * 2**20  # bytes; longer tensors travel in pieces whose messages are no longer than this
-UNDER_WAY = 4  # pieces that travel at the same time
+from naranhi._arguments import _expect, _expect_none, _has_sum, _place, _read, _written
+
+# Long tensors travel in pieces, whose messages are about this long. Starting a message from Python
+# and waking two threads for it costs as much as sending a few hundred KiB; much longer messages do
+# not stay in the cache between being received, added and sent on.
+MESSAGE = 4 * 2**20  # bytes
+UNDER_WAY = 3  # pieces that travel at the same time
 
 
 # --- the collectives -----------------------------------------------------------------------------
@@ -164,6 +169,8 @@ def reduce_scatter(output, input, group=None):
     _expect("input", input, (ranks, *output.shape), like=output)
     _has_sum(output)
     flat, rows = _written("output", output), _read(input).tensor_split(ranks)
+    if ranks == 1:
+        flat.copy_(rows[0])
     _overlap(
         _ring_reduce_scatter([row[piece] for row in rows], flat[piece], group, rank, ranks)
         for piece in _pieces(flat)
@@ -171,10 +178,11 @@ def reduce_scatter(output, input, group=None):
 
 
 def _ring_reduce_scatter(blocks, output, group, rank, ranks):
-    """Block i starts at rank i + 1, collects a sum at each rank, and ends complete at rank i."""
+    """Block i starts at rank i + 1, collects a sum at each rank, and ends complete at rank i.
+
+    It ends in `output`, and `blocks` stay as they are; if `output` is None, sums replace blocks.
+    """
     left, right = (rank - 1) % ranks, (rank + 1) % ranks
-    if ranks == 1:
-        output.copy_(blocks[0])
     leaving = blocks[left]
     for step in range(2, ranks + 1):
         own = blocks[(rank - step) % ranks]
@@ -182,7 +190,8 @@ def _ring_reduce_scatter(blocks, output, group, rank, ranks):
         works = _start(group, sends=[(leaving, right)], receives=[(arriving, left)])
         yield
         _finish(works)
-        leaving = torch.add(arriving, own, out=output if step == ranks else arriving)
+        total = own if output is None else output if step == ranks else arriving
+        leaving = torch.add(arriving, own, out=total)
 
 
 def all_reduce(tensor, group=None, algorithm="ring"):
@@ -193,13 +202,14 @@ def all_reduce(tensor, group=None, algorithm="ring"):
     flat = _written("tensor", tensor)
     _has_sum(tensor)
     kernel = _ALL_REDUCE[algorithm]
-    _overlap(kernel(flat[piece], group, rank, ranks) for piece in _pieces(flat, ranks))
+    blocks = ranks if algorithm == "ring" else 2  # into which a step cuts a piece to send one
+    _overlap(kernel(flat[piece], group, rank, ranks) for piece in _pieces(flat, blocks))
 
 
 def _ring_all_reduce(data, group, rank, ranks):
     """All-reduce is reduce-scatter, then all-gather."""
     blocks = data.tensor_split(ranks)
-    yield from _ring_reduce_scatter(blocks, blocks[rank], group, rank, ranks)
+    yield from _ring_reduce_scatter(blocks, None, group, rank, ranks)
     yield from _ring_all_gather(blocks, group, rank, ranks)
 
 
@@ -288,7 +298,7 @@ def _overlap(kernels):
 
 
 def _pieces(flat, blocks=1):
-    """Cut `flat` into equal slices, a `blocks`-th of which is no longer than `MESSAGE`."""
+    """Cut `flat` into slices of equal length, a `blocks`-th of which is at most `MESSAGE` long."""
     count = max(1, -(-flat.nbytes // (MESSAGE * blocks)))
     return [slice(len(flat) * i // count, len(flat) * (i + 1) // count) for i in range(count)]
 
@@ -296,55 +306,3 @@ def _pieces(flat, blocks=1):
 def _distances(ranks):
     """1, 2, 4, ..., below `ranks`."""
     return [2**i for i in range((ranks - 1).bit_length())]
-
-
-# --- arguments -----------------------------------------------------------------------------------
-
-
-def _place(group, root=0):
-    """The group, this rank in it, and its number of ranks."""
-    group = dist.group.WORLD if group is None else group
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    if rank < 0:
-        raise ValueError("this rank is not a member of the group")
-    if not isinstance(root, int) or not 0 <= root < ranks:
-        raise ValueError(f"root must be a rank of the group, 0 to {ranks - 1}, not {root!r}")
-    return group, rank, ranks
-
-
-def _written(name, tensor):
-    """The tensor's own memory in one dimension, outside autograd, for messages to write into."""
-    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-        raise ValueError(f"{name} must be contiguous, since it is written in place")
-    return tensor.detach().view(-1)
-
-
-def _read(tensor):
-    """The tensor's values in one dimension, outside autograd; copied only if not contiguous."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-
-
-def _expect(name, tensor, shape, like):
-    """ValueError unless this is a tensor of that shape, with the dtype and device of `like`."""
-    wanted = (tuple(shape), like.dtype, like.device)
-    if not isinstance(tensor, torch.Tensor):
-        kind = "None" if tensor is None else f"a {type(tensor).__name__}"
-        raise ValueError(f"{name} must be a tensor of shape {wanted[0]} here, not {kind}")
-    found = (tuple(tensor.shape), tensor.dtype, tensor.device)
-    for what, one, other in zip(("shape", "dtype", "device"), found, wanted, strict=True):
-        if one != other:
-            raise ValueError(f"{name} must have {what} {other}, not {one}")
-
-
-def _expect_none(name, tensor):
-    if tensor is not None:
-        raise ValueError(f"{name} is the root's alone: pass None on the other ranks")
-
-
-def _has_sum(tensor):
-    """TypeError for a dtype that torch cannot add on this device."""
-    one = tensor.new_empty(1)
-    try:
-        torch.add(one, one)
-    except (RuntimeError, NotImplementedError) as error:
-        raise TypeError(f"{tensor.dtype} has no sum on {tensor.device}") from error

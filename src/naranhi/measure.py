@@ -36,9 +36,8 @@ def interleaved(
     if not contenders or repeats < 1:
         raise ValueError("measure at least one contender, at least once")
     group = dist.group.WORLD if group is None else group
-    on_gpu = dist.get_backend(group) == "nccl"
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    settle = torch.cuda.synchronize if on_gpu else _nothing
+    settle = torch.cuda.synchronize if torch.cuda.is_available() else _nothing
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
 
     mine = torch.zeros(repeats, len(contenders), dtype=torch.float64)
     for repeat in range(-warmup, repeats):
