@@ -6,7 +6,8 @@ same to the bit, as long as the second forward meets what the first one met: the
 same random numbers, the same precision.
 
 Source: Chen, Xu, Zhang and Guestrin, "Training deep nets with sublinear memory cost" (2016). In
-production: `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`.
+production: `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`, whose second forward also
+stops as soon as the last thing to be kept has been computed; ours goes on to the end.
 """
 
 from contextlib import ExitStack, contextmanager
@@ -64,8 +65,7 @@ class _Recompute(torch.autograd.Function):
         # The parameters live anyway. They are here so that autograd notices when they have changed.
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
-        with ctx.circumstances.autocast():
-            outputs = run(tensors[:count])
+        outputs = run(tensors[:count])
         # A mask that is handed on has no gradient; of the rest nothing can be said without a graph.
         constants = {id(tensor) for tensor in tensors if not tensor.requires_grad}
         several = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -75,11 +75,10 @@ class _Recompute(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *gradients):
-        count = len(ctx.saved_tensors) - len(ctx.parameters)
-        wants_gradient = ctx.needs_input_grad[2:]
-        inputs = [
-            tensor.detach().requires_grad_(wants)
-            for tensor, wants in zip(ctx.saved_tensors[:count], wants_gradient, strict=False)]
+        saved, wants_gradient = ctx.saved_tensors, ctx.needs_input_grad[2:]
+        count = len(saved) - len(ctx.parameters)
+        inputs = [tensor.detach().requires_grad_(wants)
+                  for tensor, wants in zip(saved[:count], wants_gradient[:count], strict=True)]
         with torch.enable_grad(), ctx.circumstances.restored():
             outputs = ctx.run(inputs)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -109,20 +108,14 @@ class _Circumstances:
             for kind in (["cpu", "cuda"] if self.gpus else ["cpu"])]
 
     @contextmanager
-    def autocast(self):
-        # Autocast's cache would hand weights that were cast without a graph to the second forward.
-        with ExitStack() as stack:
-            for kind, dtype, enabled in self.precision:
-                stack.enter_context(
-                    torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
-            yield
-
-    @contextmanager
     def restored(self):
-        with torch.random.fork_rng(self.gpus), self.autocast():
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(self.gpus))
             torch.set_rng_state(self.random)
             for gpu, state in zip(self.gpus, self.gpus_random, strict=True):
                 torch.cuda.set_rng_state(state, gpu)
+            for kind, dtype, enabled in self.precision:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
             yield
 
 
