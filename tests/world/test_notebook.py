@@ -8,7 +8,7 @@ import sys
 import time
 
 import pytest
-from notebook import START, CellError, notebook, processes_of, wait_until
+from kernels import START, CellError, notebook, processes_of, wait_until
 
 HELLO = "%%ranks\nx = torch.ones(1)\ndist.all_reduce(x)\nprint(x.item())"
 WORKS = "[ranks 0-3] 4.0\n"
