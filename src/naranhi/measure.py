@@ -70,9 +70,7 @@ def unchecked_group(ranks=None, timeout=20.0):
     level = dist.get_debug_level()
     dist.set_debug_level(dist.DebugLevel.OFF)
     try:
-        group = dist.new_group(
-            ranks, timeout=timedelta(seconds=timeout), group_desc="unchecked"
-        )
+        group = dist.new_group(ranks, timeout=timedelta(seconds=timeout), group_desc="unchecked")
     finally:
         dist.set_debug_level(level)
     try:
