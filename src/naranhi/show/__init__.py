@@ -18,6 +18,7 @@ from naranhi.show._figure import figure
 from naranhi.show._hierarchy import hierarchy
 from naranhi.show._source import source
 from naranhi.show._table import rate, seconds, size, table
+from naranhi.show._timeline import timeline
 
 __all__ = ["COLORS", "axes", "bars", "collective", "figure", "hierarchy", "measured", "predicted",
-           "rate", "ring_steps", "seconds", "size", "source", "table", "tree"]
+           "rate", "ring_steps", "seconds", "size", "source", "table", "timeline", "tree"]

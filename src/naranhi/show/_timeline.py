@@ -1,0 +1,86 @@
+"""One drawing for a simulated and for a measured timeline: who did what, and when."""
+
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import MaxNLocator
+
+from naranhi.show import _table
+from naranhi.show._chart import COLORS, WIDTH
+from naranhi.show._figure import FAINT, INK, figure
+
+# What an action of a kind is called in the key, and its colour.
+KINDS = {
+    "F": ("forward", COLORS[0]),
+    "B": ("backward", COLORS[1]),
+    "I": ("input gradient", COLORS[1]),
+    "W": ("weight gradient", COLORS[2]),
+    "U": ("update", COLORS[3]),
+}
+DIGIT = 0.085  # inches, the width of a digit of a micro-batch's number
+
+
+def timeline(timeline, measured=False, end=None):
+    """Show what each rank does when: a row is a rank, a box an action, a gap is waiting.
+
+    The number in a box, where there is room, is the micro-batch's.
+    measured: True for one that was measured, whose times are then in seconds; a simulated one has
+    no unit. end: where the axis of time ends, to compare two drawings; by default at the last box.
+    Raises ValueError for an `end` before the end.
+    """
+    bubble = f"{float(timeline.bubble_rate):.0%}"
+    words = "measured" if measured else "simulated"
+    alt = (f"A {words} timeline of {len(timeline)} ranks, in which {bubble} of the time is the "
+           f"bubble. " + " ".join(_words(rank, row) for rank, row in enumerate(timeline)))
+    figure(draw_timeline(timeline, measured, end), alt, measured=measured)
+
+
+def draw_timeline(timeline, measured=False, end=None):
+    first = min(row[0].start for row in timeline)
+    last = max(row[-1].end for row in timeline)
+    length = float(last - first) if end is None else float(end)
+    if length < float(last - first):
+        raise ValueError(f"the axis would end at {end}, the timeline at {float(last - first)}")
+    length = length or 1.0
+    ranks = len(timeline)
+    row_height = min(0.32, 6.0 / ranks)
+    fig = Figure(figsize=(WIDTH, 0.85 + row_height * ranks), layout="constrained")
+    ax = fig.add_subplot()
+    ax.set(xlim=(0, length), ylim=(ranks, 0))
+    ax.spines[:].set_visible(False)
+    ax.tick_params(length=0, labelcolor=INK, labelsize=9)
+    step = -(-ranks // 16)
+    ax.set_yticks([rank + 0.5 for rank in range(0, ranks, step)],
+                  [f"rank {rank}" for rank in range(0, ranks, step)])
+    ax.xaxis.set_major_formatter(
+        lambda value, _: _table.seconds(value) if measured and value else _table.number(value))
+    ax.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
+    wide = length / (WIDTH - 0.7)  # about an inch, in units of time
+    for rank, row in enumerate(timeline):
+        ax.plot([0, length], [rank + 0.5] * 2, color=FAINT, linewidth=0.6, alpha=0.6, zorder=1)
+        for action, start, stop in row:
+            _draw_box(ax, rank, action, float(start - first), float(stop - start), wide,
+                      row_height)
+    kinds = [kind for kind in KINDS if any(a.kind == kind for row in timeline for a, _, _ in row)]
+    ax.legend(
+        [Rectangle((0, 0), 1, 1, color=KINDS[kind][1], linewidth=0) for kind in kinds],
+        [KINDS[kind][0] for kind in kinds], loc="lower left", bbox_to_anchor=(0, 1), frameon=False,
+        ncols=len(kinds), fontsize=9.5, labelcolor=INK, borderpad=0, borderaxespad=0.5,
+        handlelength=0.9, handleheight=0.9, columnspacing=1.4)
+    return fig
+
+
+def _draw_box(ax, rank, action, start, duration, wide, row_height):
+    _, color = KINDS[action.kind]
+    gap = min(0.012 * wide, duration / 5)  # so that two boxes that touch are two
+    number = "" if action.microbatch is None else str(action.microbatch)
+    ax.add_patch(Rectangle((start, rank + 0.08), duration - gap, 0.84, facecolor=color,
+                           linewidth=0, zorder=2))
+    if number and len(number) * DIGIT * wide < duration - gap and row_height > 0.15:
+        ax.text(start + (duration - gap) / 2, rank + 0.5, number, color="white", fontsize=9,
+                weight="bold", ha="center", va="center_baseline", zorder=3)
+
+
+def _words(rank, row):
+    names = [str(action) for action, _, _ in row]
+    told = ", ".join(names) if len(names) <= 8 else f"{', '.join(names[:3])} … {names[-1]}"
+    return f"Rank {rank}: {told}."
