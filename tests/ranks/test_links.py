@@ -72,7 +72,7 @@ def test_a_collective_takes_as_long_as_the_model_says(five, case):
         for name, algorithm in parts
     )
     slowest = max(seconds for _, seconds in results)
-    assert 0.9 * predicted < slowest < 3 * predicted
+    assert 0.75 * predicted < slowest < 4 * predicted
 
 
 def send_three():

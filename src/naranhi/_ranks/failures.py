@@ -119,15 +119,15 @@ def _cause(errors, of, where, died, stuck, timeout, outcomes):
 def _late(errors, of, where, stuck, timeout, outcomes):
     """Who was waited for; who waited for a plain message cannot say, and then nobody is blamed."""
     waiting = of["deadline"]
+    # The first to time out breaks the connections of those about to.
+    alike = sorted({*waiting, *of.get("consequence", ())})
     done = [r for r, o in outcomes.items() if not o["error"]]
     missed = {r for rank in waiting for r in errors[rank]["absent"] or ()} - set(waiting)
     absent = sorted(missed or set(done) | set(stuck))
     within = f"within {timeout:g} s"
     if not absent:
-        # The first to time out breaks the connections of those about to.
-        waiting = sorted({*waiting, *of.get("consequence", ())})
         text = f"every rank waited for another and none could go on {within}:"
-        return text + "".join(f"\n  rank {r}{where[r]}" for r in waiting), None, waiting
+        return text + "".join(f"\n  rank {r}{where[r]}" for r in alike), None, alike
     states = []
     for ranks, state in (
         ([r for r in absent if r in stuck], "still busy"),
@@ -140,11 +140,12 @@ def _late(errors, of, where, stuck, timeout, outcomes):
     if missed:
         parts = [f"{named(ranks)} did not take part {within}: {state}" for ranks, state in states]
         return "; ".join(parts), culprit, busy
-    text = f"{named(waiting)} waited in vain for a message {within}{where[waiting[0]]}"
+    waited = [r for r in alike if r not in stuck]
+    same = [r for r in waited if where[r] == where[waited[0]]]
+    text = f"{named(same)} waited in vain for a message {within}{where[waited[0]]}"
     for ranks, state in states:
         text += f"\nmeanwhile {named(ranks)} {'was' if len(ranks) == 1 else 'were'} {state}"
-    alike = [r for r in waiting if where[r] == where[waiting[0]]]
-    return text, culprit, [*busy, *alike]
+    return text, culprit, [*busy, *same]
 
 
 def _mismatch(calls, where):
