@@ -154,9 +154,9 @@ def zero_bubble_h2(stages, microbatches):
     it has begun, if F, I and W are equal: the bubble is (p - 1) max(F + I - 2W, I - F, 0), of which
     the paper names the first, the one that counts where W <= F and 2W <= F + I.
 
-    Ranks begin one after the other, and so they end: a step by itself, from the first action of all
-    to the last, takes with equal times as long as ZB-H1's. What gains is a row of steps, if ranks
-    need not all meet between two of them.
+    Ranks begin one after the other, and so they end: where I is no longer than F and W, a step by
+    itself, from the first action of all to the last, takes as long as ZB-H1's. What gains then is a
+    row of steps, if ranks need not all meet between two of them.
     """
     _positive(stages=stages, microbatches=microbatches)
     return Schedule(

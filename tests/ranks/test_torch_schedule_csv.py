@@ -1,5 +1,6 @@
 """Schedules exchanged with torch.distributed.pipelining: its runtime runs ours, and we read its."""
 
+import csv
 from fractions import Fraction
 
 import pytest
@@ -80,14 +81,17 @@ OURS = {
     "gpipe on 4": schedules.gpipe(4, 6),
     "gpipe on 4, fewer micro-batches": schedules.gpipe(4, 1),
     "inter-layer on 3": schedules.inter_layer(3, 3),
-    "backward in two parts": schedules.Schedule("""
-        0F0 0F1 0I0 0F2 0I1 0W0 0I2 0W1 0W2
-        1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2
-    """),
-    "two stages on a rank": schedules.Schedule("""
-        0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
-        1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1
-    """),
+    "1f1b on 2": schedules.one_f_one_b(2, 4),
+    "1f1b on 4": schedules.one_f_one_b(4, 6),
+    "1f1b on 4, fewer micro-batches": schedules.one_f_one_b(4, 2),
+    "interleaved by 2 on 2": schedules.interleaved(2, 4, 2),
+    "interleaved by 4 on 2": schedules.interleaved(2, 4, 4),
+    "interleaved by 2 on 4": schedules.interleaved(4, 8, 2),
+    "zero-bubble H1 on 2": schedules.zero_bubble_h1(2, 4),
+    "zero-bubble H1 on 4": schedules.zero_bubble_h1(4, 6),
+    "zero-bubble H1 on 4, one micro-batch": schedules.zero_bubble_h1(4, 1),
+    "zero-bubble H2 on 2": schedules.zero_bubble_h2(2, 4),
+    "zero-bubble H2 on 4": schedules.zero_bubble_h2(4, 7),
 }
 
 
@@ -154,8 +158,34 @@ def test_we_read_what_torch_wrote(five, tmp_path, name, ranks):
         assert idle == 0
     else:
         assert idle > 0
+    if name == "ScheduleInterleaved1F1B":
+        assert schedule == schedules.interleaved(ranks, microbatches, 2)
     if name == "ScheduleLoopedBFS":
         assert timeline.peak_activations == (microbatches,) * ranks
+
+
+def write_their_1f1b(ranks, microbatches, path):
+    """Torch's 1F1B, which has no export of its own, in the form of those that have one."""
+    group, rank = group_of(ranks), dist.get_rank()
+    if rank >= ranks:
+        return
+    part = PipelineStage(layer(rank), rank, ranks, torch.device("cpu"), group=group)
+    theirs = torchs.Schedule1F1B(part, microbatches, loss_fn=squared_error)
+    if rank == 0:
+        rows = theirs._get_pipeline_order()
+        with open(path, "w", newline="") as file:
+            csv.writer(file).writerows(rows[one] for one in range(ranks))
+
+
+@pytest.mark.parametrize("ranks, microbatches", [(2, 2), (2, 5), (4, 4), (4, 9)])
+def test_torchs_1f1b_is_ours(five, tmp_path, ranks, microbatches):
+    five.call(write_their_1f1b, ranks, microbatches, str(tmp_path / "theirs.csv"))
+    theirs = schedules.read_csv(tmp_path / "theirs.csv")
+    ours = schedules.one_f_one_b(ranks, microbatches)
+    # Torch 2.13 counts the forwards of the last rank from 1 in what it tells of its order (not in
+    # what it does), so of that rank only the kinds are compared.
+    assert theirs.rows[:-1] == ours.rows[:-1]
+    assert [action.kind for action in theirs[-1]] == [action.kind for action in ours[-1]]
 
 
 def test_a_schedule_of_torchs_runs_on_torch_when_written_again(five, tmp_path):

@@ -1,20 +1,6 @@
-"""Schedules of the tests' own: orders, splits, placements and versions that GPipe does not have."""
+"""Schedules of the tests' own: orders, splits and placements that the package's do not have."""
 
 from naranhi.schedules import Action, Schedule
-
-
-def one_f_one_b(stages, microbatches, split=False):
-    """Forwards until the first gradient comes, then in turn; with split, I and W in place of B."""
-    return Schedule(_one_f_one_b_row(stage, stages, microbatches, split) for stage in range(stages))
-
-
-def _one_f_one_b_row(stage, stages, microbatches, split=False):
-    ahead = min(stages - stage, microbatches)
-    row = [Action(stage, "F", k) for k in range(ahead)]
-    for k in range(microbatches):
-        row += [Action(stage, kind, k) for kind in ("IW" if split else "B")]
-        row += [Action(stage, "F", k + ahead)] if k + ahead < microbatches else []
-    return row
 
 
 def late_weights(stages, microbatches):
@@ -45,35 +31,4 @@ def there_and_back(stages, microbatches):
         down, up = rank, 2 * stages - 1 - rank
         rows.append([Action(stage, "F", k) for k in range(microbatches) for stage in (down, up)])
         rows[-1] += [Action(stage, "B", k) for k in range(microbatches) for stage in (up, down)]
-    return Schedule(rows)
-
-
-def without_flush(stages, microbatches):
-    """One forward, one backward, and an update after every backward, as in PipeDream."""
-    rows = []
-    for stage in range(stages):
-        row, newest = [], 0
-        for action in _one_f_one_b_row(stage, stages, microbatches):
-            if action.kind == "F":
-                row.append(action._replace(version=newest))
-            else:
-                newest += 1
-                row += [action, Action(stage, "U", None, newest)]
-        rows.append(row)
-    return Schedule(rows)
-
-
-def one_version_behind(stages, microbatches, batches):
-    """An update after each batch; a batch reads the version before the newest, as in 2BW."""
-    rows = []
-    for stage in range(stages):
-        row = []
-        for action in _one_f_one_b_row(stage, stages, microbatches * batches):
-            batch, place = divmod(action.microbatch, microbatches)
-            if action.kind == "F":
-                row.append(action._replace(version=max(0, batch - 1)))
-            else:
-                row.append(action)
-                row += [Action(stage, "U", None, batch + 1)] * (place == microbatches - 1)
-        rows.append(row)
     return Schedule(rows)

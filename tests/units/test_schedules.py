@@ -25,15 +25,17 @@ def right_schedules(draw, updates=True):
     choices = [
         lambda: schedules.gpipe(p, m),
         lambda: schedules.inter_layer(p, m),
-        lambda: own_schedules.one_f_one_b(p, m),
-        lambda: own_schedules.one_f_one_b(p, m, split=True),
+        lambda: schedules.one_f_one_b(p, m),
+        lambda: schedules.interleaved(p, p * draw(st.integers(1, 2)), draw(st.integers(1, 3))),
+        lambda: schedules.zero_bubble_h1(p, m),
+        lambda: schedules.zero_bubble_h2(p, m),
         lambda: own_schedules.late_weights(p, m),
         lambda: own_schedules.looped(p, m, draw(st.integers(1, 3))),
         lambda: own_schedules.there_and_back(p, m),
     ]
     if updates:
-        choices.append(lambda: own_schedules.without_flush(p, m))
-        choices.append(lambda: own_schedules.one_version_behind(p, p + m, 3))
+        choices.append(lambda: schedules.pipedream(p, m))
+        choices.append(lambda: schedules.two_buffered(p, m, 3))
     return draw(st.sampled_from(choices))()
 
 
@@ -377,7 +379,7 @@ def test_both_outcomes_are_among_the_changed_schedules():
     def count(schedule):
         changed = any(schedule) and not any(
             schedule == make(schedule.stages, schedule.microbatches)
-            for make in (schedules.gpipe, schedules.inter_layer, own_schedules.one_f_one_b)
+            for make in (schedules.gpipe, schedules.inter_layer, schedules.one_f_one_b)
         )
         if changed:
             found[really_runs(schedule)] += 1
@@ -479,7 +481,7 @@ def test_the_form_of_a_file(tmp_path):
 def test_what_cannot_be_exchanged_is_named(tmp_path):
     path = tmp_path / "schedule.csv"
     with pytest.raises(ScheduleError, match=r"rank 0: cannot write 0U1, .* no updates"):
-        schedules.write_csv(own_schedules.without_flush(2, 3), path)
+        schedules.write_csv(schedules.pipedream(2, 3), path)
     with pytest.raises(ScheduleError, match=r"rank 0: cannot write 0F1@1, .* no versions"):
         schedules.write_csv(Schedule("0F0 0F1@1 0B0 0B1"), path)
     assert not path.exists()

@@ -42,15 +42,6 @@ def test_inter_layer(p, m, forward, backward):
 
 
 @unhurried
-@given(stages, microbatches, fractions, fractions)
-def test_one_forward_one_backward(p, m, forward, backward):
-    """As long as GPipe, with min(p - stage, m) micro-batches held."""
-    timeline = simulate(own_schedules.one_f_one_b(p, m), forward, backward, hop=0)
-    assert timeline.cost == (m + p - 1) * (forward + backward)
-    assert timeline.peak_activations == tuple(min(p - stage, m) for stage in range(p))
-
-
-@unhurried
 @given(st.data(), stages, microbatches)
 def test_gpipe_with_unequal_stages(data, p, m):
     """The slowest stage sets the pace of all micro-batches but the first."""
@@ -92,7 +83,7 @@ def _after(start, m, time):
 
 
 def test_every_time_of_a_small_pipeline():
-    timeline = simulate(own_schedules.one_f_one_b(2, 2), hop=0.5)
+    timeline = simulate(schedules.one_f_one_b(2, 2), hop=0.5)
     assert [[(str(action), start, end) for action, start, end in row] for row in timeline] == [
         [("0F0", 0, 1), ("0F1", 1, 2), ("0B0", 5, 7), ("0B1", 8, 10)],
         [("1F0", 1.5, 2.5), ("1B0", 2.5, 4.5), ("1F1", 4.5, 5.5), ("1B1", 5.5, 7.5)],
@@ -133,7 +124,7 @@ def test_hand_over_within_a_rank_takes_no_time():
 
 def test_without_a_flush_the_bubble_is_paid_once():
     """PipeDream's order: between the first micro-batches and the last, the ranks never wait."""
-    timeline = simulate(own_schedules.without_flush(4, 40), 1, 1)
+    timeline = simulate(schedules.pipedream(4, 40), 1, 1)
     assert timeline.cost == 2 * (40 + 3)
     waits = [b.start - a.end for a, b in pairwise(timeline[0][10:-10])]
     assert not any(waits)
