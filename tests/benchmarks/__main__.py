@@ -24,7 +24,7 @@ def main():
     harness.write(rows, OUTPUT)
     print(f"\n{harness.table(rows)}\n")
     print(f"{harness.REPEATS} repetitions in turn, {time.monotonic() - start:.0f} s in all.")
-    print("limit: the same bytes moved, and nothing else; to best peer: of the medians.")
+    print("limit: what no contender can avoid, see each bench_*.py; to best peer: of the medians.")
     print(f"Written to {OUTPUT}")
 
 

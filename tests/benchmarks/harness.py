@@ -5,6 +5,7 @@ A module of this folder named `bench_*.py` has a function `works()` that returns
 nothing else needs to know it.
 """
 
+import copy
 import importlib
 import json
 from collections.abc import Callable
@@ -12,8 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from naranhi import measure
+from tests.benchmarks.memory import peak_bytes
 from tests.ranks.gloo_ranks import Ranks
 
 OURS = "naranhi"  # how a contender of ours begins; all others are peers
@@ -22,25 +25,31 @@ REPEATS = 20
 
 @dataclass
 class Contenders:
-    """What one rank measures. Each of `runs` returns its result, a tensor, and `limit` anything.
+    """What one rank measures. Each of `runs` returns its result, a tensor or a list of them, and
+    `limit` anything.
 
-    `limit` does only what no contender can avoid, and its time is the limit. `tolerance` is the
-    largest difference allowed between any result and the first one's.
+    `limit` does only what no contender can avoid, and its time, times `limit_scale`, is the limit.
+    `tolerance` is the largest difference allowed between any result and the first one's.
     """
 
-    runs: dict[str, Callable[[], torch.Tensor]]
+    runs: dict[str, Callable[[], torch.Tensor | list[torch.Tensor]]]
     limit: Callable[[], object]
     tolerance: float = 0.0
+    limit_scale: float = 1.0
 
 
 @dataclass
 class Work:
-    """`contenders(group, *args)`, a function of a module's top level, gives a rank's Contenders."""
+    """`contenders(group, *args)`, a function of a module's top level, gives a rank's Contenders.
+
+    With `memory`, what each contender holds at most on rank 0 is measured too, in new processes.
+    """
 
     name: str
     ranks: int
     contenders: Callable[..., Contenders]
     args: tuple = field(default=())
+    memory: bool = False
 
 
 def found() -> list[Work]:
@@ -55,7 +64,8 @@ def measured(works, repeats=REPEATS, report=lambda text: None) -> list[dict]:
     """Measure the works: a row for each contender, times in seconds.
 
     median_s and min_s are over the repetitions, limit_s is the median of the limit, measured in the
-    same turns, and ratio_to_best_peer is median_s over the smallest median of the peers. Raises
+    same turns, and ratio_to_best_peer is median_s over the smallest median of the peers. A work
+    with `memory` has peak_bytes, too: what a contender's run holds at most on rank 0. Raises
     AssertionError when two contenders of a work do not give the same result.
     """
     rows, world = [], None
@@ -68,6 +78,12 @@ def measured(works, repeats=REPEATS, report=lambda text: None) -> list[dict]:
             report(f"[{index}/{len(works)}] {work.name}")
             times = world.call(on_a_rank, work, repeats)[0]
             rows += _rows(work.name, times)
+            if work.memory:
+                world.close()
+                for name, peak in world.call(memory_on_a_rank, work)[0].items():
+                    row = next(row for row in rows[-len(times):] if row["contender"] == name)
+                    row["peak_bytes"] = peak
+                world.close()
     finally:
         if world:
             world.close()
@@ -78,7 +94,7 @@ def on_a_rank(work, repeats):
     """{contender: seconds of each repetition}, and the limit's under None."""
     with measure.unchecked_group() as group:
         contenders = work.contenders(group, *work.args)
-        results = {name: run().clone() for name, run in contenders.runs.items()}
+        results = {name: copy.deepcopy(run()) for name, run in contenders.runs.items()}
         first = next(iter(results))
         for name, result in results.items():
             torch.testing.assert_close(
@@ -89,7 +105,19 @@ def on_a_rank(work, repeats):
                 msg=lambda text, name=name: f"{work.name}: {name} is not {first}\n{text}",
             )
         runs = {**contenders.runs, None: contenders.limit}
-        return measure.interleaved(runs, repeats=repeats, group=group)
+        times = measure.interleaved(runs, repeats=repeats, group=group)
+        times[None] = [contenders.limit_scale * seconds for seconds in times[None]]
+        return times
+
+
+def memory_on_a_rank(work):
+    """{contender: bytes that its run holds at most, beyond those held before it}."""
+    with measure.unchecked_group() as group:
+        found = {}
+        for name, run in work.contenders(group, *work.args).runs.items():
+            dist.barrier(group)
+            found[name] = peak_bytes(run)
+        return found
 
 
 def _rows(name, times):
@@ -111,7 +139,8 @@ def _rows(name, times):
 
 def table(rows) -> str:
     """The rows as text, times in milliseconds."""
-    head = ("work", "contender", "median ms", "min ms", "limit ms", "over limit", "to best peer")
+    head = ("work", "contender", "median ms", "min ms", "limit ms", "over limit", "to best peer",
+            "peak MB")
     lines = [
         (
             row["work"],
@@ -119,6 +148,7 @@ def table(rows) -> str:
             *(f"{1000 * row[key]:.3f}" for key in ("median_s", "min_s", "limit_s")),
             f"{row['median_s'] / row['limit_s']:.2f}",
             f"{row['ratio_to_best_peer']:.2f}",
+            f"{row['peak_bytes'] / 1e6:.1f}" if "peak_bytes" in row else "",
         )
         for row in rows
     ]

@@ -25,6 +25,12 @@ class Ranks:
         self.ranks, self.deadline = ranks, deadline
         self.processes, self.pipes, self.folder = [], [], None
 
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.close()
+
     def call(self, function, *args):
         if not self.processes:
             self._start()

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from naranhi import collectives
-from tests.benchmarks import bench_collectives, harness
+from tests.benchmarks import bench_collectives, bench_pipelines, harness, memory
 
 
 def test_every_collective_in_the_table():
@@ -37,6 +37,28 @@ def test_rows_of_a_small_work(tmp_path):
     text = harness.table(rows)
     assert len(text.splitlines()) == 1 + len(rows)
     assert f"{1000 * rows[0]['median_s']:.3f}" in text
+
+
+def test_pipelines_agree_and_what_they_hold_is_counted():
+    works = [harness.Work("small", 2, bench_pipelines.gpipe, (64,), memory=True)]
+    rows = harness.measured(works, repeats=2)
+    assert {row["contender"] for row in rows} == {"naranhi", "torch ScheduleGPipe", "torchgpipe"}
+    assert all(row["peak_bytes"] > 0 for row in rows)
+
+
+def test_peak_bytes_counts_what_is_gone_in_the_end():
+    """In a process of its own: it changes how memory is allocated."""
+    with harness.Ranks(1) as world:
+        found = world.call(peak_of_20_mb)[0]
+    assert found == pytest.approx(20e6, rel=0.05)
+
+
+def peak_of_20_mb():
+    def run():
+        torch.ones(2_500_000)
+        return torch.ones(2_500_000).add(1).sum().item()
+
+    return memory.peak_bytes(run)
 
 
 def wrong(group):
