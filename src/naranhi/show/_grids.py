@@ -1,0 +1,58 @@
+"""Small matrices side by side, their numbers written out: for what can be followed by hand."""
+
+from matplotlib.patches import Rectangle
+
+from naranhi.show._chart import COLORS
+from naranhi.show._collectives import canvas
+from naranhi.show._figure import FAINT, INK, figure
+from naranhi.show._table import number
+
+UNIT = 0.36  # inches, the side of a cell
+GAP = 1.1  # cells, between two matrices
+TOP = 0.9  # cells, for the titles
+WHITE = "#ffffff"
+
+
+def grids(matrices, alt):
+    """Show matrices side by side.
+
+    matrices: {title: (values, marks)}. values: rows of numbers, or a tensor of two dimensions.
+    marks: of the same shape, for each cell one of the book's colours by its index, or a negative
+    number for none.
+    alt: what the picture shows, in a sentence.
+    Raises ValueError without matrices, and when marks and values differ in shape.
+    """
+    figure(draw_grids(matrices), alt)
+
+
+def draw_grids(matrices):
+    matrices = {title: (_rows(values), _rows(marks)) for title, (values, marks) in matrices.items()}
+    for title, (values, marks) in matrices.items():
+        if list(map(len, values)) != list(map(len, marks)):
+            raise ValueError(f"{title}: values and marks differ in shape")
+    if not matrices:
+        raise ValueError("name at least one matrix to draw")
+    widths = [max(map(len, values)) for values, _ in matrices.values()]
+    height = max(len(values) for values, _ in matrices.values())
+    fig, ax = canvas(sum(widths) + GAP * (len(widths) - 1), TOP + height, UNIT)
+    x = 0.0
+    for (title, (values, marks)), width in zip(matrices.items(), widths, strict=True):
+        ax.text(x, TOP - 0.4, title, color=INK, fontsize=9.5, va="center_baseline")
+        for y, (row, marked) in enumerate(zip(values, marks, strict=True)):
+            for at, (value, mark) in enumerate(zip(row, marked, strict=True)):
+                _draw_cell(ax, x + at, TOP + y, value, mark)
+        x += width + GAP
+    return fig
+
+
+def _draw_cell(ax, x, y, value, mark):
+    if mark >= 0:
+        ax.add_patch(Rectangle((x, y), 1, 1, facecolor=COLORS[mark], edgecolor="none"))
+    ax.add_patch(Rectangle((x, y), 1, 1, facecolor="none", edgecolor=FAINT, linewidth=0.8))
+    # `float` of a float32 shows digits that nobody wrote: 0.8 would be 0.800000011920929.
+    ax.text(x + 0.5, y + 0.5, number(value), color=WHITE if mark >= 0 else INK, fontsize=9.5,
+            ha="center", va="center_baseline")
+
+
+def _rows(matrix):
+    return matrix.tolist() if hasattr(matrix, "tolist") else [list(row) for row in matrix]
