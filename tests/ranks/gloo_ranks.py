@@ -100,3 +100,15 @@ def _rank(pipe, rank, ranks, store, deadline):
         except BaseException:
             answer = False, traceback.format_exc()
         pipe.send(answer)
+
+
+_groups = {}
+
+
+def first_ranks(ranks):
+    """In a rank: the group of the first ranks. Every rank asks for it at the same time, and those
+    that are not in it too; it is made once."""
+    if ranks not in _groups:
+        _groups[ranks] = dist.new_group(
+            list(range(ranks)), timeout=datetime.timedelta(seconds=20), group_desc="unchecked")
+    return _groups[ranks]

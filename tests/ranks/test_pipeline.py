@@ -1,12 +1,12 @@
 """Pipelines on real ranks, to the bit equal to one process that loops over the micro-batches."""
 
 import gc
-from datetime import timedelta
 from itertools import pairwise
 
 import pytest
 import torch
 import torch.distributed as dist
+from gloo_ranks import first_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -14,15 +14,6 @@ from torch.nn import functional as F
 
 from naranhi import models, pipeline, schedules, timeline
 from naranhi.schedules import Action, Schedule
-
-GROUPS = {}  # in a rank: the groups made so far, by their number of ranks
-
-
-def group_of(ranks):
-    """The group of the first ranks; every rank of the world must ask for it at the same time."""
-    if ranks not in GROUPS:
-        GROUPS[ranks] = dist.new_group(list(range(ranks)), timeout=timedelta(seconds=20))
-    return GROUPS[ranks]
 
 
 def squared_error(output, target):
@@ -109,7 +100,7 @@ def plain_loop(work, microbatches, steps=1, *args):
 def differences(ranks, schedule, work, balance=None, steps=1, args=()):
     """By rank, the largest difference to the plain loop of each parameter that differs in any bit:
     {(layer, number): difference}; ("loss", 0) for the loss."""
-    group, rank = group_of(ranks), dist.get_rank()
+    group, rank = first_ranks(ranks), dist.get_rank()
     if rank >= ranks:
         pipeline.stand_aside()
         return {}
@@ -219,7 +210,7 @@ class Shrink(nn.Module):
 
 def large_tensors_alive(microbatches):
     """The largest number, over the actions, of large storages that a rank holds when one ends."""
-    group, rank, width = group_of(2), dist.get_rank(), 100_000
+    group, rank, width = first_ranks(2), dist.get_rank(), 100_000
     if rank >= 2:
         pipeline.stand_aside()
         return 0
@@ -252,7 +243,7 @@ def test_a_sent_output_is_let_go_however_many_follow(five):
 
 def failure(ranks, case):
     """By rank, the error that a case leads to, as (type, text); and then the ranks still work."""
-    group, rank = group_of(ranks), dist.get_rank()
+    group, rank = first_ranks(ranks), dist.get_rank()
     if rank >= ranks:
         try:
             pipeline.stand_aside()
@@ -322,7 +313,7 @@ def test_bad_input_is_refused_on_every_rank(five, case, kind, words):
 
 
 def recorded(ranks, microbatches, seconds):
-    group, rank = group_of(ranks), dist.get_rank()
+    group, rank = first_ranks(ranks), dist.get_rank()
     if rank >= ranks:
         pipeline.stand_aside()
         return None

@@ -7,19 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.pipelining.schedules as torchs
+from gloo_ranks import first_ranks
 from torch.distributed.pipelining import PipelineStage
 
 from naranhi import schedules, simulate
 
 WIDTH, ROWS = 16, 3  # of a layer; of a micro-batch
-GROUPS = {}  # in a rank: the groups made so far, by their number of ranks
-
-
-def group_of(ranks):
-    """The group of the first ranks; every rank of the world must ask for it at the same time."""
-    if ranks not in GROUPS:
-        GROUPS[ranks] = dist.new_group(list(range(ranks)))
-    return GROUPS[ranks]
 
 
 def layer(stage):
@@ -48,7 +41,7 @@ def plain_loop(stages, microbatches):
 
 def run_on_torch(ranks, path, microbatches, stages, mine):
     """(losses, gradients by stage) that differ in any bit from the plain loop's; counts of both."""
-    group, rank = group_of(ranks), dist.get_rank()
+    group, rank = first_ranks(ranks), dist.get_rank()
     if rank >= ranks:
         return None
     parts = [
@@ -124,7 +117,7 @@ THEIRS = {
 
 def write_theirs(ranks, name, microbatches, folder):
     """Torch's schedule of that name, written by torch in both of its forms."""
-    group, rank = group_of(ranks), dist.get_rank()
+    group, rank = first_ranks(ranks), dist.get_rank()
     if rank >= ranks:
         return
     parts = [
@@ -166,7 +159,7 @@ def test_we_read_what_torch_wrote(five, tmp_path, name, ranks):
 
 def write_their_1f1b(ranks, microbatches, path):
     """Torch's 1F1B, which has no export of its own, in the form of those that have one."""
-    group, rank = group_of(ranks), dist.get_rank()
+    group, rank = first_ranks(ranks), dist.get_rank()
     if rank >= ranks:
         return
     part = PipelineStage(layer(rank), rank, ranks, torch.device("cpu"), group=group)

@@ -1,0 +1,50 @@
+"""The bubble of a schedule on four real ranks, measured on paced layers, is the predicted one."""
+
+from statistics import median
+
+import pytest
+import torch
+import torch.distributed as dist
+from gloo_ranks import first_ranks
+from torch import nn
+
+from naranhi import models, pipeline, schedules, timeline
+
+RANKS, FORWARD, BACKWARD, RUNS = 4, 0.03, 0.06, 5  # seconds
+
+
+def bubbles(group, schedule):
+    """The bubble rate of each of RUNS steps, on every rank."""
+    layers = [models.Paced(nn.Linear(4, 4), FORWARD, BACKWARD)
+              for _ in range(schedule.virtual_stages)]
+    x, recorder, found = torch.ones(schedule.microbatches, 4), timeline.Recorder(), []
+    with pipeline.Pipeline(layers, schedule, lambda output, target: output.sum(),
+                           group=group) as pipe:
+        for _ in range(RUNS):
+            recorder.clear()
+            pipe.step(x, x, 1, recorder)
+            found.append(recorder.gather(group).bubble_rate)
+    return found
+
+
+def measured(schedule):
+    group = first_ranks(RANKS)
+    if dist.get_rank() >= RANKS:
+        return pipeline.stand_aside()
+    return median(bubbles(group, schedule))
+
+
+@pytest.mark.parametrize("make, predicted", [
+    (schedules.gpipe, lambda p, m: (p - 1) / (m + p - 1)),
+    (schedules.inter_layer, lambda p, m: 1 - 1 / p),
+], ids=["gpipe", "inter-layer"])
+def test_the_measured_bubble_is_within_two_points(five, make, predicted):
+    off = {}
+    for m in [1, 2, 4, 8, 16, 32] if make is schedules.gpipe else [1, 4]:
+        # Other work on the machine makes a bubble larger, but not always: what is off because of it
+        # is measured again. What is off for a reason of ours stays off.
+        for _ in range(3):
+            off[m] = five.call(measured, make(RANKS, m))[0] - predicted(RANKS, m)
+            if abs(off[m]) <= 0.02:
+                break
+    assert all(abs(gap) <= 0.02 for gap in off.values()), off
