@@ -1,0 +1,48 @@
+"""What is fetched from the Hugging Face hub; where that fails, one error that says what to do."""
+
+import logging
+from contextlib import contextmanager
+
+
+def offline(name):
+    """What to do where a model of that name cannot be fetched: a sentence or two."""
+    return (
+        "It is no folder here, and was neither in the cache nor to be had from the hub. Where "
+        f"there is a connection, run `hf download {name} --local-dir FOLDER`; then copy the folder "
+        "here and give its path instead of the name.")
+
+
+@contextmanager
+def fetching(what, advice):
+    """Around a call that may ask the hub. It is quiet: no bars, no warnings about each attempt.
+
+    Raises, for an OSError (of which a hub that cannot be reached is one), an OSError that says what
+    is missing, then the advice, then the cause in one line.
+    """
+    from huggingface_hub.utils import (
+        are_progress_bars_disabled,
+        disable_progress_bars,
+        enable_progress_bars,
+    )
+    from transformers.utils import logging as transformers_logging
+
+    talkative = [logging.getLogger(name) for name in ("huggingface_hub", "datasets")]
+    levels = [logger.level for logger in talkative]
+    hub_bars = not are_progress_bars_disabled()
+    transformers_bars = transformers_logging.is_progress_bar_enabled()
+    for logger in talkative:
+        logger.setLevel(logging.ERROR)
+    disable_progress_bars()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    except OSError as error:
+        cause = str(error).strip().partition("\n")[0]
+        raise OSError(f"no {what}. {advice} (The cause: {cause})") from None
+    finally:
+        for logger, level in zip(talkative, levels, strict=True):
+            logger.setLevel(level)
+        if hub_bars:
+            enable_progress_bars()
+        if transformers_bars:
+            transformers_logging.enable_progress_bar()
