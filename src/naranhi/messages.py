@@ -15,18 +15,37 @@ import torch.distributed as dist
 AHEAD = 2  # receives posted ahead on a channel: one arrives while the one before it is worked on
 
 
-def open_groups(wanted, told, timeout):
-    """This rank's process groups, {(ranks, purpose): group}: a group for each pair in `wanted`.
+def meet(mine, timeout):
+    """This rank's process groups, when nothing is wrong on any rank of the world; all call this.
 
-    Every rank of the world calls this with the same `told`, which is what each of them wants: torch
-    makes a group on all ranks at once, members or not, in one order. `ranks` are those of the
-    default group. timeout: seconds, of each message.
+    mine: what this rank was given for its pipeline, by name: "pipeline", its ranks in the world,
+    on which everything must be the same; "groups", the groups that these ranks need among them, as
+    pairs (ranks in the world, purpose); or "error". Empty for a rank in no pipeline.
+    timeout: seconds, of each message.
+
+    Returns {(ranks, purpose): group}. Torch makes a group on all ranks at once, members or not, and
+    in one order: so every rank makes those of all pipelines. Raises the error of any rank, and
+    ValueError where ranks of a pipeline were given different things.
     """
+    told = [None] * dist.get_world_size()
+    dist.all_gather_object(told, mine)
+    for one in (mine, *told):
+        if "error" in one:
+            raise one["error"]
+    first = {}  # by pipeline: its first rank, and what that was given
+    for rank, one in enumerate(told):
+        other, given = first.setdefault(one.get("pipeline"), (rank, one))
+        for what in one:
+            if one[what] != given[what]:
+                short = what not in ("schedule", "groups")
+                raise ValueError(
+                    f"rank {other} and rank {rank}, of one pipeline, disagree on {what}"
+                    + f": {given[what]} and {one[what]}" * short)
     groups = {}
-    for ranks, purpose in dict.fromkeys(pair for one in told for pair in one):
+    for ranks, purpose in dict.fromkeys(pair for one in told for pair in one.get("groups", ())):
         group = dist.new_group(
             list(ranks), timeout=timedelta(seconds=timeout), group_desc="unchecked")
-        if (ranks, purpose) in wanted:
+        if (ranks, purpose) in mine.get("groups", ()):
             groups[ranks, purpose] = group
     return groups
 

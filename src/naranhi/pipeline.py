@@ -16,29 +16,13 @@ import torch.distributed as dist
 from torch import nn
 
 from naranhi import shapes
-from naranhi.messages import Receiver, Sender, open_groups
-from naranhi.schedules import Channel, channels, check
+from naranhi.cutting import check_kinds, cut
+from naranhi.messages import Receiver, Sender, meet
+from naranhi.schedules import Channel, channels, check, check_versions
 from naranhi.stage import Stage
+from naranhi.stashed import Stashed
 from naranhi.tied import Tied, tied_parameters
-
-
-def cut(layers, stages, balance=None):
-    """The layers of each stage: `stages` lists that together are `layers`.
-
-    balance: how many layers each stage has; by default as equal as it goes, the first ones larger.
-    Raises ValueError for more stages than layers, and for a balance that does not add up.
-    """
-    if stages > len(layers):
-        raise ValueError(f"more stages than layers: {stages} stages, {len(layers)} layers")
-    if balance is None:
-        each, more = divmod(len(layers), stages)
-        balance = [each + (stage < more) for stage in range(stages)]
-    if len(balance) != stages or sum(balance) != len(layers) or min(balance) < 1:
-        raise ValueError(
-            f"the balance {list(balance)} gives {len(balance)} stages {sum(balance)} layers: it "
-            f"should give {stages} stages {len(layers)} layers, and each at least one")
-    ends = [sum(balance[:stage + 1]) for stage in range(stages)]
-    return [layers[end - size:end] for size, end in zip(balance, ends, strict=True)]
+from naranhi.weight_versions import releases
 
 
 def run(schedule, layers, loss, inputs, targets, count, balance=None, group=None, recorder=None):
@@ -63,18 +47,25 @@ class Pipeline:
     loss: `loss(output, targets)` of a micro-batch, a scalar: the *sum* over what is valid in it.
     balance: the number of layers of each virtual stage; see `cut`.
     group: the process group, None for the default one.
+    optimizer: for a schedule that updates weights on its way, a function that makes a torch
+        optimizer of a list of parameters; each stage has its own.
+    stash: see `stashed.Stashed`. False gives wrong gradients.
+    versions: the most versions of its weights that a stage may hold, or a list by virtual stage.
     timeout: after how many seconds a message that does not come is an error.
 
     Make it on every rank of the world at the same time, each in its own pipeline (several may stand
     side by side), and close it; a rank that is in none calls `stand_aside`. Raises, on every rank
-    and before anything of the model is sent: ScheduleError as `schedules.check` does; ValueError
-    for a balance that does not fit (see `cut`), for a group of another size, for ranks that were
-    given different schedules or balances, and for an action that is neither F nor B.
+    and before anything of the model is sent: ScheduleError as `schedules.check` does, and where a
+    stage would hold more `versions`; ValueError for a balance that does not fit (see `cut`), for a
+    group of another size, for ranks that were given different schedules or balances, for a backward
+    to be split on a layer that is not `split_backward.splittable`, for updates without an
+    optimizer or with tied parameters.
 
     Attributes: `stages`, {virtual stage: Stage} of this rank.
     """
 
-    def __init__(self, layers, schedule, loss, balance=None, group=None, timeout=60.0):
+    def __init__(self, layers, schedule, loss, balance=None, group=None, optimizer=None, stash=True,
+                 versions=None, timeout=60.0):
         self.group = dist.group.WORLD if group is None else group
         self.rank, self.schedule, layers = dist.get_rank(self.group), schedule, list(layers)
         mine = {
@@ -83,20 +74,30 @@ class Pipeline:
             "balance": balance and list(balance),
             "schedule": hashlib.sha256(str(schedule).encode()).hexdigest()}
         try:
-            _check_for(schedule, dist.get_world_size(self.group))
+            check(schedule)
+            if len(schedule) != dist.get_world_size(self.group):
+                raise ValueError(f"a schedule of {len(schedule)} ranks on "
+                                 f"{dist.get_world_size(self.group)}")
             parts = cut(layers, schedule.virtual_stages, balance)
             tied = tied_parameters(parts, schedule.placement)
+            check_kinds(schedule, parts, tied, optimizer)
+            if versions is not None:
+                check_versions(schedule, versions)
             self._messages = channels(schedule)
             purposes = [*self._messages, *dict.fromkeys(ranks for _, ranks in tied)]
             mine["groups"] = [self._group_of(purpose) for purpose in purposes]
         except ValueError as error:
             mine["error"] = error
-        self._groups = _meet(mine, timeout)
+        self._groups = meet(mine, timeout)
 
         self.last = len(parts) - 1
         self.stages = {
             stage: Stage(part, sum(map(len, parts[:stage])), loss if stage == self.last else None)
             for stage, part in enumerate(parts) if schedule.placement[stage] == self.rank}
+        self._releases = releases(schedule)[self.rank]
+        if any(action.kind == "U" for action in schedule[self.rank]):
+            for stage in self.stages.values():
+                stage.weights = Stashed(stage, optimizer, stash)
         self._boundaries = {}  # by that of a micro-batch: what each stage takes, the last included
         self._ends = self._open_channels()
         self._tied = [Tied(parameter, self._groups[self._group_of(ranks)])
@@ -129,7 +130,9 @@ class Pipeline:
         targets: likewise. Only the last stage needs them; other ranks may give None.
         count: what the summed loss is divided by: how many tokens (rows, ...) are valid in the
             whole step, that is in all micro-batches, and in all pipelines side by side. The mean of
-            micro-batches' means would be another loss when their padding differs.
+            micro-batches' means would be another loss when their padding differs. For a schedule
+            that updates weights on its way: in all micro-batches of an update; a list of numbers,
+            by micro-batch, where these differ.
         recorder: a `timeline.Recorder`, to take down when each action ran.
 
         Raises, before anything of the batch is sent, ValueError when the micro-batches do not
@@ -162,19 +165,29 @@ class Pipeline:
             else:
                 here[message] = tensors
 
-        def do(action, arrived):
-            stage, kind, k, _ = action
+        def do(stage, action, arrived, released):
+            number, kind, k, version = action
             if kind == "F":
-                return self.stages[stage].run_forward(
-                    k, inputs[k] if stage == 0 else arrived, takes[stage],
-                    rebuild_target(targets[k]) if stage == self.last else None, count)
-            return self.stages[stage].run_backward(k, arrived)
+                return stage.run_forward(
+                    k, inputs[k] if number == 0 else arrived, takes[number],
+                    rebuild_target(targets[k]) if number == self.last else None,
+                    count[k] if isinstance(count, list) else count, version)
+            if kind == "B":
+                return stage.run_backward(k, arrived)
+            if kind == "I":
+                return stage.run_input_grad(k, arrived)
+            if kind == "W":
+                return stage.run_weight_grad(k)
+            return stage.weights.update(version, last_use=released == (number, version - 1))
 
-        for action in self.schedule[self.rank]:
+        for position, action in enumerate(self.schedule[self.rank]):
+            stage, released = self.stages[action.stage], self._releases.get(position)
             arrived = take(self.schedule.needs(action))
             if recorder:
                 recorder.begin()
-            result = do(action, arrived)
+            result = do(stage, action, arrived, released)
+            if released:
+                stage.weights.release(released[1])
             if recorder:
                 recorder.end(action)
             message = self.schedule.gives(action)
@@ -255,33 +268,4 @@ class Pipeline:
 
 def stand_aside():
     """What a rank of the world that is in no pipeline calls while others make theirs."""
-    _meet({}, 60.0)
-
-
-def _check_for(schedule, ranks):
-    check(schedule)
-    if len(schedule) != ranks:
-        raise ValueError(f"a schedule of {len(schedule)} ranks on {ranks}")
-    for row in schedule:
-        for action in row:
-            if action.kind not in "FB":
-                raise ValueError(f"{action} cannot be run: actions here are F and B")
-
-
-def _meet(mine, timeout):
-    """This rank's process groups, when nothing is wrong on any rank of the world."""
-    told = [None] * dist.get_world_size()
-    dist.all_gather_object(told, mine)
-    for one in (mine, *told):
-        if "error" in one:
-            raise one["error"]
-    first = {}  # by pipeline: its first rank, and what that was given
-    for rank, one in enumerate(told):
-        other, given = first.setdefault(one.get("pipeline"), (rank, one))
-        for what in one:
-            if one[what] != given[what]:
-                values = f": {given[what]} and {one[what]}" if what not in ("schedule", "groups") \
-                    else ""
-                raise ValueError(
-                    f"rank {other} and rank {rank}, of one pipeline, disagree on {what}{values}")
-    return open_groups(mine.get("groups", ()), [one.get("groups", ()) for one in told], timeout)
+    meet({}, 60.0)

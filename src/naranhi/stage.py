@@ -4,45 +4,59 @@ A forward keeps its input, and of its output only the place in the graph. The ou
 as soon as it has been sent: a backward that needs it has saved it.
 """
 
+from contextlib import nullcontext
+
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
+
+from naranhi.split_backward import Splittable
 
 
 class Stage(nn.Module):
     """Layers, of which each takes what the one before returns: a tensor or a tuple of tensors.
 
     first: the model's number of the first layer. loss: on the last stage `loss(output, target)`, a
-    scalar tensor; None on the others.
+    scalar tensor; None on the others. weights: a `stashed.Stashed` where the schedule updates them
+    on its way; None where they stay the same.
     """
 
     def __init__(self, layers, first, loss=None):
         super().__init__()
         self.layers, self.first, self.loss = nn.ModuleList(layers), first, loss
-        self.total, self._kept = None, {}
+        self.weights = None
+        self._splittable = [one for one in self.layers.modules() if isinstance(one, Splittable)]
+        self.begin()
 
     def begin(self):
         """Forget what an earlier step has left."""
-        self.total, self._kept = None, {}
+        self.total, self.losses, self._kept, self._later = None, {}, {}, {}
+        if self.weights:
+            self.weights.begin()
 
-    def run_forward(self, microbatch, tensors, takes, target, count):
+    def _reading(self, version):
+        return self.weights.reading(version) if self.weights else nullcontext()
+
+    def run_forward(self, microbatch, tensors, takes, target, count, version=0):
         """The outputs, a list of tensors without their graph; on the last stage, the loss.
 
         tensors: the inputs, as `takes` (a `shapes.Boundary`) says. count: what the loss is divided
-        by; the sum of these losses over the micro-batches is `total`.
+        by. `losses` has the quotient by micro-batch, and `total` is their sum.
         """
         for tensor, spec in zip(tensors, takes.specs, strict=True):
             tensor.requires_grad_(spec.requires_grad)
         value = takes.value(tensors)
-        for layer in self.layers:
-            value = layer(value)
+        with self._reading(version):
+            for layer in self.layers:
+                value = layer(value)
         if self.loss:
             value = self.loss(value, target) / count
-            self.total = value.detach() if self.total is None else self.total + value.detach()
+            self.losses[microbatch] = one = value.detach()
+            self.total = one if self.total is None else self.total + one
         outputs = value if isinstance(value, tuple) else (value,)
         wanted = [tensor for tensor in tensors if tensor.requires_grad]
         edges = [get_gradient_edge(output) for output in outputs if output.requires_grad]
-        self._kept[microbatch] = wanted, edges
+        self._kept[microbatch] = wanted, edges, version
         return [output.detach() for output in outputs]
 
     def run_backward(self, microbatch, gradients):
@@ -50,9 +64,29 @@ class Stage(nn.Module):
 
         gradients: those of the outputs that have one; on the last stage None.
         """
-        inputs, edges = self._kept.pop(microbatch)
+        inputs, edges, version = self._kept.pop(microbatch)
         if self.loss:
             gradients = [torch.ones_like(self.total)] * len(edges)
         if edges:
-            torch.autograd.backward(edges, gradients)
+            with self._reading(version):
+                torch.autograd.backward(edges, gradients)
         return [torch.zeros_like(one) if one.grad is None else one.grad for one in inputs]
+
+    def run_input_grad(self, microbatch, gradients):
+        """`run_backward` without the weights' part, which `run_weight_grad` does."""
+        later, version = [], self._kept[microbatch][2]
+        for layer in self._splittable:
+            layer.defer = later.append
+        try:
+            return self.run_backward(microbatch, gradients)
+        finally:
+            self._later[microbatch] = later, version
+            for layer in self._splittable:
+                layer.defer = None
+
+    def run_weight_grad(self, microbatch):
+        """What `run_input_grad` has left for later."""
+        later, version = self._later.pop(microbatch)
+        with self._reading(version):
+            for add_gradients in later:
+                add_gradients()

@@ -97,7 +97,7 @@ def plain_loop(work, microbatches, steps=1, *args):
     return total, [[parameter.grad for parameter in layer.parameters()] for layer in layers]
 
 
-def differences(ranks, schedule, work, balance=None, steps=1, args=()):
+def differences(ranks, schedule, work, balance=None, steps=1, args=(), prepare=list):
     """By rank, the largest difference to the plain loop of each parameter that differs in any bit:
     {(layer, number): difference}; ("loss", 0) for the loss."""
     group, rank = first_ranks(ranks), dist.get_rank()
@@ -106,6 +106,7 @@ def differences(ranks, schedule, work, balance=None, steps=1, args=()):
         return {}
     expected_loss, expected = plain_loop(work, schedule.microbatches, steps, *args)
     layers, loss, inputs, targets, count = make(work, *args)
+    layers = prepare(layers)
     if rank:  # what a rank does not need, it need not have
         meta = tuple if isinstance(inputs, tuple) else (lambda parts: next(iter(parts)))
         inputs = meta(torch.empty_like(x, device="meta")

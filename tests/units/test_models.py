@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from transformers import BertConfig, GPT2Config, GPT2LMHeadModel
 
-from naranhi import models, paced
+from naranhi import models, paced, split_backward
 from naranhi.activation_memory import SavedTensors
 from naranhi.models import Paced
 from naranhi.recomputation import Recompute
@@ -62,7 +62,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(paced, "perf_counter", lambda: clock.now)
+    for module in (paced, split_backward):
+        monkeypatch.setattr(module, "perf_counter", lambda: clock.now)
     monkeypatch.setattr(paced, "sleep", clock.sleep)
     return clock
 

@@ -1,0 +1,47 @@
+"""A model cut into stages: which layers each has, and whether they can do what a schedule asks."""
+
+from naranhi.partition import uniform
+from naranhi.split_backward import not_splittable
+
+
+def cut(layers, stages, balance=None):
+    """The layers of each stage: `stages` lists that together are `layers`.
+
+    balance: how many layers each stage has; by default as equal as it goes, the first ones larger
+    (`partition.uniform`). Raises ValueError for more stages than layers, and for a balance that
+    does not add up.
+    """
+    balance = uniform(layers, stages) if balance is None else list(balance)
+    if len(balance) != stages or sum(balance) != len(layers) or min(balance) < 1:
+        raise ValueError(
+            f"the balance {balance} gives {len(balance)} stages {sum(balance)} layers: it "
+            f"should give {stages} stages {len(layers)} layers, and each at least one")
+    ends = [sum(balance[:stage + 1]) for stage in range(stages)]
+    return [layers[end - size:end] for size, end in zip(balance, ends, strict=True)]
+
+
+def check_kinds(schedule, parts, tied, optimizer):
+    """Raise ValueError for a kind of action that these stages cannot do.
+
+    parts: by stage, its layers. tied: as `tied.tied_parameters` gives them. optimizer: None if
+    there is none.
+    """
+    kinds = {}
+    for row in schedule:
+        for action in row:
+            kinds.setdefault((action.stage, action.kind), action)
+    for (stage, kind), action in kinds.items():
+        if kind == "I":
+            for number, layer in enumerate(parts[stage], sum(map(len, parts[:stage]))):
+                names = not_splittable(layer)
+                if names:
+                    raise ValueError(
+                        f"{action} cannot be run: layer {number} ({type(layer).__name__}) cannot "
+                        f"split its backward, as the gradient of {names[0]} cannot be left for "
+                        f"later; make the layers splittable with split_backward.splittable")
+        if kind == "U" and optimizer is None:
+            raise ValueError(f"{action} cannot be run: it needs an optimizer")
+        if kind == "U" and tied:
+            raise ValueError(
+                f"{action} cannot be run: ranks {' and '.join(map(str, tied[0][1]))} share a tied "
+                f"parameter, and would update it at different times")
