@@ -17,6 +17,7 @@ from pathlib import Path
 from naranhi.hub import fetching, offline
 
 BUNDLED = Path(__file__).parent / "bundled"
+UNPACKING = OSError, EOFError, zlib.error  # what a file that is badly packed leads to
 FORM = '{"data": [{"paragraphs": [{"context": "..."}, ...]}, ...]}'
 
 
@@ -64,6 +65,8 @@ def tokenizer(name=None):
         offline(name))
     with fetching(f"tokenizer of {name!r}", advice):
         found = AutoTokenizer.from_pretrained(name)
+        if not found("a")["input_ids"]:  # transformers makes one without words of the model's kind
+            raise OSError("neither tokenizer.json nor vocab.json")
     if found.pad_token_id is None:
         found.pad_token = found.eos_token
     return found
@@ -96,7 +99,7 @@ def _read(path):
             articles = datasets.load_dataset(
                 "json", data_files=glob.escape(str(path.absolute())), field="data", split="train",
                 cache_dir=cache).to_list()
-        except (datasets.exceptions.DatasetGenerationError, ValueError) as error:
+        except (datasets.exceptions.DatasetGenerationError, ValueError, *UNPACKING) as error:
             cause = error.__cause__ or error
             fault = _fault(path) or str(cause)
             raise ValueError(f"the corpus {path} is not in SQuAD's form, {FORM}: {fault}") from None
@@ -108,9 +111,9 @@ def _read(path):
 def _fault(path):
     """Why a file that `datasets` could not read is not in SQuAD's form, or None."""
     try:
-        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
-            content = json.load(file)
-    except (OSError, EOFError, zlib.error, ValueError) as error:  # badly packed; no JSON, no text
+        content = path.read_bytes()
+        content = json.loads(gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content)
+    except (ValueError, *UNPACKING) as error:
         return f"it is no JSON ({error})"
     if not isinstance(content, dict) or "data" not in content:
         return 'it has no "data"'

@@ -9,6 +9,7 @@ the last stage has the loss: it prints it, and writes the log.
 
 import argparse
 import inspect
+import math
 import os
 import re
 import signal
@@ -162,6 +163,8 @@ def train(options, device):
             optimizer.step()
             if loss is not None:
                 value = loss.item()
+                if not math.isfinite(value):
+                    raise Mistake(f"the loss of step {step} is {value}: a lower --rate may help")
                 log.write(step=step, loss=value, tokens=batch.count, padding=batch.padding,
                           seconds=round(perf_counter() - start, 6))
                 if step % EVERY == 0 or step == options.steps - 1:
@@ -215,13 +218,16 @@ def main(arguments=None):
     together(no_mistake)
     try:
         train(options, device)
-    except RuntimeError as error:
-        if not LOST.search(str(error)):
+    except (Mistake, RuntimeError) as error:
+        if isinstance(error, Mistake):
+            why = f"error: {error}"
+        elif LOST.search(str(error)):
+            cause = str(error).strip().partition("\n")[0].partition(". ")[0]
+            why = f"rank {dist.get_rank()} has lost another rank, and ends: {cause}"
+        else:
             raise
-        line = str(error).strip().partition("\n")[0]
-        print(f"naranhi.train: rank {dist.get_rank()} has lost another rank, and ends: {line}",
-              file=sys.stderr, flush=True)
-        os._exit(1)  # a thread may be waiting for what that rank will never take
+        print(f"naranhi.train: {why}", file=sys.stderr, flush=True)
+        os._exit(1)  # a thread may be waiting for what another rank will never take
     dist.destroy_process_group()
 
 
