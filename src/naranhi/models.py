@@ -60,10 +60,11 @@ class GPT2Embedding(nn.Module):
     def __init__(self, transformer):
         super().__init__()
         self.wte, self.wpe, self.drop = transformer.wte, transformer.wpe, transformer.drop
+        self.positions = transformer.wpe.num_embeddings
 
     def forward(self, inputs):
         tokens, mask = inputs if isinstance(inputs, tuple) else (inputs, None)
-        length, positions = tokens.shape[-1], self.wpe.num_embeddings
+        length, positions = tokens.shape[-1], self.positions
         if length > positions:
             raise ValueError(f"{length} tokens in a row, but the model has {positions} positions")
         position = torch.arange(length, device=tokens.device).unsqueeze(0)
