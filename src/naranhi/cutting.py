@@ -4,13 +4,18 @@ from naranhi.partition import uniform
 from naranhi.split_backward import not_splittable
 
 
-def cut(layers, stages, balance=None):
-    """The layers of each stage: `stages` lists that together are `layers`.
+def cut(layers, stages, balance=None, chunks=1):
+    """The layers of each virtual stage: `stages` lists that together are `layers`.
 
-    balance: how many layers each stage has; by default as equal as it goes, the first ones larger
-    (`partition.uniform`). Raises ValueError for more stages than layers, and for a balance that
-    does not add up.
+    balance: how many layers each has; by default as equal as it goes, the first ones larger
+    (`partition.uniform`). chunks: how many of them a rank has; with more than one they have to be
+    of one size, unless a balance says how long each is. Raises ValueError when they cannot be, for
+    more stages than layers, and for a balance that does not add up.
     """
+    if balance is None and chunks > 1 and len(layers) % stages:
+        raise ValueError(
+            f"{len(layers)} layers cannot be divided into {stages} chunks of one size, {chunks} on "
+            f"each rank: give a balance")
     balance = uniform(layers, stages) if balance is None else list(balance)
     if len(balance) != stages or sum(balance) != len(layers) or min(balance) < 1:
         raise ValueError(

@@ -78,7 +78,8 @@ class Pipeline:
             if len(schedule) != dist.get_world_size(self.group):
                 raise ValueError(f"a schedule of {len(schedule)} ranks on "
                                  f"{dist.get_world_size(self.group)}")
-            parts = cut(layers, schedule.virtual_stages, balance)
+            parts = cut(layers, schedule.virtual_stages, balance,
+                        schedule.virtual_stages // len(schedule))
             tied = tied_parameters(parts, schedule.placement)
             check_kinds(schedule, parts, tied, optimizer)
             if versions is not None:

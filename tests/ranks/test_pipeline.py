@@ -173,7 +173,7 @@ def there_and_back(microbatches):
 @pytest.mark.parametrize("schedule", [looped(2, 4), there_and_back(4)], ids=["looped", "v"])
 def test_several_stages_on_a_rank(five, schedule):
     for work in ("mlp", "tuples"):
-        assert five.call(differences, 2, schedule, work) == [{}] * 5
+        assert five.call(differences, 2, schedule, work, (2, 1, 1, 1)) == [{}] * 5
 
 
 @settings(max_examples=15, deadline=None)

@@ -193,6 +193,8 @@ def failure(case):
         schedule = schedules.zero_bubble_h1(2, 4)
     elif case == "bound":
         options = {"optimizer": sgd, "versions": 1}
+    elif case == "chunks":
+        layers, schedule = models.mlp(7, WIDTH), schedules.interleaved(2, 4, 2)
     elif case == "tied":
         layers[1].down = layers[0].down
         options = {"optimizer": sgd}
@@ -211,6 +213,7 @@ def failure(case):
      "up.weight cannot be left for later"),
     ("no optimizer", "0U1 cannot be run: it needs an optimizer"),
     ("bound", "rank 0 holds 2 versions of stage 0's weights after 0U1"),
+    ("chunks", "7 layers cannot be divided into 4 chunks of one size, 2 on each rank"),
     ("tied", "ranks 0 and 1 share a tied parameter"),
 ])
 def test_bad_input_is_refused_on_every_rank(five, case, words):
