@@ -33,7 +33,7 @@ def test_marked_cells_have_their_colour_and_the_others_none():
     _, patches = drawn({"x": ([[1, 2, 3]], torch.tensor([[2, -1, 0]]))})
     filled = {patch.get_x(): to_hex(patch.get_facecolor())
               for patch in patches if patch.get_facecolor()[3]}
-    assert filled == {0.0: show.COLORS[2], 2.0: show.COLORS[0]}
+    assert filled == {_grids.PAD: show.COLORS[2], _grids.PAD + 2: show.COLORS[0]}
     assert len(patches) == 3 + 2  # a frame for each cell, and the two fillings
 
 

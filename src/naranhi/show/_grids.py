@@ -10,6 +10,7 @@ from naranhi.show._table import number
 UNIT = 0.36  # inches, the side of a cell
 GAP = 1.1  # cells, between two matrices
 TOP = 0.9  # cells, for the titles
+PAD = 0.05  # cells, around all, or the outermost lines would be cut in half
 WHITE = "#ffffff"
 
 
@@ -34,8 +35,9 @@ def draw_grids(matrices):
         raise ValueError("name at least one matrix to draw")
     widths = [max(map(len, values)) for values, _ in matrices.values()]
     height = max(len(values) for values, _ in matrices.values())
-    fig, ax = canvas(sum(widths) + GAP * (len(widths) - 1), TOP + height, UNIT)
-    x = 0.0
+    width = sum(widths) + GAP * (len(widths) - 1)
+    fig, ax = canvas(width + 2 * PAD, TOP + height + PAD, UNIT)
+    x = PAD
     for (title, (values, marks)), width in zip(matrices.items(), widths, strict=True):
         ax.text(x, TOP - 0.4, title, color=INK, fontsize=9.5, va="center_baseline")
         for y, (row, marked) in enumerate(zip(values, marks, strict=True)):
