@@ -1,0 +1,266 @@
+"""`torchrun -m naranhi.train` for real: its losses, its log, and its ends."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from naranhi import corpus, schedules, train
+from naranhi.train_log import Log
+
+
+def command(ranks, *options):
+    """--log-file, because torchrun takes --log for one of its own options."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+            str(ranks), "-m", "naranhi.train", *map(str, options)]
+
+
+def run(ranks, *options):
+    return subprocess.run(
+        command(ranks, *options), capture_output=True, text=True, timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def read(log):
+    """Each line is one whole object."""
+    text = log.read_text()
+    assert text.endswith("\n")
+    entries = [json.loads(line) for line in text.splitlines()]
+    assert [entry["step"] for entry in entries] == list(range(len(entries)))
+    return entries
+
+
+def told(stderr):
+    """Our own lines, without torchrun's."""
+    return [line for line in stderr.splitlines() if line.startswith("naranhi.train:")]
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """Options: a GPT-2 of two blocks in a folder, and a corpus, both in the form of real ones."""
+    folder = tmp_path_factory.mktemp("small")
+    tokenizer = corpus.tokenizer()
+    tokenizer.save_pretrained(folder)
+    GPT2LMHeadModel(GPT2Config(
+        vocab_size=len(tokenizer), n_positions=32, n_embd=16, n_layer=2, n_head=2, bos_token_id=0,
+        eos_token_id=0)).save_pretrained(folder)
+    passages = [{"context": one} for one in corpus.contexts()[:16]]
+    file = folder / "squad.json"
+    file.write_text(json.dumps({"data": [{"paragraphs": passages + passages[:4]}]}))
+    return "--model", folder, "--corpus", file, "--microbatches", 2, "--batch", 4
+
+
+def test_the_default_on_four_stages(tmp_path):
+    log = tmp_path / "log.jsonl"
+    done = run(4, "--schedule", "gpipe", "--balance", "4,3,3,4", "--microbatches", 4, "--steps", 12,
+               "--log-file", log)
+    assert done.returncode == 0, done.stderr
+    entries = read(log)
+    assert len(entries) == 12
+    found = re.findall(r"^step: (\d+), loss: ([\d.]+)$", done.stdout, re.MULTILINE)
+    assert found == [(str(step), f"{entries[step]['loss']:.4f}") for step in (0, 10, 11)]
+    assert "unigram entropy 5.3" in done.stdout
+    assert "12 steps in " in done.stdout
+    for entry in entries:
+        assert set(entry) == {"step", "loss", "tokens", "padding", "seconds"}
+        assert entry["tokens"] > 0 <= entry["padding"]
+        assert entry["seconds"] > 0
+    assert entries[0]["loss"] == pytest.approx(6.4, abs=0.2)
+    assert entries[11]["loss"] < entries[0]["loss"] - 0.3
+
+
+def test_any_number_of_ranks_gives_the_same_losses(small, tmp_path):
+    runs = {
+        1: ("--schedule", "inter_layer"),
+        2: (),
+        4: ("--balance", "1,1,1,1", "--recompute"),
+    }
+    losses = {}
+    for ranks, options in runs.items():
+        log = tmp_path / f"{ranks}.jsonl"
+        done = run(ranks, *small, "--rate", 0.01, "--steps", 12, "--log-file", log, *options)
+        assert done.returncode == 0, done.stderr
+        losses[ranks] = [entry["loss"] for entry in read(log)]
+    assert losses[1] == pytest.approx(losses[2], abs=1e-5)
+    assert losses[1] == pytest.approx(losses[4], abs=1e-5)
+    assert losses[1][11] < losses[1][0] - 0.1
+
+
+def test_a_full_disk_ends_the_log_and_not_the_training(small):
+    """Trained weights, untied, and a corpus in a file, too."""
+    done = run(1, *small, "--steps", 12, "--untied", "--log-file", "/dev/full")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("the log /dev/full ends here (No space left on device)") == 1
+    assert "(4 repeated ones left out)" in done.stdout
+    assert "16 passages" in done.stdout
+    assert "step: 11, loss: " in done.stdout
+
+
+@pytest.fixture
+def endless(small, tmp_path):
+    """A training on two ranks that has written some lines: (its launcher, its log)."""
+    log = tmp_path / "log.jsonl"
+    launcher = subprocess.Popen(
+        command(2, *small, "--steps", 10**6, "--log-file", log), start_new_session=True, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1"})
+    try:
+        end = time.monotonic() + 60
+        while not log.exists() or log.read_bytes().count(b"\n") < 20:
+            assert launcher.poll() is None, launcher.stderr.read()
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        yield launcher, log
+    finally:
+        if launcher.poll() is None:
+            os.killpg(launcher.pid, signal.SIGKILL)
+        launcher.communicate()
+
+
+def test_ctrl_c_leaves_a_readable_log_and_no_flood(endless):
+    launcher, log = endless
+    os.killpg(launcher.pid, signal.SIGINT)  # what a terminal does
+    _, stderr = launcher.communicate(timeout=30)
+    assert len(read(log)) >= 20
+    assert "naranhi" not in re.sub(r"Sending process.*", "", stderr)
+    assert stderr.count("Traceback") == 1, "the launcher's own"
+    assert "SignalException" in stderr
+
+
+def test_a_killed_rank_leaves_a_readable_log_and_is_missed_in_a_line(endless):
+    launcher, log = endless
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text()
+    ranks = [int(one) for one in children.split()]
+    first = next(
+        pid for pid in ranks if "\0RANK=0\0" in "\0" + Path(f"/proc/{pid}/environ").read_text())
+    os.kill(first, signal.SIGKILL)
+    _, stderr = launcher.communicate(timeout=60)
+    assert launcher.returncode != 0
+    assert len(read(log)) >= 20
+    assert "Signal 9 (SIGKILL)" in stderr
+    assert "naranhi/train.py" not in stderr, "no stack of ours"
+    for line in told(stderr):  # none, when the launcher was faster
+        assert line.startswith("naranhi.train: rank 1 has lost another rank, and ends: ")
+
+
+@pytest.mark.parametrize("ranks, options, message", [
+    (2, ("--corpus", "nowhere.json"), "the corpus nowhere.json does not exist"),
+    (2, ("--balance", "4,3,3,5"), "the balance [4, 3, 3, 5] gives 4 stages 15 layers"),
+    (1, ("--steps", "none"), "argument --steps: 'none' is no whole number"),
+])
+def test_a_mistake_is_told_once_and_every_rank_leaves(ranks, options, message):
+    done = run(ranks, *options)
+    assert done.returncode != 0
+    assert "step:" not in done.stdout
+    (line,) = told(done.stderr)
+    assert line.startswith(f"naranhi.train: error: {message}")
+    assert "naranhi/train.py" not in done.stderr, "no stack of ours"
+
+
+# --- without a launcher --------------------------------------------------------------------------
+
+
+def test_without_a_launcher_it_says_how_to_start():
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
+    done = subprocess.run([sys.executable, "-m", "naranhi.train"], capture_output=True, text=True,
+                          env=environment)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "torchrun --standalone" in done.stderr
+
+
+def test_help_is_complete(capsys):
+    with pytest.raises(SystemExit) as ended:
+        train.parse(["--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    for option in ("model", "corpus", "schedule", "balance", "microbatches", "batch", "steps",
+                   "rate", "seed", "dropout", "untied", "recompute", "log-file", "log"):
+        assert f"--{option}" in text
+
+
+def test_defaults():
+    options = train.parse([])
+    assert (options.schedule, options.microbatches, options.batch, options.steps) == (
+        "gpipe", 4, 8, 300)
+    assert train.RATE["trained"] == 3e-5
+    assert train.parse(["--log", "a"]).log == train.parse(["--log-file", "a"]).log == "a"
+    assert train.parse(["--balance", "4,3,3,4"]).balance == [4, 3, 3, 4]
+
+
+@pytest.mark.parametrize("arguments", [
+    ["--schedule", "Gpipe"], ["--balance", "4,,3"], ["--balance", "4,0"], ["--microbatches", "0"],
+    ["--batch", "-8"], ["--steps", "1.5"], ["--rate", "0"], ["--rate", "nan"], ["--rate", "fast"],
+    ["--seed", "x"], ["--dropout", "1"], ["--unknown"], ["--step", "3"], ["more"]])
+def test_options_that_make_no_sense_are_refused(arguments):
+    with pytest.raises(train.Mistake, match=re.escape(arguments[0].lstrip("-"))):
+        train.parse(arguments)
+
+
+def test_a_batch_that_the_micro_batches_do_not_divide_is_refused():
+    with pytest.raises(train.Mistake, match="--batch 8 cannot be divided into 3 micro-batches"):
+        train.prepare(train.parse(["--microbatches", "3"]))
+
+
+def test_schedules_are_found_by_their_arguments(monkeypatch):
+    def mine(stages, microbatches, more=1):
+        pass
+
+    def other(stages, microbatches, chunks):
+        pass
+
+    assert {"gpipe", "inter_layer"} <= set(train.schedule_names())
+    assert not {"check", "in_order", "read_csv", "Schedule"} & set(train.schedule_names())
+    for function in (mine, other):
+        monkeypatch.setattr(schedules, function.__name__, function, raising=False)
+    monkeypatch.setattr(schedules, "__all__", ["mine", "other"])
+    assert list(train.schedule_names()) == ["mine"]
+
+
+# --- the log -------------------------------------------------------------------------------------
+
+
+LOGGING = """
+import resource, sys
+from naranhi.train_log import Log
+resource.setrlimit(resource.RLIMIT_FSIZE, (110, 110))
+with Log(sys.argv[1]) as log:
+    for step in range(20):
+        log.write(step=step, loss=1.5)
+"""
+
+
+def test_a_line_without_room_is_not_begun(tmp_path):
+    """A limit on the file's size stands in for the end of the disk: some of the line has room."""
+    path = tmp_path / "log.jsonl"
+    done = subprocess.run([sys.executable, "-c", LOGGING, path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert 110 % len('{"step": 0, "loss": 1.5}\n') != 0, "or this tests nothing"
+    assert len(read(path)) == 4
+    assert done.stderr.count(f"the log {path} ends here") == 1
+
+
+def test_a_log_replaces_what_was_there(tmp_path):
+    path = tmp_path / "log.jsonl"
+    path.write_text("an older log\n" * 9)
+    log = Log(path)
+    log.write(step=0, loss=1.5)
+    assert read(path) == [{"step": 0, "loss": 1.5}], "at once, not when it is closed"
+    log.close()
+    with pytest.raises(ValueError, match="JSON"), Log(path) as log:
+        log.write(step=0, loss=float("nan"))
+    assert path.read_text() == ""
+
+
+def test_a_log_that_cannot_be_written_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        Log(tmp_path / "nowhere" / "log.jsonl")
+    with Log(None) as log:
+        log.write(step=0)
