@@ -9,6 +9,7 @@ valid targets in the whole step: `count`.
 import math
 import random
 from collections import Counter
+from itertools import count
 from typing import NamedTuple
 
 import torch
@@ -106,23 +107,26 @@ def at_random(lengths, size, order):
     return [places[first:first + size] for first in range(0, len(places), size)]
 
 
-def padding(lengths, batches, length=None):
-    """How many tokens of padding batches have, each padded to its longest sequence, or to `length`.
+def padding(lengths, batches, length=None, multiple=1):
+    """How many tokens of padding batches have, each padded to its longest sequence, or to `length`;
+    and that to a multiple of something.
     """
     return sum(
-        (length or max(lengths[place] for place in batch)) - lengths[place]
+        _up(length or max(lengths[place] for place in batch), multiple) - lengths[place]
         for batch in batches for place in batch)
 
 
-def collate(sequences, rows=None, pad=0):
-    """The Batch of some lists of tokens.
+def collate(sequences, rows=None, pad=0, multiple=1):
+    """The Batch of some lists of tokens, as long as the longest of them.
 
     rows: fill up to as many, so that micro-batches divide the last batch of an epoch as well. Such
     a row is one token, which sees itself (a softmax over nothing is not a number), and no target.
     pad: the token that padding is made of. It matters to nothing.
+    multiple: of what the length is a multiple. With 8, say, there are an eighth as many shapes,
+    where something has to be prepared for each, at the price of some padding.
     """
     rows = len(sequences) if rows is None else rows
-    shape = rows, max(map(len, sequences))
+    shape = rows, _up(max(map(len, sequences)), multiple)
     tokens, mask = torch.full(shape, pad), torch.zeros(shape, dtype=torch.int64)
     targets = torch.full(shape, NOTHING)
     mask[:, 0] = 1
@@ -133,14 +137,16 @@ def collate(sequences, rows=None, pad=0):
     return Batch(tokens, mask, targets)
 
 
-def stream(sequences, size, seed=0, pad=0, batching=by_length):
+def stream(sequences, size, seed=0, pad=0, multiple=1, batching=by_length):
     """Batch after batch of `size` rows, without end: every sequence once in an epoch.
 
     Each epoch has an order of its own, and the same seed gives the same orders on every rank.
     """
     lengths = [len(sequence) for sequence in sequences]
-    epoch = 0
-    while True:
+    for epoch in count():
         for batch in batching(lengths, size, random.Random(f"{seed}/{epoch}")):
-            yield collate([sequences[place] for place in batch], size, pad)
-        epoch += 1
+            yield collate([sequences[place] for place in batch], size, pad, multiple)
+
+
+def _up(length, multiple):
+    return -(-length // multiple) * multiple

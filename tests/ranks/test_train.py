@@ -57,40 +57,31 @@ def small(tmp_path_factory):
     return "--model", folder, "--corpus", file, "--microbatches", 2, "--batch", 4
 
 
-def test_the_default_on_four_stages(tmp_path):
-    log = tmp_path / "log.jsonl"
-    done = run(4, "--schedule", "gpipe", "--balance", "4,3,3,4", "--microbatches", 4, "--steps", 12,
-               "--log-file", log)
-    assert done.returncode == 0, done.stderr
-    entries = read(log)
-    assert len(entries) == 12
-    found = re.findall(r"^step: (\d+), loss: ([\d.]+)$", done.stdout, re.MULTILINE)
-    assert found == [(str(step), f"{entries[step]['loss']:.4f}") for step in (0, 10, 11)]
-    assert "unigram entropy 5.3" in done.stdout
-    assert "12 steps in " in done.stdout
-    for entry in entries:
-        assert set(entry) == {"step", "loss", "tokens", "padding", "seconds"}
-        assert entry["tokens"] > 0 <= entry["padding"]
-        assert entry["seconds"] > 0
-    assert entries[0]["loss"] == pytest.approx(6.4, abs=0.2)
-    assert entries[11]["loss"] < entries[0]["loss"] - 0.3
-
-
-def test_any_number_of_ranks_gives_the_same_losses(small, tmp_path):
+def test_any_number_of_ranks_gives_the_same_losses(tmp_path):
     runs = {
         1: ("--schedule", "inter_layer"),
         2: (),
-        4: ("--balance", "1,1,1,1", "--recompute"),
+        4: ("--schedule", "gpipe", "--balance", "4,3,3,4", "--recompute"),
     }
     losses = {}
     for ranks, options in runs.items():
         log = tmp_path / f"{ranks}.jsonl"
-        done = run(ranks, *small, "--rate", 0.01, "--steps", 12, "--log-file", log, *options)
+        done = run(ranks, *options, "--microbatches", 4, "--steps", 12, "--log-file", log)
         assert done.returncode == 0, done.stderr
-        losses[ranks] = [entry["loss"] for entry in read(log)]
-    assert losses[1] == pytest.approx(losses[2], abs=1e-5)
-    assert losses[1] == pytest.approx(losses[4], abs=1e-5)
-    assert losses[1][11] < losses[1][0] - 0.1
+        entries = read(log)
+        losses[ranks] = [entry["loss"] for entry in entries]
+        found = re.findall(r"^step: (\d+), loss: ([\d.]+)$", done.stdout, re.MULTILINE)
+        assert found == [(str(step), f"{losses[ranks][step]:.4f}") for step in (0, 10, 11)]
+        assert "unigram entropy 5.3" in done.stdout
+        assert "12 steps in " in done.stdout
+        for entry in entries:
+            assert set(entry) == {"step", "loss", "tokens", "padding", "seconds"}
+            assert entry["tokens"] > 0 <= entry["padding"]
+            assert entry["seconds"] > 0
+    assert losses[1] == pytest.approx(losses[2], abs=1e-6)
+    assert losses[1] == pytest.approx(losses[4], abs=1e-6)
+    assert losses[1][0] == pytest.approx(6.4, abs=0.2)
+    assert losses[1][11] < losses[1][0] - 0.3
 
 
 def test_a_full_disk_ends_the_log_and_not_the_training(small):
