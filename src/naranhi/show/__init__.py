@@ -18,11 +18,12 @@ from naranhi.show._figure import figure
 from naranhi.show._grids import grids
 from naranhi.show._hierarchy import hierarchy
 from naranhi.show._journey import journey
+from naranhi.show._panels import panels
 from naranhi.show._play import play
 from naranhi.show._source import source
 from naranhi.show._table import rate, seconds, size, table
 from naranhi.show._timeline import timeline
 
 __all__ = ["COLORS", "axes", "bars", "collective", "figure", "grids", "hierarchy", "journey",
-           "measured", "play", "predicted", "rate", "ring_steps", "seconds", "size", "source",
-           "table", "timeline", "tree"]
+           "measured", "panels", "play", "predicted", "rate", "ring_steps", "seconds", "size",
+           "source", "table", "timeline", "tree"]

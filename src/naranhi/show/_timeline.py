@@ -1,5 +1,6 @@
 """One drawing for a simulated and for a measured timeline: who did what, and when."""
 
+from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
@@ -22,7 +23,8 @@ DIGIT = 0.085  # inches, the width of a digit of a micro-batch's number
 def timeline(timeline, measured=False, end=None):
     """Show what each rank does when: a row is a rank, a box an action, a gap is waiting.
 
-    The number in a box, where there is room, is the micro-batch's.
+    The number in a box, where there is room, is the micro-batch's. Where a rank has several chunks
+    of the model, the first one's boxes are full and those of later ones paler, in a frame.
     measured: True for one that was measured, whose times are then in seconds; a simulated one has
     no unit. end: where the axis of time ends, to compare two drawings; by default at the last box.
     Raises ValueError for an `end` before the end.
@@ -57,26 +59,39 @@ def draw_timeline(timeline, measured=False, end=None):
     wide = length / (WIDTH - 0.7)  # about an inch, in units of time
     for rank, row in enumerate(timeline):
         ax.plot([0, length], [rank + 0.5] * 2, color=FAINT, linewidth=0.6, alpha=0.6, zorder=1)
+        chunks = sorted({action.stage for action, _, _ in row})
         for action, start, stop in row:
+            fill = _fill(chunks.index(action.stage), len(chunks))
             _draw_box(ax, rank, action, float(start - first), float(stop - start), wide,
-                      row_height)
+                      row_height, fill)
     kinds = [kind for kind in KINDS if any(a.kind == kind for row in timeline for a, _, _ in row)]
+    keys = {KINDS[kind][0]: Rectangle((0, 0), 1, 1, color=KINDS[kind][1], lw=0) for kind in kinds}
+    most = max(len({action.stage for action, _, _ in row}) for row in timeline)
+    for chunk in range(most if most > 1 else 0):
+        keys[f"chunk {chunk}" if chunk == 0 else f"{chunk}"] = Rectangle(
+            (0, 0), 1, 1, facecolor=to_rgba(FAINT, _fill(chunk, most)), edgecolor=FAINT, lw=0.8)
     ax.legend(
-        [Rectangle((0, 0), 1, 1, color=KINDS[kind][1], linewidth=0) for kind in kinds],
-        [KINDS[kind][0] for kind in kinds], loc="lower left", bbox_to_anchor=(0, 1), frameon=False,
-        ncols=len(kinds), fontsize=9.5, labelcolor=INK, borderpad=0, borderaxespad=0.5,
+        keys.values(), keys.keys(), loc="lower left", bbox_to_anchor=(0, 1), frameon=False,
+        ncols=len(keys), fontsize=9.5, labelcolor=INK, borderpad=0, borderaxespad=0.5,
         handlelength=0.9, handleheight=0.9, columnspacing=1.4)
     return fig
 
 
-def _draw_box(ax, rank, action, start, duration, wide, row_height):
+def _fill(chunk, chunks):
+    """How opaque the boxes of a rank's chunk are: from 1 for the first down to 0.25."""
+    return 1 - 0.75 * chunk / max(1, chunks - 1)
+
+
+def _draw_box(ax, rank, action, start, duration, wide, row_height, fill):
     _, color = KINDS[action.kind]
     gap = min(0.012 * wide, duration / 5)  # so that two boxes that touch are two
     number = "" if action.microbatch is None else str(action.microbatch)
-    ax.add_patch(Rectangle((start, rank + 0.08), duration - gap, 0.84, facecolor=color,
-                           linewidth=0, zorder=2))
+    frame = {"linewidth": 0} if fill == 1 else {"linewidth": 0.7, "edgecolor": color}
+    ax.add_patch(Rectangle((start, rank + 0.08), duration - gap, 0.84,
+                           facecolor=to_rgba(color, fill), zorder=2, **frame))
     if number and len(number) * DIGIT * wide < duration - gap and row_height > 0.15:
-        ax.text(start + (duration - gap) / 2, rank + 0.5, number, color="white", fontsize=9,
+        ax.text(start + (duration - gap) / 2, rank + 0.5, number,
+                color="white" if fill == 1 else INK, fontsize=9,
                 weight="bold", ha="center", va="center_baseline", zorder=3)
 
 

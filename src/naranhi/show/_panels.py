@@ -1,0 +1,59 @@
+"""Several measures of the same things, side by side: bars for predictions, points for measurements.
+
+One scale for each measure, so that a row can be read across: what one thing gains and pays.
+"""
+
+import math
+
+from matplotlib.figure import Figure
+
+from naranhi.show import _table
+from naranhi.show._chart import COLORS, WIDTH, style
+from naranhi.show._figure import INK
+
+ROW = 0.29  # inches
+
+
+def panels(labels, measures):
+    """A panel of horizontal bars for each measure, all with the same rows.
+
+    labels: what the rows are called. measures: a dict from the measure's name to (predicted,
+        measured, write): numbers by row, 0 or more; likewise, or None where nothing was measured;
+        and a function that writes a number, or None. The predicted number stands beside its bar.
+    Returns a matplotlib figure. Show it with `show.figure`.
+    Raises ValueError for rows that do not fit the labels, and numbers that no bar can show.
+    """
+    labels = list(labels)
+    for name, (predicted, measured, _) in measures.items():
+        for numbers in (predicted, measured):
+            if numbers is not None and len(numbers) != len(labels):
+                raise ValueError(f"{name}: {len(numbers)} numbers for {len(labels)} rows")
+            if any(not math.isfinite(one) or one < 0 for one in numbers or ()):
+                raise ValueError(f"{name}: bars are drawn from zero, and {numbers} does not fit")
+    fig = Figure(figsize=(WIDTH, 0.6 + ROW * len(labels)), layout="constrained")
+    columns = fig.subplots(1, len(measures), sharey=True, squeeze=False)[0]
+    for ax, (name, (predicted, measured, write)), color in zip(
+            columns, measures.items(), COLORS, strict=False):
+        _panel(ax, name, predicted, measured, write or _table.number, color)
+    columns[0].set_yticks(range(len(labels)), labels)
+    columns[0].invert_yaxis()
+    return fig
+
+
+def _panel(ax, name, predicted, measured, write, color):
+    style(ax)
+    ax.spines["bottom"].set_visible(False)
+    ax.tick_params(axis="y", length=0, labelsize=9.5)
+    ax.set_xticks([])
+    ax.set_title(name, loc="left", x=0, color=INK, fontsize=10, pad=6)
+    places = range(len(predicted))
+    ax.barh(places, predicted, height=0.62, color=color, alpha=0.55, linewidth=0)
+    if measured is not None:
+        ax.plot(measured, places, "o", color=INK, markersize=3.6, markeredgewidth=0, zorder=3)
+    for place, value in enumerate(predicted):
+        right = max(value, measured[place]) if measured is not None else value
+        ax.annotate(write(value), (right, place), (5, 0), textcoords="offset points",
+                    va="center", color=INK, fontsize=9)
+    # The longest bar's number needs room as well.
+    longest = max([*predicted, *(measured or ())]) or 1.0
+    ax.set_xlim(0, 1.5 * longest)

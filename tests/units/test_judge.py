@@ -1,0 +1,66 @@
+"""The judge of schedules: who passes, and what each fault is called."""
+
+import pytest
+
+from naranhi import schedules
+from naranhi.judge import judge
+from naranhi.simulate import simulate
+
+TIMES = {"forward": 1, "hop": 0, "input_grad": 1, "weight_grad": 1}
+
+# Rank 1 leaves the gradients of its weights for the end.
+MORE_ON_RANK_1 = ["0F0 0F1 0B0 0F2 0B1 0B2", "1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2"]
+
+
+def judged(rows, cost=33, held=4):
+    return judge(rows, 4, 8, cost, held)
+
+
+def test_a_schedule_passes_on_its_own_cost_and_memory_and_not_on_less():
+    schedule = schedules.one_f_one_b(4, 8)
+    verdict = judged(schedule)
+    assert verdict and str(verdict) == "passes" and verdict.faults == ()
+    assert verdict.schedule is schedule
+    assert verdict.timeline.rows == simulate(schedule, **TIMES).rows
+    assert judged(str(schedule)) == judged([" ".join(map(str, row)) for row in schedule]) == verdict
+    late, large = judged(schedule, cost=32), judged(schedule, held=3)
+    assert not late and str(late) == "takes 33, where 32 is the budget"
+    assert not large and str(large) == "rank 0 holds 4 micro-batches, where 3 is the budget"
+    assert len(judged(schedule, 32, 3).faults) == 2
+
+
+def test_each_rank_is_weighed():
+    verdict = judged(schedules.zero_bubble_h2(4, 8), cost=24, held=6)
+    assert str(verdict) == "rank 0 holds 7 micro-batches, where 6 is the budget"
+    one_late = [*schedules.gpipe(4, 8)[:3], schedules.one_f_one_b(4, 8)[3]]
+    assert judged(one_late, cost=99, held=8)
+    verdict = judge(MORE_ON_RANK_1, 2, 3, 99, 2)
+    assert str(verdict) == "rank 1 holds 3 micro-batches, where 2 is the budget"
+
+
+def test_a_chunk_takes_its_part_of_the_time():
+    schedule = schedules.interleaved(4, 8, 4)
+    verdict = judged(schedule, cost=8 * 3 + 9 / 4, held=99)
+    assert verdict and verdict.timeline.cost == pytest.approx(26.25)
+    assert not judged(schedule, cost=26.2, held=99)
+    third = judged(schedules.interleaved(4, 8, 3), cost=27, held=99)
+    assert third, str(third)
+
+
+@pytest.mark.parametrize("rows, fault", [
+    ("0F0 0B0 hello", "rank 0: 'hello' is no action"),
+    (str(schedules.one_f_one_b(2, 8)), "ranks: 2, where there are to be 4"),
+    (str(schedules.one_f_one_b(4, 1)), "micro-batches: 1, where there are to be 8"),
+    (str(schedules.gpipe(3, 4)), "ranks: 3, where there are to be 4; micro-batches: 4, where"),
+    (str(schedules.gpipe(4, 8)).replace(" 2B3", ""), "rank 2 forgets 2B3"),
+    ([*schedules.inter_layer(4, 8)[:1], *schedules.gpipe(4, 8)[1:]], "deadlock: rank 0 waits"),
+])
+def test_what_is_wrong_is_said(rows, fault):
+    verdict = judged(rows)
+    assert not verdict and fault in str(verdict)
+    assert verdict.timeline is None
+
+
+def test_times_without_sense_are_no_verdict():
+    with pytest.raises(ValueError, match="hop must be a time"):
+        judge(schedules.gpipe(4, 8), 4, 8, 33, 8, hop=-1)

@@ -1,0 +1,40 @@
+"""Panels of bars: rows fit, numbers stand where they belong, and what cannot be is named."""
+
+import pytest
+
+from naranhi import show
+
+ROWS = ["one", "two", "three"]
+
+
+def drawn(predicted=(1, 0, 3), measured=(1.5, 0.5, 3), write=None):
+    size = predicted, None, None
+    return show.panels(ROWS, {"time": (predicted, measured, write), "size": size})
+
+
+def test_a_bar_for_each_prediction_and_a_point_for_each_measurement():
+    time, size = drawn().axes
+    assert [bar.get_width() for bar in time.patches] == [1, 0, 3]
+    (points,) = time.lines
+    assert list(points.get_xdata()) == [1.5, 0.5, 3] and list(points.get_ydata()) == [0, 1, 2]
+    assert not size.lines
+    assert [text.get_text() for text in time.get_yticklabels()] == ROWS
+    assert time.get_title("left") == "time" and size.get_title("left") == "size"
+    assert time.get_ylim()[0] > time.get_ylim()[1]  # the first row on top
+
+
+def test_numbers_stand_right_of_bar_and_point():
+    time = drawn(write="{:.0%}".format).axes[0]
+    assert [text.get_text() for text in time.texts] == ["100%", "0%", "300%"]
+    assert [text.xy for text in time.texts] == [(1.5, 0), (0.5, 1), (3, 2)]
+
+
+@pytest.mark.parametrize("options, named", [
+    ({"predicted": (1, 2)}, "time: 2 numbers for 3 rows"),
+    ({"measured": (1, 2)}, "time: 2 numbers for 3 rows"),
+    ({"predicted": (1, -2, 3)}, "time: bars are drawn from zero"),
+    ({"measured": (1, float("nan"), 3)}, "time: bars are drawn from zero"),
+])
+def test_what_no_bar_can_show_is_refused(options, named):
+    with pytest.raises(ValueError, match=named):
+        drawn(**options)

@@ -1,0 +1,43 @@
+"""A rank's chunks are told apart in the drawing of a timeline."""
+
+from matplotlib.colors import to_rgb
+
+from naranhi import schedules, simulate
+from naranhi.show import _figure, _timeline
+
+
+def boxes(chunks):
+    """For each rank the (chunk, opacity, colour) of its boxes; and the figure."""
+    line = simulate.simulate(schedules.interleaved(2, 2, chunks))
+    fig = _timeline.draw_timeline(line)
+    actions = [action for row in line for action, _, _ in row]
+    patches = fig.axes[0].patches
+    assert len(patches) == len(actions)
+    return [(action.stage // 2, round(patch.get_facecolor()[3], 3), patch.get_facecolor()[:3],
+             action.kind) for action, patch in zip(actions, patches, strict=True)], fig
+
+
+def test_each_chunk_has_its_own_opacity_and_every_kind_its_colour():
+    for chunks, opacities in ((1, [1]), (2, [1, 0.25]), (4, [1, 0.75, 0.5, 0.25])):
+        found, _ = boxes(chunks)
+        assert {(chunk, opacity) for chunk, opacity, _, _ in found} == set(enumerate(opacities))
+        assert {(kind, color) for _, _, color, kind in found} == {
+            (kind, to_rgb(_timeline.KINDS[kind][1])) for kind in "FB"}
+
+
+def test_the_key_names_chunks_where_there_are_several():
+    keys = [[text.get_text() for text in boxes(chunks)[1].axes[0].get_legend().get_texts()]
+            for chunks in (1, 2, 4)]
+    assert keys == [["forward", "backward"], ["forward", "backward", "chunk 0", "1"],
+                    ["forward", "backward", "chunk 0", "1", "2", "3"]]
+
+
+def test_a_pale_box_has_a_frame_and_a_number_in_the_pages_ink():
+    _, fig = boxes(2)
+    svg = _figure.svg(fig, "two chunks")
+    assert "fill-opacity:0.25" in svg
+    assert "#010203" not in svg and "#040506" not in svg  # the page's colours, not their names
+    colors = {text.get_color() for text in fig.axes[0].texts}
+    assert colors == {"white", _figure.INK}
+    widths = {patch.get_facecolor()[3]: patch.get_linewidth() for patch in fig.axes[0].patches}
+    assert widths[1] == 0 and widths[0.25] > 0
