@@ -94,6 +94,14 @@ def test_a_full_disk_ends_the_log_and_not_the_training(small):
     assert "step: 11, loss: " in done.stdout
 
 
+def test_a_loss_that_is_no_number_is_told(small, tmp_path):
+    done = run(1, *small, "--rate", 1e30, "--log-file", tmp_path / "log.jsonl")
+    assert done.returncode != 0
+    (line,) = told(done.stderr)
+    assert re.fullmatch(r"naranhi.train: error: the loss of step \d is nan: .*--rate.*", line)
+    assert len(read(tmp_path / "log.jsonl")) >= 1
+
+
 @pytest.fixture
 def endless(small, tmp_path):
     """A training on two ranks that has written some lines: (its launcher, its log)."""
