@@ -1,11 +1,11 @@
-"""Whether a schedule of one's own is right, and keeps to a budget of time and memory.
+"""Whether a schedule of one's own is right, and keeps to a budget of time, memory and messages.
 
 What is judged here is judged without a rank; whoever passes has still to run on real ones.
 """
 
 from dataclasses import dataclass
 
-from naranhi.schedules import Schedule, ScheduleError
+from naranhi.schedules import Schedule, ScheduleError, channels
 from naranhi.simulate import Timeline, simulate
 
 
@@ -29,7 +29,7 @@ class Verdict:
 
 
 def judge(rows, stages, microbatches, cost, held, forward=1.0, input_grad=1.0, weight_grad=1.0,
-          hop=0.0):
+          hop=0.0, messages=None):
     """The Verdict on a schedule, as far as simulating it can tell.
 
     rows: a Schedule, or what one is built from: for each rank a text of names, or a sequence.
@@ -39,6 +39,7 @@ def judge(rows, stages, microbatches, cost, held, forward=1.0, input_grad=1.0, w
     forward, input_grad, weight_grad: what all that a rank has of the model takes for a micro-batch;
         where a rank has it in several chunks, each takes an equal part. A whole backward takes as
         long as its two parts. hop: as `simulate` is given it.
+    messages: the most that may be sent, None for any number.
 
     Raises nothing for a wrong schedule, that being a verdict; ValueError for times that make no
     sense, as `simulate` does.
@@ -62,6 +63,9 @@ def judge(rows, stages, microbatches, cost, held, forward=1.0, input_grad=1.0, w
     if most > held:
         rank = timeline.peak_activations.index(most)
         faults += (f"rank {rank} holds {most:g} micro-batches, where {held:g} is the budget",)
+    sent = sum(map(len, channels(schedule).values()))
+    if messages is not None and sent > messages:
+        faults += (f"sends {sent} messages, where {messages} is the budget",)
     return Verdict(faults, schedule, timeline)
 
 

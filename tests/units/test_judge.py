@@ -47,6 +47,13 @@ def test_a_chunk_takes_its_part_of_the_time():
     assert third, str(third)
 
 
+def test_messages_are_counted_where_they_are_limited():
+    schedule = schedules.interleaved(4, 8, 2)
+    assert judge(schedule, 4, 8, 99, 99) and judge(schedule, 4, 8, 99, 99, messages=112)
+    verdict = judge(schedule, 4, 8, 99, 99, messages=111)
+    assert str(verdict) == "sends 112 messages, where 111 is the budget"
+
+
 @pytest.mark.parametrize("rows, fault", [
     ("0F0 0B0 hello", "rank 0: 'hello' is no action"),
     (str(schedules.one_f_one_b(2, 8)), "ranks: 2, where there are to be 4"),
