@@ -49,6 +49,51 @@ class Splittable(nn.Module):
         "backward", or of that "input_grad" or "weight_grad"."""
 
 
+class SplittableLinear(Splittable):
+    """A `Splittable` for `nn.Linear`, by the two products that its backward is made of."""
+
+    def forward(self, x):
+        if torch.is_autocast_enabled(x.device.type):  # which casts before the product
+            return super().forward(x)
+        return _Linear.apply(self, x, self.layer.weight, self.layer.bias)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, layer, x, weight, bias):
+        ctx.layer, ctx.weight, ctx.bias = layer, weight, bias
+        ctx.save_for_backward(x, weight)
+        return nn.functional.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        _, wants_x, wants_weight, wants_bias = ctx.needs_input_grad
+
+        @torch.no_grad()
+        def weight_grad():
+            rows = gradient.reshape(-1, gradient.shape[-1])
+            return (rows.t() @ x.reshape(len(rows), -1) if wants_weight else None,
+                    rows.sum(0) if wants_bias else None)
+
+        found = gradient @ weight if wants_x else None
+        if ctx.layer.defer is None:
+            return None, found, *weight_grad()
+        weights = ctx.weight, ctx.bias
+        ctx.layer.defer(lambda: _add(weights, weight_grad()))
+        return None, found, None, None
+
+
+def _add(weights, gradients):
+    """Add each gradient that there is to the `.grad` of its weight."""
+    for weight, gradient in zip(weights, gradients, strict=True):
+        if gradient is not None and weight.grad is None:
+            weight.grad = gradient
+        elif gradient is not None:
+            weight.grad += gradient
+
+
 def splittable(layers):
     """The layers, each module in them that has weights of its own replaced by a `Splittable` one.
 
@@ -61,6 +106,8 @@ def splittable(layers):
 def _wrapped(module):
     if isinstance(module, Splittable):
         return module
+    if type(module) is nn.Linear:
+        return SplittableLinear(module)
     if next(module.parameters(recurse=False), None) is not None:
         return Splittable(module)
     for name, child in module.named_children():
@@ -114,11 +161,7 @@ class _Node(torch.autograd.Function):
 
         def weight_grad():
             start = perf_counter()
-            for weight, gradient in zip(weights, gradients_of(weights, False), strict=True):
-                if gradient is not None and weight.grad is None:
-                    weight.grad = gradient
-                elif gradient is not None:
-                    weight.grad += gradient
+            _add(weights, gradients_of(weights, False))
             layer.done(start, "weight_grad")
 
         layer, inputs, weights = ctx.layer, ctx.inputs, ctx.weights

@@ -1,63 +1,111 @@
-"""Our pipelines beside torch's own schedules and torchgpipe: two ranks, 8 blocks, 8 micro-batches.
+"""Our pipelines beside the production engines: two ranks, 8 blocks, 8 micro-batches of 32 rows.
 
-The limit is T(m + p - 1)/(mp) for p stages and m micro-batches, T being the time in which one
-process does all the micro-batches, with as many threads as a rank has, measured in the same turns.
-Both ranks measure it at once, since a pipeline keeps both cores busy too.
+The limit is that of the schedule: T(m + p - 1)/(mp) for p stages and m micro-batches, T being the
+time in which one process does all the micro-batches, with as many threads as a rank has, measured
+in the same turns; p - 1 divided by the chunks if stages are interleaved, and by 3 if the backward
+is split, which supposes that forward and both halves of the backward take as long, as the products
+in them do. Both ranks measure T at once, since a pipeline keeps both cores busy too.
 
-torchgpipe runs in one process, with a thread for each stage. Rank 1 leaves the cores to it.
+torchgpipe runs in one process, with a thread for each stage: rank 1 leaves the cores to it.
+DeepSpeed's step is a whole one, with the optimizer's, which here takes the gradients and does
+nothing.
 """
 
 import copy
+import os
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
 from torchgpipe import GPipe
 
 from naranhi import models, pipeline, schedules
+from naranhi.split_backward import splittable
 from tests.benchmarks.harness import Contenders, Work
 
 RANKS, BLOCKS, MICROBATCHES, ROWS = 2, 8, 8, 256
 
 
 def works():
-    return [Work(f"GPipe, width {width}", RANKS, gpipe, (width,), memory=width == 512)
-            for width in (512, 32)]
+    kinds = {"GPipe": gpipe, "1F1B": one_f_one_b, "interleaved": interleaved,
+             "zero-bubble": zero_bubble}
+    return [Work(f"{name}, width {width}", RANKS, kind, (width,), memory=width == 512)
+            for name, kind in kinds.items() for width in (512, 32)]
 
 
 def gpipe(group, width):
-    training = Training(width, dist.get_rank(group))
+    training = Training(width, group)
     runs = {
-        "naranhi": training.naranhi(schedules.gpipe(RANKS, MICROBATCHES), group),
-        "torch ScheduleGPipe": training.torch(ScheduleGPipe, group),
+        "naranhi": training.naranhi(schedules.gpipe(RANKS, MICROBATCHES)),
+        "torch ScheduleGPipe": training.torch(ScheduleGPipe),
         "torchgpipe": training.torchgpipe(),
     }
-    scale = (MICROBATCHES + RANKS - 1) / (MICROBATCHES * RANKS)
-    return Contenders(runs, training.alone, tolerance=1e-6, limit_scale=scale)
+    return training.contenders(runs, waiting=RANKS - 1)
+
+
+def one_f_one_b(group, width):
+    training = Training(width, group)
+    runs = {
+        "naranhi": training.naranhi(schedules.one_f_one_b(RANKS, MICROBATCHES)),
+        "torch Schedule1F1B": training.torch(Schedule1F1B),
+        "DeepSpeed": training.deepspeed(),
+    }
+    return training.contenders(runs, waiting=RANKS - 1)
+
+
+def interleaved(group, width):
+    training = Training(width, group, chunks=2)
+    runs = {
+        "naranhi": training.naranhi(schedules.interleaved(RANKS, MICROBATCHES, 2)),
+        "torch ScheduleInterleaved1F1B": training.torch(ScheduleInterleaved1F1B),
+    }
+    return training.contenders(runs, waiting=(RANKS - 1) / 2)
+
+
+def zero_bubble(group, width):
+    training = Training(width, group)
+    runs = {
+        "naranhi H1": training.naranhi(schedules.zero_bubble_h1(RANKS, MICROBATCHES), splittable),
+        "naranhi H2": training.naranhi(schedules.zero_bubble_h2(RANKS, MICROBATCHES), splittable),
+        "torch ScheduleInterleavedZeroBubble": training.torch(ScheduleInterleavedZeroBubble),
+    }
+    return training.contenders(runs, waiting=(RANKS - 1) / 3)
 
 
 class Training:
-    """One model and one batch for all contenders; a run returns the gradients of the rank's
-    half."""
+    """One model and one batch for all contenders. A run returns the gradients of the rank's layers,
+    which are `chunks` equal parts of the model."""
 
-    def __init__(self, width, rank):
+    def __init__(self, width, group, chunks=1):
         torch.manual_seed(0)
-        self.layers, self.rank = models.mlp(BLOCKS, width), rank
+        self.layers, self.group, self.rank = models.mlp(BLOCKS, width), group, dist.get_rank(group)
         self.inputs, self.targets = torch.randn(2, ROWS, width)
-        self.count = ROWS * width
+        self.count, self.stages = ROWS * width, RANKS * chunks
 
-    def copy(self):
-        return copy.deepcopy(self.layers)
+    def contenders(self, runs, waiting):
+        """waiting: for how many micro-batches' time a rank has nothing to do, at least."""
+        scale = (MICROBATCHES + waiting) / (MICROBATCHES * RANKS)
+        return Contenders(runs, self.alone, tolerance=1e-6, limit_scale=scale)
 
-    def half(self, layers):
-        return nn.Sequential(*layers[self.rank * BLOCKS // 2:][:BLOCKS // 2])
+    def mine(self):
+        """The rank's parts of a copy of the model, {virtual stage: module}."""
+        parts = pipeline.cut(copy.deepcopy(self.layers), self.stages)
+        return {stage: nn.Sequential(*parts[stage])
+                for stage in range(self.rank, self.stages, RANKS)}
 
     def loss(self, output, target):
         return squared_error(output, target) / self.count
 
-    def naranhi(self, schedule, group):
-        pipe = pipeline.Pipeline(self.copy(), schedule, squared_error, group=group)
+    def naranhi(self, schedule, prepare=list):
+        layers = prepare(copy.deepcopy(self.layers))
+        pipe = pipeline.Pipeline(layers, schedule, squared_error, group=self.group)
 
         def run():
             clear(pipe.parameters())
@@ -66,26 +114,30 @@ class Training:
 
         return run
 
-    def torch(self, kind, group):
-        module = self.half(self.copy())
-        stage = PipelineStage(module, self.rank, RANKS, torch.device("cpu"), group=group)
-        engine = kind(stage, MICROBATCHES, loss_fn=self.loss, scale_grads=False)
+    def torch(self, kind):
+        mine = self.mine()
+        stages = [PipelineStage(module, stage, self.stages, torch.device("cpu"), group=self.group)
+                  for stage, module in mine.items()]
+        single = kind in (ScheduleGPipe, Schedule1F1B)
+        engine = kind(stages[0] if single else stages, MICROBATCHES, loss_fn=self.loss,
+                      scale_grads=False)
+        parameters = list(nn.ModuleList(mine.values()).parameters())
 
         def run():
-            clear(module.parameters())
+            clear(parameters)
             if self.rank == 0:
                 engine.step(self.inputs, return_outputs=False)
             else:
                 engine.step(target=self.targets, losses=[], return_outputs=False)
-            return gradients(module.parameters())
+            return gradients(parameters)
 
         return run
 
     def torchgpipe(self):
-        layers = self.copy()
-        engine = GPipe(nn.Sequential(*layers), [BLOCKS // 2] * RANKS, devices=["cpu"] * RANKS,
+        layers = copy.deepcopy(self.layers)
+        engine = GPipe(nn.Sequential(*layers), [BLOCKS // RANKS] * RANKS, devices=["cpu"] * RANKS,
                        chunks=MICROBATCHES, checkpoint="never")
-        mine = self.half(layers)
+        mine = nn.Sequential(*pipeline.cut(layers, RANKS)[self.rank])
         ran = False
 
         def run():
@@ -95,6 +147,38 @@ class Training:
                 clear(engine.parameters())
                 self.loss(engine(self.inputs), self.targets).backward()
             return gradients(mine.parameters())
+
+        return run
+
+    def deepspeed(self):
+        os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(self.rank)}
+        import deepspeed
+        from deepspeed.pipe import PipelineModule
+
+        deepspeed.utils.logger.setLevel("ERROR")
+        # An all-reduce of its own, which a pipeline does not use, and which it would compile now.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+
+        class Take(torch.optim.SGD):
+            def step(self, closure=None):
+                self.taken = gradients(module.parameters())
+
+        module = PipelineModule(
+            copy.deepcopy(self.layers), num_stages=RANKS, partition_method="uniform",
+            # DeepSpeed divides by the number of micro-batches.
+            loss_fn=lambda output, target: MICROBATCHES * self.loss(output, target))
+        optimizer = Take(module.parameters(), lr=0.0)
+        engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config={
+            "train_micro_batch_size_per_gpu": ROWS // MICROBATCHES,
+            "gradient_accumulation_steps": MICROBATCHES, "gradient_clipping": 0.0,
+            "steps_per_print": 10**9})
+        pieces = list(zip(self.inputs.chunk(MICROBATCHES), self.targets.chunk(MICROBATCHES),
+                          strict=True))
+
+        def run():
+            engine.train_batch(iter(pieces))
+            return optimizer.taken
 
         return run
 

@@ -29,8 +29,9 @@ def test_gradients_are_the_plain_loops_to_the_bit(five, ranks, name):
         differences, ranks, FLUSHED[name](ranks, 8), "mlp", None, 1, (blocks,), prepare)
     assert found == [{}] * 5
     if name != "interleaved 4":  # more stages than a GPT-2 of three blocks has layers
+        balance = (2, 1, 1, 1) if name == "interleaved 2" else None
         found = five.call(
-            differences, 2, FLUSHED[name](2, 4), "gpt2", None, 2, (), prepare)
+            differences, 2, FLUSHED[name](2, 4), "gpt2", balance, 2, (), prepare)
         assert found == [{}] * 5
 
 
@@ -240,3 +241,27 @@ def test_a_module_with_weights_of_its_own_is_split_as_a_whole():
         add()
     for one, gradient in zip(split.parameters(), expected[1:], strict=True):
         assert torch.equal(one.grad, gradient)
+
+
+@pytest.mark.parametrize("shape", [(WIDTH,), (5, WIDTH), (2, 3, WIDTH)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_linear_layer_is_split_to_the_bit(shape, bias):
+    torch.manual_seed(0)
+    plain = nn.Linear(WIDTH, 3, bias=bias)
+    x = torch.randn(shape, requires_grad=True)
+    plain(x).square().sum().backward()
+    expected, x.grad = [x.grad, *(one.grad for one in plain.parameters())], None
+    (split,) = splittable([plain])
+    for defer in (False, True):
+        later = []
+        split.defer = later.append if defer else None
+        split.zero_grad()
+        x.grad = None
+        split(x).square().sum().backward()
+        for add in later:
+            add()
+        found = [x.grad, *(one.grad for one in split.parameters())]
+        assert len(later) == defer
+        for one, gradient in zip(found, expected, strict=True):
+            assert torch.equal(one, gradient)
+            assert one.grad_fn is None
