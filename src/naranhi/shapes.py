@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 
 
 class Spec(NamedTuple):
@@ -50,7 +51,9 @@ def after(layers, boundary, first=0):
     ValueError, with the cause, for one that does not take what it is given.
     """
     device = next((p.device for layer in layers for p in layer.parameters()), "cpu")
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+    # Hooks of its own: those outside, which may count what is saved, are not told of this.
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad(), \
+            saved_tensors_hooks(_same, _same):
         value = boundary.value([
             torch.empty(spec.shape, dtype=spec.dtype, device=device,
                         requires_grad=spec.requires_grad) for spec in boundary.specs])
@@ -67,3 +70,7 @@ def after(layers, boundary, first=0):
                 what = what if isinstance(value, tuple) else type(value).__name__
                 raise TypeError(f"{name} returned {what}, not a tensor or a tuple of tensors")
         return Boundary.of(value)
+
+
+def _same(tensor):
+    return tensor

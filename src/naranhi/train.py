@@ -25,6 +25,7 @@ from torch import nn
 from naranhi import corpus, data, models, rendezvous, schedules
 from naranhi.pipeline import Pipeline
 from naranhi.recomputation import Recompute
+from naranhi.split_backward import splittable
 from naranhi.train_log import Log
 
 RATE = {"random": 2e-3, "trained": 3e-5}  # Adam's; a model that is trained already needs far less
@@ -77,15 +78,20 @@ def parse(arguments=None):
 
 
 def schedule_names():
-    """Those functions of `naranhi.schedules` that take stages and micro-batches, and need no more.
-    """
+    """Those functions of `naranhi.schedules` that take stages and micro-batches, need no more, and
+    leave the weights alone during a step."""
     for name in schedules.__all__:
         function = getattr(schedules, name)
         if inspect.isfunction(function):
             parameters = inspect.signature(function).parameters.values()
             needed = [one.name for one in parameters if one.default is one.empty]
-            if needed == ["stages", "microbatches"]:
+            if needed == ["stages", "microbatches"] and not kinds(function(1, 1), "U"):
                 yield name
+
+
+def kinds(schedule, kind):
+    """The actions of a kind, "U" or "I" or another, in a schedule."""
+    return [action for row in schedule for action in row if action.kind == kind]
 
 
 def _whole(least):
@@ -145,6 +151,8 @@ def train(options, device):
     schedule = getattr(schedules, options.schedule)(ranks, options.microbatches)
     tells = rank == schedule.placement[-1]
     log = together(lambda: Log(options.log if tells else None))
+    if kinds(schedule, "I"):
+        layers = splittable(layers)
     nn.ModuleList(layers).to(device)
     pipeline = together(partial(Pipeline, layers, schedule, data.loss, options.balance))
     del layers  # the other stages' are not needed any more

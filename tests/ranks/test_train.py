@@ -60,7 +60,7 @@ def small(tmp_path_factory):
 def test_any_number_of_ranks_gives_the_same_losses(tmp_path):
     runs = {
         1: ("--schedule", "inter_layer"),
-        2: (),
+        2: ("--schedule", "zero_bubble_h1"),
         4: ("--schedule", "gpipe", "--balance", "4,3,3,4", "--recompute"),
     }
     losses = {}
@@ -210,13 +210,13 @@ def test_a_batch_that_the_micro_batches_do_not_divide_is_refused():
 
 def test_schedules_are_found_by_their_arguments(monkeypatch):
     def mine(stages, microbatches, more=1):
-        pass
+        return schedules.gpipe(stages, microbatches)
 
     def other(stages, microbatches, chunks):
-        pass
+        return schedules.interleaved(stages, microbatches, chunks)
 
-    assert {"gpipe", "inter_layer"} <= set(train.schedule_names())
-    assert not {"check", "in_order", "read_csv", "Schedule"} & set(train.schedule_names())
+    assert set(train.schedule_names()) == {
+        "gpipe", "inter_layer", "one_f_one_b", "zero_bubble_h1", "zero_bubble_h2"}
     for function in (mine, other):
         monkeypatch.setattr(schedules, function.__name__, function, raising=False)
     monkeypatch.setattr(schedules, "__all__", ["mine", "other"])

@@ -184,21 +184,23 @@ def _suffered(error, kind_):
 
 
 def place(error, cell):
-    """Where in the reader's code an error arose: `` in line 3: dist.all_reduce(x)``."""
+    """Where in the reader's code an error arose: ``at line 3 of the cell: dist.all_reduce(x)``, and
+    in which function that this line has called, if any."""
     if error["syntax"]:
         return _line(error["syntax"], cell)
+    inside = ""
     for file, number, function, text in reversed(error["frames"]):
         if "site-packages" in file or "naranhi/_ranks" in file or "<frozen" in file:
             continue
         if cell is not None and function == "<module>":
-            return _line(number, cell)
-        if "/lib/python" in file:
+            return _line(number, cell) + inside
+        if "/lib/python" in file or inside:
             continue
         text = text or linecache.getline(file, number).strip()
-        inside = "" if function == "<module>" else f" in {function}"
+        where = "at" if function == "<module>" else f"in {function}"
         name = "" if "ipykernel" in file else f" ({file.rsplit('/', 1)[-1]}:{number})"
-        return f"\n    at{inside}{name}: {text}"
-    return ""
+        inside = f"\n    {where}{name}: {text}"
+    return inside
 
 
 def _line(number, cell):
