@@ -41,3 +41,14 @@ def test_a_pale_box_has_a_frame_and_a_number_in_the_pages_ink():
     assert colors == {"white", _figure.INK}
     widths = {patch.get_facecolor()[3]: patch.get_linewidth() for patch in fig.axes[0].patches}
     assert widths[1] == 0 and widths[0.25] > 0
+
+
+def test_the_key_is_as_wide_as_the_picture_at_most():
+    """Three kinds and four chunks are the most there is to name."""
+    rows = [[schedules.Action(stage, kind, 0) for stage in range(4) for kind in "FIW"]]
+    alone = simulate.Timeline(
+        [[simulate.Span(action, n, n + 1) for n, action in enumerate(rows[0])]])
+    fig = _timeline.draw_timeline(alone)
+    fig.draw_without_rendering()
+    key = fig.axes[0].get_legend().get_window_extent()
+    assert key.x0 >= 0 and key.x1 <= fig.bbox.x1

@@ -73,7 +73,8 @@ def draw_timeline(timeline, measured=False, end=None):
     ax.legend(
         keys.values(), keys.keys(), loc="lower left", bbox_to_anchor=(0, 1), frameon=False,
         ncols=len(keys), fontsize=9.5, labelcolor=INK, borderpad=0, borderaxespad=0.5,
-        handlelength=0.9, handleheight=0.9, columnspacing=1.4)
+        handlelength=0.9, handleheight=0.9, columnspacing=1.4 if len(keys) < 5 else 0.5,
+        handletextpad=0.8 if len(keys) < 5 else 0.4)
     return fig
 
 
