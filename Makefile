@@ -26,9 +26,9 @@ book: $(READY)
 	@$(BIN)/python book/build.py
 
 test: $(READY)
-	@echo "Testing: the kernels, real ranks, the notebooks, the site in a browser; some twelve minutes"
+	@echo "Testing: the kernels, real ranks, the notebooks, the site in a browser; half an hour"
 	@$(BIN)/ruff check --quiet src tests book images
-	@$(BIN)/python -m pytest --nbmake tests notebooks/en
+	@$(BIN)/python -m pytest tests
 
 bench: $(READY)
 	@$(BIN)/python -m tests.benchmarks
