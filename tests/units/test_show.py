@@ -96,6 +96,14 @@ def test_a_table(shown):
             "left", "right", "right", "right"]
 
 
+def test_a_number_stays_with_its_unit(shown):
+    show.table([["a long explanation", "20.2 MiB"]], ["why", "bytes that are kept"])
+    (data, _), = shown
+    heading, body = ElementTree.fromstring(data["text/html"]).iter("tr")
+    assert ["nowrap" in cell.get("style") for cell in heading] == [False, False]
+    assert ["nowrap" in cell.get("style") for cell in body] == [False, True]
+
+
 def test_a_table_of_dicts(shown):
     show.table([{"b": 2, "a": 1}], ["a", "b"], measured=True)
     (data, metadata), = shown

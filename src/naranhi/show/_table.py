@@ -93,9 +93,12 @@ def _row(row, columns):
 
 def _html(cells, columns, numeric, caption):
     def line(tag, row, border):
+        # "20.2 MiB" in two lines cannot be read; a heading over it may well have two.
+        kept_whole = "white-space:nowrap;" if tag == "td" else ""
         return "<tr>" + "".join(
             f'<{tag} style="text-align:{"right" if right else "left"};padding:.3em .8em;'
-            f'background:transparent;border:0;border-bottom:{border}">{html.escape(cell)}</{tag}>'
+            f'{kept_whole if right else ""}background:transparent;'
+            f'border:0;border-bottom:{border}">{html.escape(cell)}</{tag}>'
             for cell, right in zip(row, numeric, strict=True)) + "</tr>"
 
     rule = "solid var(--naranhi-faint,#8c959f)"
