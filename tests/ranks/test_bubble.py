@@ -8,7 +8,7 @@ import torch.distributed as dist
 from gloo_ranks import first_ranks
 from torch import nn
 
-from naranhi import models, pipeline, schedules, timeline
+from naranhi import models, pipeline, schedules, simulate, timeline
 
 RANKS, FORWARD, BACKWARD, RUNS = 4, 0.03, 0.06, 5  # seconds
 
@@ -34,17 +34,31 @@ def measured(schedule):
     return median(bubbles(group, schedule))
 
 
+def difference(five, schedule, predicted):
+    """Measured less predicted bubble rate. Other work on the machine makes a bubble larger, but not
+    always: what is off because of it is measured again. What is off for our reasons stays off."""
+    for _ in range(5):
+        off = five.call(measured, schedule)[0] - predicted
+        if abs(off) <= 0.02:
+            break
+    return off
+
+
 @pytest.mark.parametrize("make, predicted", [
     (schedules.gpipe, lambda p, m: (p - 1) / (m + p - 1)),
     (schedules.inter_layer, lambda p, m: 1 - 1 / p),
 ], ids=["gpipe", "inter-layer"])
 def test_the_measured_bubble_is_within_two_points(five, make, predicted):
-    off = {}
-    for m in [1, 2, 4, 8, 16, 32] if make is schedules.gpipe else [1, 4]:
-        # Other work on the machine makes a bubble larger, but not always: what is off because of it
-        # is measured again. What is off for a reason of ours stays off.
-        for _ in range(3):
-            off[m] = five.call(measured, make(RANKS, m))[0] - predicted(RANKS, m)
-            if abs(off[m]) <= 0.02:
-                break
+    off = {m: difference(five, make(RANKS, m), predicted(RANKS, m))
+           for m in ([1, 2, 4, 8, 16, 32] if make is schedules.gpipe else [1, 4])}
     assert all(abs(gap) <= 0.02 for gap in off.values()), off
+
+
+@pytest.mark.parametrize("make", [
+    schedules.one_f_one_b, schedules.zero_bubble_h1, schedules.zero_bubble_h2,
+    lambda p, m: schedules.interleaved(p, m, 2)], ids=["1f1b", "h1", "h2", "interleaved"])
+def test_so_is_that_of_the_other_schedules(five, make):
+    schedule = make(RANKS, 8)
+    line = simulate.simulate(schedule, forward=FORWARD, backward=BACKWARD,
+                             input_grad=BACKWARD / 2, weight_grad=BACKWARD / 2)
+    assert abs(difference(five, schedule, line.bubble_rate)) <= 0.02
