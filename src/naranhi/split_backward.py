@@ -161,7 +161,12 @@ class _Node(torch.autograd.Function):
 
         def weight_grad():
             start = perf_counter()
-            _add(weights, gradients_of(weights, False))
+            wanted = [weight for weight in weights if weight.requires_grad]
+            if used and wanted:
+                # Autograd adds to `.grad` itself: what it finds may share its storage with another
+                # gradient, such as the input's, which is perhaps being sent.
+                edges, given = zip(*used, strict=True)
+                torch.autograd.backward(edges, given, inputs=wanted)
             layer.done(start, "weight_grad")
 
         layer, inputs, weights = ctx.layer, ctx.inputs, ctx.weights
