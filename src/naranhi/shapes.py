@@ -4,11 +4,13 @@ A stage is run once on tensors that have a shape and nothing in them. That costs
 random numbers and changes no running mean.
 """
 
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
+from torch.func import functional_call
 
 
 class Spec(NamedTuple):
@@ -50,17 +52,21 @@ def after(layers, boundary, first=0):
     Raises TypeError for a layer that returns anything but a tensor or a tuple of tensors, and
     ValueError, with the cause, for one that does not take what it is given.
     """
-    device = next((p.device for layer in layers for p in layer.parameters()), "cpu")
+    device = next((one.device for layer in layers
+                   for one in chain(layer.parameters(), layer.buffers())), "cpu")
+    # With single numbers, such as a batch norm's count of batches, the mode computes for real.
+    numbers = [{name: one.clone() for name, one in layer.named_buffers() if one.numel() == 1}
+               for layer in layers]
     # Hooks of its own: those outside, which may count what is saved, are not told of this.
     with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad(), \
             saved_tensors_hooks(_same, _same):
         value = boundary.value([
             torch.empty(spec.shape, dtype=spec.dtype, device=device,
                         requires_grad=spec.requires_grad) for spec in boundary.specs])
-        for number, layer in enumerate(layers, first):
+        for number, (layer, copies) in enumerate(zip(layers, numbers, strict=True), first):
             name, taken = f"layer {number} ({type(layer).__name__})", Boundary.of(value)
             try:
-                value = layer(value)
+                value = functional_call(layer, copies, (value,)) if copies else layer(value)
             except Exception as error:
                 raise ValueError(f"{name} fails on {taken}: {error}") from error
             tensors = value if isinstance(value, tuple) else (value,)
