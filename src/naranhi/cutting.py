@@ -2,6 +2,7 @@
 
 from naranhi.partition import uniform
 from naranhi.split_backward import not_splittable
+from naranhi.tied import tied_parameters
 
 
 def cut(layers, stages, balance=None, chunks=1):
@@ -25,13 +26,12 @@ def cut(layers, stages, balance=None, chunks=1):
     return [layers[end - size:end] for size, end in zip(balance, ends, strict=True)]
 
 
-def check_kinds(schedule, parts, tied, optimizer):
+def check_kinds(schedule, parts, optimizer):
     """Raise ValueError for a kind of action that these stages cannot do.
 
-    parts: by stage, its layers. tied: as `tied.tied_parameters` gives them. optimizer: None if
-    there is none.
+    parts: by stage, its layers. optimizer: None if there is none.
     """
-    kinds = {}
+    kinds, tied = {}, tied_parameters(parts, range(len(parts)))  # with the stages that use each
     for row in schedule:
         for action in row:
             kinds.setdefault((action.stage, action.kind), action)
@@ -48,5 +48,5 @@ def check_kinds(schedule, parts, tied, optimizer):
             raise ValueError(f"{action} cannot be run: it needs an optimizer")
         if kind == "U" and tied:
             raise ValueError(
-                f"{action} cannot be run: ranks {' and '.join(map(str, tied[0][1]))} share a tied "
+                f"{action} cannot be run: stages {' and '.join(map(str, tied[0][1]))} share a tied "
                 f"parameter, and would update it at different times")

@@ -59,7 +59,7 @@ class Pipeline:
     stage would hold more `versions`; ValueError for a balance that does not fit (see `cut`), for a
     group of another size, for ranks that were given different schedules or balances, for a backward
     to be split on a layer that is not `split_backward.splittable`, for updates without an
-    optimizer or with tied parameters.
+    optimizer or with a parameter that two stages share.
 
     Attributes: `stages`, {virtual stage: Stage} of this rank.
     """
@@ -81,7 +81,7 @@ class Pipeline:
             parts = cut(layers, schedule.virtual_stages, balance,
                         schedule.virtual_stages // len(schedule))
             tied = tied_parameters(parts, schedule.placement)
-            check_kinds(schedule, parts, tied, optimizer)
+            check_kinds(schedule, parts, optimizer)
             if versions is not None:
                 check_versions(schedule, versions)
             self._messages = channels(schedule)
@@ -131,17 +131,24 @@ class Pipeline:
         targets: likewise. Only the last stage needs them; other ranks may give None.
         count: what the summed loss is divided by: how many tokens (rows, ...) are valid in the
             whole step, that is in all micro-batches, and in all pipelines side by side. The mean of
-            micro-batches' means would be another loss when their padding differs. For a schedule
-            that updates weights on its way: in all micro-batches of an update; a list of numbers,
-            by micro-batch, where these differ.
+            micro-batches' means would be another loss when their padding differs. With 0, loss
+            and gradients are no numbers (0 / 0). For a schedule that updates weights on its way:
+            in all micro-batches of an update; a list of numbers, by micro-batch, where these
+            differ.
         recorder: a `timeline.Recorder`, to take down when each action ran.
 
         Raises, before anything of the batch is sent, ValueError when the micro-batches do not
-        divide the batch and for a layer that does not take what the one before it returns, and
-        TypeError for a layer that returns anything but a tensor or a tuple of tensors. Layers are
-        tried on shapes alone, once for each shape of micro-batch.
+        divide the batch, for a list of counts of another length and for a layer that does not take
+        what the one before it returns; and TypeError for a layer that returns anything but a tensor
+        or a tuple of tensors. Layers are tried on shapes alone, once for each shape of micro-batch;
+        later only the rank of the last stage sees that targets do not fit, and the others wait for
+        it until the `timeout`. After an error in the midst of a step the pipeline can only be
+        closed.
         """
         inputs, rebuild = self._split("inputs", inputs)
+        counts = count if isinstance(count, (list, tuple)) else [count] * len(inputs)
+        if len(counts) != len(inputs):
+            raise ValueError(f"count: {len(counts)} numbers for {len(inputs)} micro-batches")
         takes = self._agree_on_shapes(shapes.Boundary.of(rebuild(inputs[0])), targets)
         if self.last in self.stages:
             targets, rebuild_target = self._split("targets", targets)
@@ -171,8 +178,7 @@ class Pipeline:
             if kind == "F":
                 return stage.run_forward(
                     k, inputs[k] if number == 0 else arrived, takes[number],
-                    rebuild_target(targets[k]) if number == self.last else None,
-                    count[k] if isinstance(count, list) else count, version)
+                    rebuild_target(targets[k]) if number == self.last else None, counts[k], version)
             if kind == "B":
                 return stage.run_backward(k, arrived)
             if kind == "I":

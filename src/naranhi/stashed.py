@@ -18,14 +18,15 @@ from torch import nn
 class Stashed:
     """The versions of a module's parameters, and the optimizer that makes one from another.
 
-    optimizer: a function that makes a torch optimizer of a list of parameters.
+    optimizer: a function that makes a torch optimizer of a list of parameters. Not called for a
+        module without any.
     stash: with False, no version is kept, and a backward reads weights that its forward has not
     seen: its gradients are wrong. For seeing how wrong.
     """
 
     def __init__(self, module, optimizer, stash=True):
         self.newest = list(module.parameters())
-        self.optimizer, self.stash = optimizer(self.newest), stash
+        self.optimizer, self.stash = optimizer(self.newest) if self.newest else None, stash
         number = {id(parameter): n for n, parameter in enumerate(self.newest)}
         self._uses = [(owner, name, number[id(parameter)]) for owner in module.modules()
                       for name, parameter in owner.named_parameters(recurse=False)]
@@ -72,8 +73,9 @@ class Stashed:
         if self.stash and not last_use:
             for one in self.newest:
                 one.data = one.data.clone()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        if self.optimizer:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
         self.versions[version] = self._view()
 
     def release(self, version):

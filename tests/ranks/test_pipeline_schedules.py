@@ -9,6 +9,8 @@ from torch import nn
 from torch.func import functional_call
 
 from naranhi import models, pipeline, schedules
+from naranhi.recomputation import Recompute
+from naranhi.schedules import Schedule
 from naranhi.split_backward import Splittable, splittable
 
 FLUSHED = {
@@ -69,16 +71,21 @@ def sgd(parameters):
     return torch.optim.SGD(parameters, lr=RATE, momentum=MOMENTUM)
 
 
-def delayed_loop(ranks, each, updates, age):
-    """The weights, by stage, of one process: micro-batch k reads at stage s the version
-    age(k, s), and after every `each` micro-batches each stage has a new one."""
+def delayed_loop(ranks, each, updates, age, steps):
+    """The weights, by stage, of one process: micro-batch k of a step reads at stage s the version
+    age(k, s) since it began, and after every `each` micro-batches each stage has a new one."""
     layers, inputs, targets = work(ranks, each * updates)
     optimizers = [sgd(list(layer.parameters())) for layer in layers]
+    for _ in range(steps):
+        found = delayed_step(layers, optimizers, inputs, targets, each, age)
+    return found
 
+
+def delayed_step(layers, optimizers, inputs, targets, each, age):
     def snapshot(layer):
         return {name: one.detach().clone() for name, one in layer.named_parameters()}
 
-    versions = [[snapshot(layer)] for layer in layers]
+    ranks, versions = len(layers), [[snapshot(layer)] for layer in layers]
     for k, (x, y) in enumerate(zip(inputs.split(ROWS), targets.split(ROWS), strict=True)):
         read = [{name: one.requires_grad_() for name, one in versions[s][age(k, s)].items()}
                 for s in range(ranks)]
@@ -110,18 +117,19 @@ class CountVersions:
         self.held.append((str(action), self.stage.weights.held))
 
 
-def trained(ranks, schedule, each, updates, age, steps=1, stash=True):
+def trained(ranks, schedule, each, updates, age, steps=1, stash=True, prepare=list):
     """By rank: whether the weights are the loop's to the bit, how far off they are, and how many
     versions were held after each action."""
     group, rank = first_ranks(ranks), dist.get_rank()
     if rank >= ranks:
         return pipeline.stand_aside()
     layers, inputs, targets = work(ranks, each * updates)
-    expected = delayed_loop(ranks, each, updates, age)[rank]
-    with pipeline.Pipeline(layers, schedule, squared_error, group=group, optimizer=sgd,
+    expected = delayed_loop(ranks, each, updates, age, steps)[rank]
+    with pipeline.Pipeline(prepare(layers), schedule, squared_error, group=group, optimizer=sgd,
                            stash=stash) as pipe:
-        counter = CountVersions(pipe)
-        pipe.step(inputs, targets, ROWS * each * WIDTH, counter)
+        for _ in range(steps):
+            counter = CountVersions(pipe)
+            pipe.step(inputs, targets, ROWS * each * WIDTH, counter)
         found = list(pipe.parameters())
     equal = all(torch.equal(one, two) for one, two in zip(found, expected, strict=True))
     gap = max((one - two).abs().max().item() for one, two in zip(found, expected, strict=True))
@@ -164,6 +172,47 @@ def test_2bw_reads_what_a_loop_with_one_delay_reads(five, ranks, each, delay):
         assert max(count for _, count in held) == 1 + delay  # three, where m is below p
 
 
+def recomputed(layers):
+    return [Recompute(layer) for layer in layers]
+
+
+def split_up(schedule):
+    """With an I and a W, one after the other, for every B."""
+    return Schedule(
+        [part for action in row
+         for part in ([action] if action.kind != "B" else
+                      [action._replace(kind=kind) for kind in "IW"])] for row in schedule)
+
+
+@pytest.mark.parametrize("prepare, change", [(list, Schedule), (recomputed, Schedule),
+                                             (splittable, split_up)])
+def test_a_second_step_goes_on_from_the_newest_weights(five, prepare, change):
+    """Also where a backward computes a forward again, and where it is split: with what weights
+    it reads meanwhile."""
+    schedule = change(schedules.pipedream(3, 8))
+    found = five.call(trained, 3, schedule, 1, 8, pipedream_age(3), 2, True, prepare)
+    assert [equal for equal, _, _ in found[:3]] == [True] * 3
+
+
+def without_weights():
+    """What a rank holds after each action, where the middle one of three has only a ReLU."""
+    group, rank = first_ranks(3), dist.get_rank()
+    if rank >= 3:
+        return pipeline.stand_aside()
+    torch.manual_seed(0)
+    layers, x = [nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)], torch.ones(5, 4)
+    before = [one.clone() for one in layers[rank].parameters()]
+    with pipeline.Pipeline(layers, schedules.pipedream(3, 5), squared_error, group=group,
+                           optimizer=sgd) as pipe:
+        pipe.step(x, -x, 20)
+        return [not torch.equal(one, two)
+                for one, two in zip(pipe.parameters(), before, strict=True)]
+
+
+def test_a_stage_without_weights_has_nothing_to_update(five):
+    assert five.call(without_weights) == [[True, True], [], [True, True], None, None]
+
+
 def test_without_stashing_the_gradients_are_wrong(five):
     found = five.call(trained, 3, schedules.pipedream(3, 20), 1, 20, pipedream_age(3), 1, False)
     for rank, (equal, gap, held) in enumerate(found[:3]):
@@ -199,6 +248,11 @@ def failure(case):
     elif case == "tied":
         layers[1].down = layers[0].down
         options = {"optimizer": sgd}
+    elif case == "tied on a rank":
+        layers = models.mlp(4, WIDTH)
+        layers[3].down = layers[0].down
+        options = {"optimizer": sgd}
+        schedule = Schedule(["0F0 3F0 3B0 3U1 0B0 0U1", "1F0 2F0 2B0 2U1 1B0 1U1"])
     try:
         if rank >= 2:
             pipeline.stand_aside()
@@ -215,7 +269,8 @@ def failure(case):
     ("no optimizer", "0U1 cannot be run: it needs an optimizer"),
     ("bound", "rank 0 holds 2 versions of stage 0's weights after 0U1"),
     ("chunks", "7 layers cannot be divided into 4 chunks of one size, 2 on each rank"),
-    ("tied", "ranks 0 and 1 share a tied parameter"),
+    ("tied", "stages 0 and 1 share a tied parameter"),
+    ("tied on a rank", "stages 0 and 3 share a tied parameter"),
 ])
 def test_bad_input_is_refused_on_every_rank(five, case, words):
     for told in five.call(failure, case):
@@ -241,6 +296,36 @@ def test_a_module_with_weights_of_its_own_is_split_as_a_whole():
         add()
     for one, gradient in zip(split.parameters(), expected[1:], strict=True):
         assert torch.equal(one.grad, gradient)
+
+
+class Shift(nn.Module):
+    """Autograd finds one tensor for the gradients of `x`, `one` and `two`, and for that of `sum` a
+    number that is seen as many."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two, self.sum = (nn.Parameter(torch.zeros(WIDTH)) for _ in range(3))
+
+    def forward(self, x):
+        return x + self.one + self.two + self.sum.sum()
+
+
+def test_gradients_left_for_later_share_no_storage():
+    """One that is added to would change the others, and that of x may be under way."""
+    plain, split = Shift(), Splittable(Shift())
+    sent = []
+    for k in range(3):
+        x = torch.zeros(WIDTH, requires_grad=True)
+        (plain(x) * k).sum().backward()
+        later, x = [], torch.zeros(WIDTH, requires_grad=True)
+        split.defer = later.append
+        (split(x) * k).sum().backward()
+        sent.append(x.grad)
+        for add in later:
+            add()
+    for one, expected in zip(split.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one.grad, expected.grad)
+    assert [one.unique().tolist() for one in sent] == [[0.0], [1.0], [2.0]]
 
 
 @pytest.mark.parametrize("shape", [(WIDTH,), (5, WIDTH), (2, 3, WIDTH)])
