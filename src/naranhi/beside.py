@@ -5,23 +5,21 @@ It is called from notebooks, tests and benchmarks, to compare with. No kernel is
 
 import os
 
-import torch
 import torch.distributed as dist
 
 
 def deepspeed():
     """The module `deepspeed`, ready to use the process group that exists. Call it on every rank.
 
-    Without a GPU it runs on the CPU, which it decides when it is first imported: so nothing may
-    have imported it before. Its importing takes some seconds of a core. What it prints is kept off
-    the page as far as that concerns its making, and not where it tells about a model.
+    Where the ranks have no GPU of their own it runs on the CPU. It decides that when it is first
+    imported, so nothing may have imported it before. Importing it takes some seconds of a core.
 
     Raises RuntimeError without a default process group, and without LOCAL_RANK in the environment,
     which torchrun and `naranhi.World` set and a `PipelineModule` asks for.
     """
     if not dist.is_initialized() or "LOCAL_RANK" not in os.environ:
         raise RuntimeError("a default process group is needed, and LOCAL_RANK in the environment")
-    if not torch.cuda.is_available():
+    if dist.get_backend() == "gloo":  # fewer GPUs than ranks, or none
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
 
