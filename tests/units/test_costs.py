@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -116,6 +117,41 @@ def test_the_fit_finds_the_line_it_was_given(alpha, beta, exponents):
         assert found_alpha + size * found_beta == pytest.approx(alpha + size * beta, rel=1e-6)
 
 
+def test_zero_by_hand():
+    """The paper's example: 7.5 billion parameters on 64 ranks, mixed precision and Adam, in GB."""
+    def gigabytes(stage):
+        return costs.zero_bytes(7.5e9, 64, stage) / 1e9
+
+    assert [gigabytes(stage) for stage in range(4)] == pytest.approx(
+        [120, 31.4, 16.6, 1.88], abs=0.05)  # rounded, as printed there
+    for (precision, optimizer), (values, state) in {
+        ("mixed", "adam"): ((2, 2), 12), ("mixed", "momentum"): ((2, 2), 8),
+        ("mixed", "sgd"): ((2, 2), 4), ("fp32", "adam"): ((4, 4), 8),
+        ("fp32", "momentum"): ((4, 4), 4), ("fp32", "sgd"): ((4, 4), 0),
+    }.items():
+        weights, gradients = values
+        found = [costs.zero_bytes(100, 4, stage, precision, optimizer) for stage in range(4)]
+        assert found == [
+            100 * (weights + gradients + state), 100 * (weights + gradients + state / 4),
+            100 * (weights + (gradients + state) / 4), 100 * (weights + gradients + state) / 4]
+    # On 4 ranks, 3/4 of 100 values leave a rank in each collective of the two, or three.
+    assert [costs.zero_bytes_sent(100, 4, stage, "fp32") for stage in range(4)] == [
+        600, 600, 600, 900]
+    assert [costs.zero_bytes_sent(100, 4, stage) for stage in range(4)] == [300, 300, 300, 450]
+
+
+@given(st.integers(0, 10**12), ranks, st.sampled_from(["mixed", "fp32"]),
+       st.sampled_from(["adam", "momentum", "sgd"]))
+def test_zero_holds_less_with_each_stage(parameters, ranks, precision, optimizer):
+    held = [costs.zero_bytes(parameters, ranks, stage, precision, optimizer) for stage in range(4)]
+    assert all(more >= less for more, less in pairwise(held))
+    assert held[3] * ranks == pytest.approx(held[0])  # the ranks hold it once, together
+    sent = [costs.zero_bytes_sent(parameters, ranks, stage, precision) for stage in range(4)]
+    size = parameters * (2 if precision == "mixed" else 4)
+    assert sent[:3] == [pytest.approx(costs.bytes_sent("all_reduce", size, ranks))] * 3
+    assert sent[3] == pytest.approx(1.5 * sent[0])
+
+
 def test_the_fit_weighs_relative_errors():
     """2% too slow at 1 GB moves the latency of small messages by nothing to speak of."""
     points = [8, 1024, 2**20, 2**30]
@@ -152,6 +188,14 @@ def test_the_fit_is_least_squares():
         lambda: costs.collective_seconds("broadcast", 1, 2, 0, 0, "ring"),
         lambda: costs.bytes_sent("all_reduce", float("inf"), 2),
         lambda: costs.bytes_sent("all_reduce", 1, 2.0),
+        lambda: costs.zero_bytes(-1, 2, 1),
+        lambda: costs.zero_bytes(float("inf"), 2, 1),
+        lambda: costs.zero_bytes(1, 0, 1),
+        lambda: costs.zero_bytes(1, 2, 4),
+        lambda: costs.zero_bytes(1, 2, 1, "bf16"),
+        lambda: costs.zero_bytes(1, 2, 1, "fp32", "lion"),
+        lambda: costs.zero_bytes_sent(1, 2, -1),
+        lambda: costs.zero_bytes_sent(1, 2, 1, "half"),
         lambda: costs.fit_alpha_beta([1, 2], [1.0]),
         lambda: costs.fit_alpha_beta([1, 1], [1.0, 1.1]),
         lambda: costs.fit_alpha_beta([1, 2], [1.0, 0.0]),
