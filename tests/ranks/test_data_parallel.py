@@ -1,0 +1,466 @@
+"""Data parallelism on real ranks, against one process that accumulates the ranks' shares."""
+
+import copy
+import re
+from functools import partial
+from itertools import chain, product
+
+import pytest
+import torch
+import torch.distributed as dist
+from gloo_ranks import first_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from naranhi import data, models, replicas
+from naranhi.buckets import buckets
+from naranhi.data_parallel import Overlapped, sum_gradients, sum_in_buckets, total_count
+
+STEPS = 20
+ROWS = (3, 2, 4, 1)  # of each rank: shares of unequal size
+SMALL = 3000  # bytes of a bucket: several, of several parameters each
+
+
+def squared_error(output, target):
+    return (output - target).square().sum()
+
+
+def mlp():
+    return nn.Sequential(*models.mlp(3, 8, 16)), squared_error
+
+
+def tied_gpt2():
+    config = models.gpt2_config(vocabulary=50, positions=12, hidden=16, heads=2, blocks=1)
+    return nn.Sequential(*models.gpt2(config, tied=True, dropout=0.0)), data.loss
+
+
+MAKE = {"mlp": mlp, "tied gpt2": tied_gpt2}
+RATES = 3e-5, 1e-3
+OPTIMIZERS = {
+    "momentum": partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+    **{f"adamw {rate}": partial(torch.optim.AdamW, lr=rate) for rate in RATES},
+}
+
+
+def share(work, step, rank, rows=None):
+    """(inputs, targets, how many of these are valid) of a rank in a step.
+
+    GPT-2 as `transformers` has it does not take a batch of no rows: a row without targets serves.
+    """
+    if rows == 0 and work == "tied gpt2":
+        tokens, targets, _ = share(work, step, rank, 1)
+        return tokens, torch.full_like(targets, data.NOTHING), 0
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    rows = ROWS[rank] if rows is None else rows
+    if work == "mlp":
+        inputs, targets = torch.randn(2, rows, 8, generator=generator)
+        return inputs, targets, targets.numel()
+    tokens = torch.randint(50, (rows, 10), generator=generator)
+    mask = torch.arange(10) < torch.randint(3, 11, (rows, 1), generator=generator)
+    targets = tokens.roll(-1, 1).masked_fill(~mask, data.NOTHING)
+    return (tokens, mask.long()), targets, int(mask.sum())
+
+
+def by_sum(model, group):
+    replicas.make_equal(model, group)
+    return None, lambda: sum_gradients(model, group)
+
+
+def by_buckets(model, group):
+    replicas.make_equal(model, group)
+    return None, lambda: sum_in_buckets(model, group, SMALL)
+
+
+def overlapped(model, group):
+    parallel = Overlapped(model, group, SMALL)
+    return parallel.summing, None
+
+
+WAYS = {"sum": by_sum, "buckets": by_buckets, "overlapped": overlapped}
+
+
+def backward(way, microbatches, model, loss, count):
+    """The backwards of a step on a rank; way is what a function of WAYS returned."""
+    block, after = way
+    for inputs, targets, _ in microbatches[:-1]:
+        (loss(model(inputs), targets) / count).backward()
+    inputs, targets, _ = microbatches[-1]
+    if block:
+        with block():
+            (loss(model(inputs), targets) / count).backward()
+    else:
+        (loss(model(inputs), targets) / count).backward()
+        after()
+
+
+def largest_differences(one, other):
+    """Of the parameters, and of those whose gradient is zero but for rounding, apart: attention
+    does not change when all its keys are moved by the same, so a bias of the keys learns nothing.
+    (Adam divides a gradient by its own size, and so makes whole steps of that rounding.)"""
+    idle = real = 0.0
+    for (name, a), b in zip(one.named_parameters(), other.parameters(), strict=True):
+        gaps = (a - b).detach().abs()
+        if name.endswith("c_attn.bias"):  # of queries, keys and values
+            gaps = gaps.view(3, -1)
+            idle = max(idle, gaps[1].max().item())
+            gaps = gaps[[0, 2]]
+        real = max(real, gaps.max().item())
+    return real, idle
+
+
+def same_bits_everywhere(model, group):
+    flat = torch.cat([one.detach().reshape(-1) for one in model.parameters()])
+    table = [torch.empty_like(flat) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(table, flat, group=group)
+    return all(torch.equal(row, flat) for row in table)
+
+
+def alone(ranks, work, optimizer):
+    """One process that accumulates the shares of the ranks, in their order."""
+    torch.manual_seed(0)
+    model, loss = MAKE[work]()
+    stepper = OPTIMIZERS[optimizer](model.parameters())
+    for step in range(STEPS):
+        shares = [share(work, step, rank) for rank in range(ranks)]
+        count = sum(valid for _, _, valid in shares)
+        stepper.zero_grad()
+        for inputs, targets, _ in shares:
+            (loss(model(inputs), targets) / count).backward()
+        stepper.step()
+    return model
+
+
+def training(ranks, work, optimizer):
+    """On rank 0, by way: how far parameters are from those of one process after `STEPS` steps."""
+    group, rank = first_ranks(ranks), dist.get_rank()
+    if rank >= ranks:
+        return None
+    expected, apart = alone(ranks, work, optimizer) if rank == 0 else None, {}
+    for name, make_way in WAYS.items():
+        torch.manual_seed(rank)  # another start on each rank, until they are made equal
+        model, loss = MAKE[work]()
+        way, stepper = make_way(model, group), OPTIMIZERS[optimizer](model.parameters())
+        for step in range(STEPS):
+            mine = share(work, step, rank)
+            count = total_count(mine[2], group)
+            stepper.zero_grad()
+            backward(way, [mine], model, loss, count)
+            stepper.step()
+        assert same_bits_everywhere(model, group), name
+        if rank == 0:
+            apart[name] = largest_differences(model, expected)
+    return apart
+
+
+@pytest.mark.parametrize("work", MAKE)
+@pytest.mark.parametrize("ranks, optimizer", [
+    (1, "momentum"), *product([2, 3, 4], OPTIMIZERS)])
+def test_training_equals_one_process(five, ranks, optimizer, work):
+    """To the bit on 1 and 2 ranks; sums of 3 or 4 are taken in another order."""
+    apart = five.call(training, ranks, work, optimizer)[0]
+    assert set(apart) == set(WAYS)
+    for real, idle in apart.values():
+        if ranks <= 2:
+            assert real == idle == 0.0
+        else:
+            assert real <= 1e-6
+            kind, *rate = optimizer.split()
+            assert idle <= (2 * STEPS * float(rate[0]) if kind == "adamw" else 1e-6)
+
+
+def accumulation(work):
+    """Three micro-batches on each of two ranks, one with nothing valid in it, two steps."""
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return
+    sizes = [(2, 1, 3), (1, 2, 0)]
+    for name, make_way in WAYS.items():
+        torch.manual_seed(0)
+        alone, loss = MAKE[work]()
+        model = copy.deepcopy(alone)
+        way = make_way(model, group)
+        for step in range(2):
+            shares = [[share(work, 3 * step + k, r, rows) for k, rows in enumerate(sizes[r])]
+                      for r in range(2)]
+            count = sum(valid for row in shares for _, _, valid in row)
+            assert total_count(sum(valid for _, _, valid in shares[rank]), group) == count
+            totals = []
+            for row in shares:  # each share by itself, then their sum
+                alone.zero_grad()
+                for inputs, targets, _ in row:
+                    (loss(alone(inputs), targets) / count).backward()
+                totals.append([one.grad for one in alone.parameters()])
+            model.zero_grad()
+            backward(way, shares[rank], model, loss, count)
+            for one, first, second in zip(model.parameters(), *totals, strict=True):
+                assert torch.equal(one.grad, first + second), name
+
+
+@pytest.mark.parametrize("work", MAKE)
+def test_gradients_accumulate_over_micro_batches(five, work):
+    five.call(accumulation, work)
+
+
+def order_of_events():
+    """What `Overlapped` tells during a step of two micro-batches; its buckets by names."""
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return None
+    model, loss = mlp()
+    told, sums, original = [], [], dist.all_reduce
+
+    def counted(*args, **kwargs):
+        sums.append(len(told))
+        return original(*args, **kwargs)
+
+    parallel = Overlapped(model, group, SMALL, tell=lambda *event: told.append(event))
+    inputs, targets, _ = share("mlp", 0, rank)
+    dist.all_reduce = counted
+    try:
+        loss(model(inputs), targets).backward()
+        assert not told and not sums  # this one talks to nobody
+        local = [one.grad.clone() for one in model.parameters()]
+        with parallel.summing():
+            loss(model(inputs), targets).backward()
+            inside = len(told)
+    finally:
+        dist.all_reduce = original
+    assert len(sums) == len(parallel.buckets)
+    assert not torch.equal(local[0] * 2, next(model.parameters()).grad)
+    parallel.close()
+    model.zero_grad()
+    loss(model(inputs), targets).backward()  # and nobody listens any more
+    assert len(told) == inside + len(parallel.buckets)
+    names = [[parallel.names[one] for one in bucket.views] for bucket in parallel.buckets]
+    return told, inside, names
+
+
+def test_the_first_bucket_starts_before_the_backward_ends(five):
+    for told, inside, names in five.call(order_of_events)[:2]:
+        assert len(names) >= 2
+        assert list(chain(*names)) == [name for name, _ in mlp()[0].named_parameters()][::-1]
+        gradients = [place for place, (event, _) in enumerate(told) if event == "gradient"]
+        starts = [place for place, (event, _) in enumerate(told) if event == "start"]
+        assert starts[0] < gradients[-1] < starts[-1] < inside
+        assert [what for event, what in told if event == "start"] == list(range(len(names)))
+        for i, bucket in enumerate(names):  # each as soon as it is full, and no sooner
+            before = [what for event, what in told[:starts[i]] if event == "gradient"]
+            assert set(bucket) <= set(before)
+        assert told[inside:] == [("end", i) for i in range(len(names))]
+
+
+class Branches(nn.Module):
+    """Uses one of its layers, or both: those that it was told to; a batch norm for its buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.norm = nn.Linear(3, 3), nn.Linear(3, 3), nn.BatchNorm1d(3)
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, x, use):
+        for name in use:
+            x = getattr(self, name)(x)
+        return self.norm(x) * self.frozen
+
+
+def no_gradient_anywhere():
+    """A parameter that is not used on any rank keeps no gradient, and a later one may be another;
+    one that had its gradient in an earlier micro-batch only counts."""
+    group, rank = first_ranks(3), dist.get_rank()
+    if rank >= 3:
+        return
+    for make_way in WAYS.values():
+        torch.manual_seed(rank)
+        model = Branches()
+        way = make_way(model, group)
+        for uses in ("a", "b"), ("b",), ("a",):
+            model.zero_grad()
+            alone = copy.deepcopy(model)
+            xs = [torch.randn(4, 3, generator=torch.Generator().manual_seed(10 + r))
+                  for r in range(3)]
+            for use in uses:
+                for x in xs:
+                    alone(x, use).square().sum().backward()
+            block, after = way
+            for use in uses[:-1]:
+                model(xs[rank], use).square().sum().backward()
+            if block:
+                with block():
+                    model(xs[rank], uses[-1]).square().sum().backward()
+            else:
+                model(xs[rank], uses[-1]).square().sum().backward()
+                after()
+            for (name, one), other in zip(
+                    model.named_parameters(), alone.parameters(), strict=True):
+                assert (one.grad is None) == (other.grad is None), (name, uses)
+                if one.grad is not None:
+                    torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-6)
+            assert model.unused.grad is None
+            if block:  # its end gives all ranks rank 0's buffers
+                mean = [torch.empty(3) for _ in range(3)]
+                dist.all_gather(mean, model.norm.running_mean, group=group)
+                assert torch.equal(mean[0], mean[1]) and torch.equal(mean[0], mean[2])
+                assert mean[0].any()
+
+
+def test_parameters_without_a_gradient_and_buffers(five):
+    five.call(no_gradient_anywhere)
+
+
+def message(function, *args):
+    try:
+        function(*args)
+    except (ValueError, RuntimeError, FloatingPointError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def gradient_on_some(way):
+    """Layer b on the last of three ranks only; then nothing at all on rank 1."""
+    group, rank = first_ranks(3), dist.get_rank()
+    if rank >= 3:
+        return None
+    model = Branches()
+    block, after = WAYS[way](model, group)
+    x, found = torch.randn(4, 3), []
+    for uses in ("ab" if rank == 2 else "a"), ("" if rank == 1 else "a"):
+        model.zero_grad()
+
+        def step(uses=uses):
+            total = model(x, uses).square().sum()
+            if block:
+                with block():
+                    if uses:
+                        total.backward()
+            else:
+                if uses:
+                    total.backward()
+                after()
+
+        found.append(message(step))
+    return found
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_gradient_on_some_ranks_only_is_named(five, way):
+    for found in five.call(gradient_on_some, way)[:3]:
+        assert found == [
+            "RuntimeError: parameter b.weight has a gradient on rank 2, but none on rank 0, 1",
+            "RuntimeError: parameter a.weight has a gradient on rank 0, 2, but none on rank 1; "
+            "rank 1 has none of any parameter: without a sample, run the model on rows that do not "
+            "count"]
+
+
+def other_models():
+    group, rank = first_ranks(3), dist.get_rank()
+    if rank >= 3:
+        return None
+
+    def model(inner=4, dtype=None, more=0, bias=True, buffer=3):
+        layers = [nn.Linear(3, inner, bias=bias, dtype=dtype), *(nn.ReLU(),) * more]
+        one = nn.Sequential(nn.Sequential(*layers), nn.Linear(inner, 3))
+        one.register_buffer("scale", torch.ones(buffer))
+        return one
+
+    frozen = model()
+    frozen[1].weight.requires_grad = False
+    kinds = [
+        model(inner=5), model(dtype=torch.float64), model(bias=False), model(buffer=4), frozen]
+    return [message(Overlapped, kind if rank == 2 else model(), group) for kind in kinds]
+
+
+def test_models_that_differ_are_told_before_training(five):
+    for found in five.call(other_models)[:3]:
+        assert found == [
+            "ValueError: parameter 0.0.weight has shape (4, 3) on rank 0 and (5, 3) on rank 2",
+            "ValueError: parameter 0.0.weight has dtype torch.float32 on rank 0 and torch.float64 "
+            "on rank 2",
+            "ValueError: rank 0 has a parameter 0.0.bias, rank 2 has none",
+            "ValueError: buffer scale has shape (3,) on rank 0 and (4,) on rank 2",
+            "ValueError: parameter 1.weight has requires_grad True on rank 0 and False on rank 2"]
+
+
+def misuse():
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return None
+    model = mlp()[0]
+    parallel = Overlapped(model, group, finite=True)
+    x = torch.ones(2, 8)
+
+    def step(factor=1.0, backwards=1):
+        with parallel.summing():
+            for _ in range(backwards):
+                (model(x) * factor).sum().backward()
+
+    found = [message(step), message(step)]
+    model.zero_grad(set_to_none=False)
+    found.append(message(lambda: model(x).sum().backward()))
+    model.zero_grad()
+    found.append(message(step, 1.0, 2))
+    model.zero_grad()
+    found.append(message(step, float("nan") if rank else 1.0))
+    model.zero_grad()
+    found += [message(step), message(total_count, 0, group)]
+    found.append(message(Overlapped, model, group, 0))
+    return found
+
+
+def test_misuse_is_told(five):
+    left = "RuntimeError: parameter 2.down.bias still has the gradient of the step before"
+    again = "RuntimeError: parameter 2.down.bias got a second gradient in one summing block"
+    for found in five.call(misuse)[:2]:
+        for text, wanted in zip(found, [
+                None, left, left, again,
+                "FloatingPointError: the gradient of parameter 0.up.weight (and of 11 more) is not "
+                "finite", None, "ValueError: no rank has anything valid in this step",
+                "ValueError: bucket_bytes must be positive, not 0"], strict=True):
+            assert text == wanted or re.match(re.escape(wanted), text), found
+
+
+def beside_torch():
+    """Gradients of torch's own, which averages: so its loss is multiplied by the ranks."""
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return
+    torch.manual_seed(0)
+    ours, loss = tied_gpt2()
+    theirs = DistributedDataParallel(copy.deepcopy(ours), process_group=group)
+    parallel = Overlapped(ours, group, SMALL)
+    inputs, targets, valid = share("tied gpt2", 0, rank)
+    count = total_count(valid, group)
+    (2 * loss(theirs(inputs), targets) / count).backward()
+    with parallel.summing():
+        (loss(ours(inputs), targets) / count).backward()
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=1e-6)
+
+
+def test_gradients_are_those_of_distributed_data_parallel(five):
+    five.call(beside_torch)
+
+
+def test_buckets_are_cut_by_size_from_the_last():
+    a, b, c, d = (torch.zeros(n) for n in (10, 30, 10, 10))  # 40, 120, 40, 40 bytes
+    e = torch.zeros(5, dtype=torch.float64)
+
+    def cut(size):
+        return [[id(one) for one in bucket] for bucket in buckets([a, b, e, c, d], size)]
+
+    def ids(*rows):
+        return [[id(one) for one in row] for row in rows]
+
+    assert cut(80) == ids([d, c], [b], [a], [e]), "one that is too long stands alone"
+    assert cut(1) == ids([d], [c], [b], [a], [e])
+    assert cut(1000) == ids([d, c, b, a], [e]), "one dtype each"
+    assert buckets([], 80) == []
+
+
+def test_a_share_of_nothing_has_gradients_of_zero():
+    for work in MAKE:
+        model, loss = MAKE[work]()
+        inputs, targets, valid = share(work, 0, 0, rows=0)
+        assert valid == 0
+        loss(model(inputs), targets).backward()
+        assert all(one.grad is not None and not one.grad.any() for one in model.parameters())
