@@ -24,7 +24,7 @@ class Stage(nn.Module):
     def __init__(self, layers, first, loss=None):
         super().__init__()
         self.layers, self.first, self.loss = nn.ModuleList(layers), first, loss
-        self.weights = None
+        self.weights, self._own = None, list(self.layers.parameters())
         self._splittable = [one for one in self.layers.modules() if isinstance(one, Splittable)]
         self.begin()
 
@@ -67,10 +67,18 @@ class Stage(nn.Module):
         inputs, edges, version = self._kept.pop(microbatch)
         if self.loss:
             gradients = [torch.ones_like(self.total)] * len(edges)
-        if edges:
-            with self._reading(version):
-                torch.autograd.backward(edges, gradients)
-        return [torch.zeros_like(one) if one.grad is None else one.grad for one in inputs]
+        own = self.weights.versions[version] if self.weights else self._own
+        new = [weight for weight in own if weight.grad is None]
+        if not edges:
+            return [torch.zeros_like(one) for one in inputs]
+        with self._reading(version):
+            torch.autograd.backward(edges, gradients)
+            # A bias that has the input's shape may have been given the very tensor that is sent:
+            # the next micro-batch's gradient must not be added to that.
+            taken = {weight.grad.untyped_storage().data_ptr() for weight in new
+                     if weight.grad is not None}
+        found = [torch.zeros_like(one) if one.grad is None else one.grad for one in inputs]
+        return [one.clone() if one.untyped_storage().data_ptr() in taken else one for one in found]
 
     def run_input_grad(self, microbatch, gradients):
         """`run_backward` without the weights' part, which `run_weight_grad` does."""

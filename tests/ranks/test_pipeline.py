@@ -75,7 +75,8 @@ def gpt2(tied):
 
 
 WORK = {
-    "mlp": mlp, "tuples": tuples, "gpt2": lambda: gpt2(False), "tied gpt2": lambda: gpt2(True)}
+    "mlp": mlp, "tuples": tuples, "gpt2": lambda: gpt2(False),
+    "tied gpt2": lambda: gpt2(True)}
 
 
 def make(work, *args):

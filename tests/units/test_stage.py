@@ -1,0 +1,38 @@
+"""What a stage hands on is its own: it may be on its way while the stage works on."""
+
+import pytest
+import torch
+from torch import nn
+
+from naranhi.shapes import Boundary
+from naranhi.stage import Stage
+from naranhi.stashed import Stashed
+
+
+class Positions(nn.Module):
+    """Its weight is as large as a micro-batch of one row, and has the very gradient that the input
+    has, each by way of a view: autograd then gives both the same storage."""
+
+    def __init__(self):
+        super().__init__()
+        self.position = nn.Parameter(torch.randn(3, 4))
+
+    def forward(self, x):
+        return (x.transpose(0, 1) + self.position.view(3, 1, 4)) * 2
+
+
+@pytest.mark.parametrize("versions", [False, True])
+def test_a_gradient_on_its_way_is_not_added_to(versions):
+    stage = Stage([Positions()], 0)
+    if versions:
+        stage.weights = Stashed(stage, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    stage.begin()
+    handed_on = []
+    for k in range(3):
+        x = torch.randn(1, 3, 4)
+        takes = Boundary.of(x.clone().requires_grad_())
+        (output,) = stage.run_forward(k, [x], takes, None, 1)
+        handed_on += stage.run_backward(k, [torch.ones_like(output)])
+    assert all(torch.equal(one, torch.full((1, 3, 4), 2.0)) for one in handed_on)
+    (parameter,) = stage.layers.parameters()
+    assert torch.equal(parameter.grad, torch.full((3, 4), 6.0))
