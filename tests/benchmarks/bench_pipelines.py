@@ -26,7 +26,7 @@ from torch.distributed.pipelining.schedules import (
 )
 from torchgpipe import GPipe
 
-from naranhi import models, pipeline, schedules
+from naranhi import beside, models, pipeline, schedules
 from naranhi.split_backward import splittable
 from tests.benchmarks.harness import Contenders, Work
 
@@ -151,20 +151,15 @@ class Training:
         return run
 
     def deepspeed(self):
-        os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(self.rank)}
-        import deepspeed
-        from deepspeed.pipe import PipelineModule
-
+        os.environ["LOCAL_RANK"] = str(self.rank)
+        deepspeed = beside.deepspeed()
         deepspeed.utils.logger.setLevel("ERROR")
-        # An all-reduce of its own, which a pipeline does not use, and which it would compile now.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
 
         class Take(torch.optim.SGD):
             def step(self, closure=None):
                 self.taken = gradients(module.parameters())
 
-        module = PipelineModule(
+        module = deepspeed.PipelineModule(
             copy.deepcopy(self.layers), num_stages=RANKS, partition_method="uniform",
             # DeepSpeed divides by the number of micro-batches.
             loss_fn=lambda output, target: MICROBATCHES * self.loss(output, target))
