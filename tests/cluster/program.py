@@ -1,5 +1,7 @@
 """What the launchers start: our kernels on a group that ``rendezvous.join`` made."""
 
+import sys
+
 import torch
 import torch.distributed as dist
 
@@ -15,5 +17,6 @@ assert torch.equal(ours, theirs)
 parts = torch.empty(world_size, 3, device=device)
 collectives.all_gather(parts, torch.full((3,), float(rank), device=device))
 assert parts[:, 0].tolist() == list(range(world_size))
-print(f"rank {rank} of {world_size}: {int(ours[1])}")
+# In one write, so that the lines of two ranks do not mix where output is unbuffered.
+sys.stdout.write(f"rank {rank} of {world_size}: {int(ours[1])}\n")
 dist.destroy_process_group()
