@@ -243,7 +243,8 @@ def test_labels_of_korean_pages_are_korean(visits):
     for (language, name), facts in visits.items():
         if language == "ko":
             labels = [re.sub(r"^\d+\. ", "", label) for label in facts["labels"]]
-            assert [one for one in labels if not HANGUL.search(one) and one not in names] == [], name
+            wrong = [one for one in labels if not HANGUL.search(one) and one not in names]
+            assert wrong == [], name
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
