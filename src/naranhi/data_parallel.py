@@ -129,6 +129,10 @@ class Overlapped:
             yield
             while self._started < len(self.buckets):  # those with a parameter that got no gradient
                 self._start_next()
+        except BaseException:
+            for bucket in self.buckets[:self._started]:  # or it would write into later gradients
+                bucket.work.wait()
+            raise
         finally:
             self._started = None
         alike = True
