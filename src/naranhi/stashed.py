@@ -21,7 +21,7 @@ class Stashed:
     optimizer: a function that makes a torch optimizer of a list of parameters. Not called for a
         module without any.
     stash: with False, no version is kept, and a backward reads weights that its forward has not
-    seen: its gradients are wrong. For seeing how wrong.
+        seen: its gradients are wrong. For seeing how wrong.
     """
 
     def __init__(self, module, optimizer, stash=True):
