@@ -12,17 +12,23 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+START = 240.0  # seconds: a busy machine takes its time over new processes and what they import
+
 
 class Ranks:
     """`call(function, *args)` runs a module-level function on every rank: the list of its results.
 
     Loopback only and no port of its own: the ranks find each other through a file. A call that
     raises on some rank, or takes longer than `deadline` seconds, raises here with every traceback
-    there is, and ends the ranks; the next call starts new ones.
+    there is, and ends the ranks; the next call starts new ones. Time counts from when all ranks are
+    there and have imported what they are called with, for which they have `START`.
+
+    preload: modules to be imported once, for all ranks, which are forked from a process that has
+    them. Without, each rank imports for itself what it is called with.
     """
 
-    def __init__(self, ranks, deadline=60.0):
-        self.ranks, self.deadline = ranks, deadline
+    def __init__(self, ranks, deadline=60.0, preload=()):
+        self.ranks, self.deadline, self.preload = ranks, deadline, list(preload)
         self.processes, self.pipes, self.folder = [], [], None
 
     def __enter__(self):
@@ -36,8 +42,15 @@ class Ranks:
             self._start()
         for pipe in self.pipes:
             pipe.send((function, args))
+        self._answers(START)  # all are there
+        for pipe in self.pipes:
+            pipe.send("begin")
+        return self._answers(self.deadline + 5.0)  # gloo gives up first, and says where
+
+    def _answers(self, seconds):
+        """One from each rank."""
         results, errors, waiting = {}, {}, dict(zip(self.pipes, range(self.ranks), strict=True))
-        end = time.monotonic() + self.deadline + 5.0  # gloo gives up first, and says where
+        end = time.monotonic() + seconds
         while waiting and time.monotonic() < end:
             for pipe in wait(list(waiting), timeout=max(0.0, end - time.monotonic())):
                 rank = waiting.pop(pipe)
@@ -57,7 +70,9 @@ class Ranks:
 
     def _start(self):
         self.folder = tempfile.TemporaryDirectory()
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver" if self.preload else "spawn")
+        if self.preload:
+            context.set_forkserver_preload(self.preload)
         for rank in range(self.ranks):
             here, there = context.Pipe()
             place = (rank, self.ranks, str(Path(self.folder.name, "store")), self.deadline)
@@ -83,16 +98,21 @@ class Ranks:
 def _rank(pipe, rank, ranks, store, deadline):
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    store = dist.FileStore(store, ranks)
+    store.set(f"here {rank}", "yes")
+    store.wait([f"here {one}" for one in range(ranks)], datetime.timedelta(seconds=START))
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{store}",
+        store=store,
         rank=rank,
         world_size=ranks,
         timeout=datetime.timedelta(seconds=deadline),
     )
     while True:
         try:
-            function, args = pipe.recv()
+            function, args = pipe.recv()  # and what they need is imported
+            pipe.send((True, "here"))
+            pipe.recv()
         except EOFError:
             return
         try:
