@@ -89,7 +89,8 @@ class GPT2Block(nn.Module):
         """Which tokens each token sees, in the form that this kind of attention takes."""
         if mask is None and self.attention == "sdpa":
             return None  # it is causal by itself then, and faster
-        length = hidden.shape[1]
+        # A rank may have a part of the hidden state only (sequence parallelism), never of the mask.
+        length = hidden.shape[1] if mask is None else mask.shape[-1]
         visible = torch.ones(length, length, dtype=torch.bool, device=hidden.device).tril()
         if mask is not None:
             visible = visible & mask.bool()[:, None, None, :]

@@ -61,23 +61,29 @@ def with_gradient(model, group):
     Raises RuntimeError on every rank where a parameter has one on some ranks only; it names the
     parameter and the ranks.
     """
-    group = group or dist.group.WORLD
     named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
-    if not named:
-        return []
-    has = torch.tensor([one.grad is not None for _, one in named], dtype=torch.uint8)
-    has = has.to(named[0][1].device)
-    table = has.new_empty(dist.get_world_size(group), len(named))
-    all_gather(table, has, group)
+    same_on_all_ranks({name: one.grad is not None for name, one in named}, group,
+                      next((one.device for _, one in named), "cpu"))
+    return [one for _, one in named if one.grad is not None]
+
+
+def same_on_all_ranks(has, group, device):
+    """RuntimeError, as `with_gradient`'s, unless has: {parameter's name: whether it has a gradient}
+    is the same on all ranks. Messages travel from `device`."""
+    if not has:
+        return
+    group = group or dist.group.WORLD
+    mine = torch.tensor(list(has.values()), dtype=torch.uint8, device=device)
+    table = mine.new_empty(dist.get_world_size(group), len(has))
+    all_gather(table, mine, group)
     busy = table.any(1).tolist()
     hint = (f"; rank {_list(busy, False)} has none of any parameter: without a sample, run the "
             "model on rows that do not count") if not all(busy) else ""
-    for (name, _), column in zip(named, table.T.tolist(), strict=True):
+    for name, column in zip(has, table.T.tolist(), strict=True):
         if 0 < sum(column) < len(column):
             raise RuntimeError(
                 f"parameter {name} has a gradient on rank {_list(column, True)}, but none on rank "
                 f"{_list(column, False)}{hint}")
-    return [one for _, one in named if one.grad is not None]
 
 
 def _list(values, wanted):
