@@ -1,0 +1,168 @@
+"""A model cut into units for ZeRO: modules whose parameters are moved together.
+
+What belongs to no unit, or to several (tied embeddings), belongs to the root, the last unit, which
+is the model itself.
+"""
+
+from itertools import count
+
+import torch
+from torch import nn
+
+from naranhi.agreement import require_same
+from naranhi.shards import Flat
+
+
+class Unit:
+    """A module and its parameters, in one `Flat` for each of their dtypes, and apart where frozen.
+
+    The rest is the state of a step; `zero.Zero` says what it means.
+    """
+
+    def __init__(self, name, module, flats):
+        self.name, self.module, self.flats = name, module, flats
+        self.trained = [flat for flat in flats if flat.trained]
+        self.flat_of = {one: flat for flat in self.trained for one in flat.parameters}
+        self.gathered, self._arriving = False, None
+        self.settle()
+
+    def settle(self):
+        """Ready for another backward."""
+        self.uses = 0  # in forwards that autograd has recorded and not gone back through
+        self.hidden = 0  # in such as autograd has not recorded, and which may be computed again
+        self.awaited = None  # parameters; a set where their gradients tell when all is done
+        self.done = False  # in this backward
+
+    # --- parameters, at stage 3 ------------------------------------------------------------------
+
+    @property
+    def held(self):
+        """Whether there is memory for all its parameters here."""
+        return self.gathered or self._arriving is not None
+
+    def gather(self):
+        """Start to."""
+        self._arriving = Transfer(flat.gathering() for flat in self.flats)
+
+    def wait(self):
+        self._arriving.finish()
+        self._arriving = None
+        for flat in self.flats:
+            flat.show()
+        self.gathered = True
+
+    def free(self):
+        if self._arriving:
+            self._arriving.finish()  # it is written into until then
+            self._arriving = None
+        for flat in self.flats:
+            flat.free()
+        self.gathered = False
+
+    # --- gradients -------------------------------------------------------------------------------
+
+    def reduce(self):
+        """Start to: a Transfer."""
+        return Transfer(kernel for flat in self.trained for kernel in flat.reducing())
+
+    def reduced(self):
+        for flat in self.trained:
+            flat.reduced()
+
+
+class Transfer:
+    """Messages under way: kernels of `collectives`, started together and taken on in turn."""
+
+    def __init__(self, kernels):
+        self._kernels, self.steps = list(kernels), 0
+        self.advance()
+
+    def advance(self):
+        """A step further, when the one under way has arrived."""
+        self._kernels = [one for one in self._kernels if next(one, "ended") != "ended"]
+        self.steps += 1
+
+    def finish(self):
+        while self._kernels:
+            self.advance()
+
+
+def cut(model, modules, groups, stage, precision, group):
+    """The units of a model, the root last, and the options of each parameter group.
+
+    Arguments as in `zero.Zero`, which tells what is refused.
+    """
+    named = dict(model.named_parameters())
+    name_of = {one: name for name, one in named.items()}
+    modules = list(_children(model) if modules is None else modules)
+    group_of, options = _groups(groups, named, name_of)
+    owner = _owners(model, modules)
+    computes_in = {one: _computes_in(precision, name, one) for name, one in named.items()}
+    where = {one: name for name, one in model.named_modules()}
+    require_same(group, stage=stage, precision=precision, units=[where[one] for one in modules],
+                 parameter_groups={name_of[one]: number for one, number in group_of.items()})
+    units, tags = [], count(1)
+    for module in [*modules, model]:
+        own = [one for one in named.values() if owner.get(one, model) is module]
+        kinds = {}
+        for one in sorted(own, key=lambda one: group_of.get(one, 0)):
+            kinds.setdefault((one.requires_grad, one.dtype), []).append((name_of[one], one))
+        flats = [Flat(some, group_of, stage, computes_in[some[0][1]], group, next(tags))
+                 for some in kinds.values()]
+        if flats or module is model:
+            units.append(Unit(where[module] or "root", module, flats))
+    return units, options
+
+
+def _children(model):
+    """The model's children; of one without a forward of its own (a list of modules), its children:
+    it is not called, so it could not be gathered in time."""
+    for child in model.children():
+        if type(child).forward is nn.Module.forward:
+            yield from _children(child)
+        else:
+            yield child
+
+
+def _owners(model, modules):
+    """{parameter: the module it is moved with}, or ValueError."""
+    names = {one: name for name, one in model.named_modules()}
+    owner = {}
+    for module in modules:
+        if module not in names or module is model:
+            raise ValueError(f"a unit has to be a module in the model, not {type(module).__name__}")
+        inner = next((one for one in module.modules() if one is not module and one in modules),
+                     None)
+        if inner is not None:
+            raise ValueError(f"unit {names[inner]} lies in unit {names[module]}")
+        for one in module.parameters():
+            owner[one] = model if one in owner else module
+    return owner
+
+
+def _groups(groups, named, name_of):
+    """({parameter: number of its group}, options of each), or ValueError."""
+    trained = [one for one in named.values() if one.requires_grad]
+    groups = [{"params": trained}] if groups is None else [dict(one) for one in groups]
+    group_of = {}
+    for number, one in enumerate(groups):
+        params = one.pop("params")
+        for parameter in [params] if isinstance(params, torch.Tensor) else params:
+            if parameter not in name_of:
+                raise ValueError(f"parameter group {number} has one that is not the model's")
+            if parameter in group_of:
+                raise ValueError(f"parameter {name_of[parameter]} is in two groups")
+            group_of[parameter] = number
+    missing = next((one for one in trained if one not in group_of), None)
+    if missing is not None:
+        raise ValueError(f"parameter {name_of[missing]} requires a gradient and is in no group")
+    return group_of, groups
+
+
+def _computes_in(precision, name, parameter):
+    if precision == "fp32" or not parameter.is_floating_point():
+        return parameter.dtype
+    if parameter.dtype != torch.float32:
+        raise ValueError(f"mixed precision is for parameters in float32, {name} is in "
+                         f"{parameter.dtype}")
+    return torch.bfloat16

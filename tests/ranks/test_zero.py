@@ -1,0 +1,570 @@
+"""ZeRO on real ranks, against one process that accumulates the ranks' shares."""
+
+import copy
+from dataclasses import dataclass
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+from gloo_ranks import first_ranks
+from one_process import (
+    MAKE,
+    OPTIMIZERS,
+    STEPS,
+    alone,
+    largest_differences,
+    same_bits_everywhere,
+    share,
+)
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from naranhi.data_parallel import total_count
+from naranhi.recomputation import Recompute
+from naranhi.zero import Zero
+
+STAGES = 1, 2, 3
+CLIP = 0.05  # below the norms met here
+
+
+def message(function, *args, **kwargs):
+    try:
+        function(*args, **kwargs)
+    except (ValueError, RuntimeError, TypeError, FloatingPointError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def train(zero, model, loss, optimizer, work, steps, rank, clip=None):
+    """Steps of ZeRO on a rank; the summed losses of its shares."""
+    losses = []
+    for step in steps:
+        inputs, targets, valid = share(work, step, rank)
+        count = total_count(valid, zero.group)
+        with zero.summing():
+            total = loss(model(inputs), targets)
+            (total / count).backward()
+        if clip:
+            norm = zero.clip(clip)
+            assert norm > clip
+        zero.step(optimizer)
+        losses.append(total.item() / count)
+    return losses
+
+
+# --- the same result -----------------------------------------------------------------------------
+
+
+def training(ranks, work, optimizer, clip):
+    """On rank 0, by stage: how far parameters are from those of one process after `STEPS` steps."""
+    group, rank = first_ranks(ranks), dist.get_rank()
+    if rank >= ranks:
+        return None
+    expected, apart = alone(ranks, work, optimizer, clip) if rank == 0 else None, {}
+    for stage in STAGES:
+        torch.manual_seed(rank)  # another start on each rank, until they are made equal
+        model, loss = MAKE[work]()
+        zero = Zero(model, stage, group=group)
+        stepper = OPTIMIZERS[optimizer](zero.groups)
+        train(zero, model, loss, stepper, work, range(STEPS), rank, clip)
+        with zero.gathered():
+            assert same_bits_everywhere(model, group), stage
+            if rank == 0:
+                apart[stage] = largest_differences(model, expected)
+    return apart
+
+
+@pytest.mark.parametrize("work", MAKE)
+@pytest.mark.parametrize("ranks, optimizer, clip", [
+    (1, "adamw 0.001", None), *product([2, 3, 4], OPTIMIZERS, [None]),
+    *product([2], OPTIMIZERS, [CLIP])])
+def test_training_equals_one_process(five, ranks, optimizer, work, clip):
+    """To the bit on 1 and 2 ranks; sums of 3 or 4, and norms, are taken in another order."""
+    apart = five.call(training, ranks, work, optimizer, clip)[0]
+    assert set(apart) == set(STAGES)
+    kind, *rate = optimizer.split()
+    for real, idle in apart.values():
+        if ranks <= 2 and not clip:
+            assert real == idle == 0.0
+        else:
+            assert real <= (1e-5 if rate == ["0.001"] else 1e-6)
+            assert idle <= (2 * STEPS * float(rate[0]) if kind == "adamw" else 1e-6)
+
+
+def accumulation(stage):
+    """Three micro-batches on each of two ranks, two steps: to the bit, in the stage's order."""
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return
+    torch.manual_seed(0)
+    one, loss = MAKE["mlp"]()
+    model = copy.deepcopy(one)
+    zero = Zero(model, stage, group=group)
+    steppers = [torch.optim.SGD(params, lr=0.1) for params in (one.parameters(), zero.groups)]
+    for step in range(2):
+        shares = [[share("mlp", 3 * step + k, r) for k in range(3)] for r in range(2)]
+        # Stage 1 sums once, what each rank has accumulated; the others sum each micro-batch.
+        orders = shares if stage == 1 else list(zip(*shares, strict=True))
+        sums = []
+        for order in orders:
+            one.zero_grad()
+            for inputs, targets, _ in order:
+                (loss(one(inputs), targets) / 100).backward()
+            sums.append([parameter.grad for parameter in one.parameters()])
+        for parameter, *parts in zip(one.parameters(), *sums, strict=True):
+            parameter.grad = parts[0]
+            for part in parts[1:]:
+                parameter.grad = parameter.grad + part
+        steppers[0].step()
+
+        for inputs, targets, _ in shares[rank][:-1]:
+            (loss(model(inputs), targets) / 100).backward()
+        inputs, targets, _ = shares[rank][-1]
+        with zero.summing():
+            (loss(model(inputs), targets) / 100).backward()
+        zero.step(steppers[1])
+    with zero.gathered():
+        for (name, a), b in zip(model.named_parameters(), one.parameters(), strict=True):
+            assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_accumulate_over_micro_batches(five, stage):
+    five.call(accumulation, stage)
+
+
+class Strange(nn.Module):
+    """What models do: a unit used twice, one skipped, one frozen, one recomputed, one that takes
+    two tensors, a norm with buffers, a parameter of the model's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.twice, self.skipped = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5)
+        self.frozen = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+        self.frozen[0].requires_grad_(False)
+        self.again = Recompute(nn.Sequential(nn.Linear(5, 5), nn.Tanh()))
+        self.inner = nn.Sequential(nn.Linear(5, 5), nn.Tanh())
+        self.two, self.norm = nn.Bilinear(5, 5, 5), nn.BatchNorm1d(5)
+        self.scale = nn.Parameter(torch.ones(5))
+        self.several = nn.ModuleList([nn.Linear(5, 5, bias=False) for _ in range(2)])
+        self.within = Recompute(self.inner)  # a unit inside of what is recomputed
+
+    def forward(self, x, skip=True):
+        y = self.twice(torch.relu(self.twice(self.first(self.norm(x)))))
+        if not skip:
+            y = y + self.skipped(x)
+        y = self.within(self.again(self.frozen(y)))
+        y = self.two(y, x) * self.scale
+        for layer in self.several:
+            y = layer(y) + y
+        return {"out": y}
+
+
+def strange(stage, ranks):
+    group, rank = first_ranks(ranks), dist.get_rank()
+    if rank >= ranks:
+        return
+    torch.manual_seed(0)
+    model = Strange()
+    one = copy.deepcopy(model)
+    units = [child for name, child in model.named_children() if name not in ("several", "within")]
+    zero = Zero(model, stage, [*units, *model.several], group=group,
+                groups=[{"params": [p for p in model.parameters() if p.dim() > 1]},
+                        {"params": [p for p in model.parameters() if p.dim() == 1],
+                         "weight_decay": 0.0}])
+    options = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 0.1}
+    ours = torch.optim.SGD(zero.groups, **options)
+    theirs = torch.optim.SGD([
+        {"params": [p for p in one.parameters() if p.dim() > 1]},
+        {"params": [p for p in one.parameters() if p.dim() == 1], "weight_decay": 0.0}], **options)
+    for step, skip in enumerate([True, False, True, True]):
+        xs = torch.randn(ranks, 4, 5, generator=torch.Generator().manual_seed(step))
+        theirs.zero_grad()
+        for x in xs:
+            one(x, skip)["out"].square().sum().backward()
+        theirs.step()
+        with torch.no_grad():
+            model.eval()
+            model(xs[rank], skip)
+            model.train()
+        with zero.summing():
+            model(xs[rank], skip)["out"].square().sum().backward()
+        zero.step(ours)
+    with zero.gathered():
+        for (name, a), b in zip(model.named_parameters(), one.named_parameters(), strict=True):
+            torch.testing.assert_close(a, b[1], rtol=0, atol=1e-5, msg=name)
+    zero.close()
+    model(xs[rank], True)["out"].sum().backward()  # an ordinary model again
+    assert model.scale.grad.shape == (5,)
+
+
+@pytest.mark.parametrize("stage, ranks", list(product(STAGES, [2, 3])))
+def test_models_that_do_more_than_follow_one_another(five, stage, ranks):
+    five.call(strange, stage, ranks)
+
+
+@dataclass(frozen=True)
+class Both:
+    x: torch.Tensor
+    others: tuple
+
+
+class First(nn.Module):
+    """Takes what needs no gradient, gives a dataclass, of which a part is changed in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.scales = nn.Linear(4, 4), nn.ParameterList([torch.ones(4)])
+
+    def forward(self, x):
+        return Both(self.layer(x) * self.scales[0], (self.layer(2 * x), "a name"))
+
+
+class Second(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, both):
+        return {"out": self.layer(both.x) * both.others[0], "none": None}
+
+
+class Shared(nn.Module):
+    """A layer that is used in two recomputed regions, and once outside; parameters in a list."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.first, self.second, self.shared = First(), Second(), nn.Linear(4, 4)
+        self.scales, self.reentrant = nn.ParameterList([torch.ones(4)]), reentrant
+
+    def forward(self, x):
+        both = self.first(x)
+        both.x.mul_(2)
+        y = self.second(both)["out"] * self.scales[0]
+        for _ in range(2):
+            y = y + checkpoint(lambda y: self.shared(y).tanh(), y, use_reentrant=self.reentrant)
+        return self.shared(y)
+
+
+def shared(stage):
+    """Beside one process; a forward without a graph between forward and backward, and the forward
+    before the block."""
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return
+    for reentrant in True, False:
+        torch.manual_seed(0)
+        model = Shared(reentrant).double()
+        one = copy.deepcopy(model)
+        zero = Zero(model, stage, group=group)
+        ours = torch.optim.SGD(zero.groups, lr=1e-3)
+        theirs = torch.optim.SGD(one.parameters(), lr=1e-3)
+        for step in range(3):
+            xs = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(step)).double()
+            theirs.zero_grad()
+            for x in xs:
+                one(x).square().sum().backward()
+            theirs.step()
+            loss = model(xs[rank]).square().sum()
+            with torch.no_grad():
+                model(xs[rank])
+            with zero.summing():
+                loss.backward()
+            zero.step(ours)
+        with zero.gathered():
+            for (name, a), b in zip(model.named_parameters(), one.parameters(), strict=True):
+                torch.testing.assert_close(a, b, rtol=0, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_layer_of_several_recomputed_regions_and_dataclasses(five, stage):
+    five.call(shared, stage)
+
+
+# --- mixed precision -----------------------------------------------------------------------------
+
+
+def mixed(stage):
+    """One step on two ranks beside the same written out: bf16 copies of parameters compute, their
+    gradients are summed in bf16, fp32 masters are stepped."""
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return
+    torch.manual_seed(0)
+    model, loss = MAKE["mlp"]()
+    masters = copy.deepcopy(model)
+    zero = Zero(model, stage, precision="mixed", group=group)
+    ours = torch.optim.AdamW(zero.groups, lr=1e-3)
+    theirs = torch.optim.AdamW(masters.parameters(), lr=1e-3)
+    for step in range(5):
+        shares = [share("mlp", step, r) for r in range(2)]
+        gradients = []
+        for inputs, targets, _ in shares:
+            low = copy.deepcopy(masters).bfloat16()
+            (loss(low(inputs.bfloat16()).float(), targets) / 100).backward()
+            gradients.append([one.grad for one in low.parameters()])
+        for one, *both in zip(masters.parameters(), *gradients, strict=True):
+            one.grad = (both[0] + both[1]).float()
+        theirs.step()
+        inputs, targets, _ = shares[rank]
+        with zero.summing():
+            output = model(inputs)
+            assert output.dtype == torch.float32
+            (loss(output, targets) / 100).backward()
+        zero.step(ours)
+    with zero.gathered():
+        for one, other in zip(model.parameters(), masters.parameters(), strict=True):
+            assert torch.equal(one, other.bfloat16())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_mixed_precision_is_bf16_with_masters(five, stage):
+    five.call(mixed, stage)
+
+
+def untouched_and_beside():
+    """What the docstring says of a parameter without a gradient."""
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return None
+    found = []
+    for units in None, []:  # layer b is a unit by itself; or beside a, in the root
+        model = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)})
+        model.forward = lambda x, model=model: model["a"](x)
+        zero = Zero(model, 2, units, group=group)
+        optimizer = torch.optim.SGD(zero.groups, lr=0.1, weight_decay=0.5)
+        before = model["b"].weight.detach().clone()
+        with zero.summing():
+            model(torch.ones(1, 8)).sum().backward()
+        zero.step(optimizer)
+        found.append((model["b"].weight / before).mean().item())
+    return found
+
+
+def test_without_a_gradient_a_unit_is_left_alone_and_a_neighbour_decays(five):
+    for found in five.call(untouched_and_beside)[:2]:
+        assert found == [1.0, pytest.approx(0.95, abs=1e-6)]
+
+
+# --- bad input -----------------------------------------------------------------------------------
+
+
+class Branches(nn.Module):
+    """Uses one of its layers, or both, or none: those that it was told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x, use):
+        for name in use:
+            x = getattr(self, name)(x)
+        return x
+
+
+def gradient_on_some(stage):
+    """Layer b on the last of three ranks only; then no backward at all on rank 1."""
+    group, rank = first_ranks(3), dist.get_rank()
+    if rank >= 3:
+        return None
+    found = []
+    for uses in ("ab" if rank == 2 else "a"), ("" if rank == 1 else "a"):
+        model = Branches()
+        zero = Zero(model, stage, [] if stage == 3 else None, group=group)
+
+        def step(uses=uses, zero=zero, model=model):
+            with zero.summing():
+                if uses:
+                    model(torch.ones(4, 3), uses).square().sum().backward()
+
+        found.append(message(step))
+    return found
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_gradient_on_some_ranks_only_is_named(five, stage):
+    nothing = ("RuntimeError: rank 1 runs no forward in this summing block: without a sample, run "
+               "the model on rows that do not count" if stage == 3 else
+               "RuntimeError: parameter a.weight has a gradient on rank 0, 2, but none on rank 1; "
+               "rank 1 has none of any parameter: without a sample, run the model on rows that do "
+               "not count")
+    for found in five.call(gradient_on_some, stage)[:3]:
+        assert found == [
+            "RuntimeError: parameter b.weight has a gradient on rank 2, but none on rank 0, 1",
+            nothing]
+
+
+class Failing(torch.autograd.Function):
+    """Fails in the backward, if told to."""
+
+    @staticmethod
+    def forward(ctx, x, fail):
+        ctx.fail = fail
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if ctx.fail:
+            raise ValueError("a backward fails")
+        return gradient, None
+
+
+class Fails(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x, where=None):
+        x = self.b(Failing.apply(self.a(x), where == "backward"))
+        if where == "forward":
+            raise ValueError("a forward fails")
+        return self.c(x)
+
+
+def failing(stage):
+    """What a failed forward or backward, sums that nobody wants, and NaN leave behind."""
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return None
+    torch.manual_seed(0)
+    model, found = Fails(), []
+    one = copy.deepcopy(model)
+    zero = Zero(model, stage, group=group)
+    optimizer = torch.optim.SGD(zero.groups, lr=0.1)
+
+    def attempt(where=None, factor=1.0, step=True):
+        with zero.summing():
+            (model(torch.ones(1, 4), where) * factor).square().sum().backward()
+        zero.clip(1e9)
+        if step:
+            zero.step(optimizer)
+
+    found.append(message(attempt, "forward"))
+    found.append(message(attempt, "backward"))
+    found.append(message(attempt))
+    zero.zero_grad()
+    found.append(message(zero.clip, 1.0))
+    found.append(message(attempt, factor=float("nan")))
+    found.append(message(attempt))
+    zero.zero_grad()
+    attempt(step=False)
+    found.append(message(attempt))
+    zero.zero_grad()
+    attempt()  # and none of all that is in these gradients
+    (2 * one(torch.ones(1, 4)).square().sum()).backward()
+    torch.optim.SGD(one.parameters(), lr=0.1).step()
+    with zero.gathered():
+        for (name, a), b in zip(model.named_parameters(), one.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-6, msg=name)
+    return found
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_after_what_fails_the_next_step_is_right_or_refused(five, stage):
+    for found in five.call(failing, stage)[:2]:
+        assert found == [
+            "ValueError: a forward fails",
+            "ValueError: a backward fails",
+            "RuntimeError: the last backward did not come to its end: call zero_grad() first",
+            "RuntimeError: the gradients of this step are not summed over the ranks: run its last "
+            "backward in a summing block",
+            "FloatingPointError: the gradients' norm is nan",
+            *["RuntimeError: this step's gradients are summed already: call step() or zero_grad() "
+              "first"] * 2]
+
+
+def misuse():
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return None
+
+    def model(inner=4):
+        return nn.Sequential(nn.Linear(3, inner), nn.Linear(inner, 3))
+
+    found = {"other shape": message(Zero, model(5 if rank else 4), 3, group=group),
+             "stage": message(Zero, model(), 0, group=group),
+             "precision": message(Zero, model(), 1, precision="fp16", group=group),
+             "stages": message(Zero, model(), 1 + rank, group=group),
+             "frozen": message(Zero, model().requires_grad_(False), 1, group=group)}
+    half = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3).double())
+    found["double"] = message(Zero, half, 3, precision="mixed", group=group)
+    assert half[0].weight.shape == (4, 3), "nothing has been changed"
+    one = model()
+    found["units"] = message(Zero, one, 1, [one[rank]], group=group)
+    found["nested"] = message(Zero, nn.Sequential(one), 1, [one, one[0]], group=group)
+    found["foreign unit"] = message(Zero, one, 1, [nn.Linear(3, 3)], group=group)
+    found["no group"] = message(Zero, one, 1, groups=[{"params": [one[0].weight]}], group=group)
+    found["foreign"] = message(
+        Zero, one, 1, groups=[{"params": [nn.Parameter(torch.ones(3))]}], group=group)
+
+    before = torch.optim.AdamW(one.parameters())
+    zero = Zero(one, 3, group=group)
+    found["before"] = message(zero.step, before)
+    for kind in "Adafactor", "Muon", "LBFGS":
+        params = zero.groups[0]["params"]
+        matrix = [nn.Parameter(torch.ones(2, 2))]
+        found[kind] = message(
+            zero.step, getattr(torch.optim, kind)(matrix if kind == "Muon" else params))
+
+    class Mine(torch.optim.Adafactor):
+        pass
+
+    found["subclass"] = message(zero.step, Mine(zero.groups))
+    optimizer = torch.optim.AdamW(zero.groups)
+    one(torch.ones(1, 3)).sum().backward()
+    found["not summed"] = message(zero.step, optimizer)
+    found["state_dict"] = message(one.state_dict)
+
+    two = model()
+    zero = Zero(two, 1, group=group)
+
+    def step(factor=1.0, backwards=1, clip=False):
+        with zero.summing():
+            for _ in range(backwards):
+                (two(torch.ones(1, 3)) * factor).sum().backward()
+        if clip:
+            zero.clip(1.0)
+        zero.step(torch.optim.SGD(zero.groups, lr=0.1))
+
+    found["twice"] = message(step, 1.0, 2)
+    two = model()
+    zero = Zero(two, 2, group=group, finite=True)
+    found["nan"] = message(step, float("nan") if rank else 1.0)
+    two = model()
+    zero = Zero(two, 3, group=group)
+    found["nan norm"] = message(step, float("nan") if rank else 1.0, 1, True)
+    return found
+
+
+def test_misuse_is_told(five):
+    one, other = five.call(misuse)[:2]
+    assert one == other
+    assert one == {
+        "other shape": "ValueError: parameter 0.weight has shape (4, 3) on rank 0 and (5, 3) on "
+                       "rank 1",
+        "stage": "ValueError: stage must be 1, 2 or 3, not 0",
+        "precision": "ValueError: precision must be 'fp32' or 'mixed', not 'fp16'",
+        "stages": "ValueError: stage: 1 on rank 0, 2 on rank 1",
+        "units": "ValueError: units: ['0'] on rank 0, ['1'] on rank 1",
+        "frozen": "ValueError: no parameter of this model requires a gradient",
+        "double": "ValueError: mixed precision is for parameters in float32, 1.weight is in "
+                  "torch.float64",
+        "nested": "ValueError: unit 0.0 lies in unit 0",
+        "foreign unit": "ValueError: a unit has to be a module in the model, not Linear",
+        "no group": "ValueError: parameter 0.bias requires a gradient and is in no group",
+        "foreign": "ValueError: parameter group 0 has one that is not the model's",
+        "before": "RuntimeError: this optimizer does not work on the shards of this model: make it "
+                  "after Zero, of its groups",
+        **{kind: f"TypeError: {kind} needs the shapes of parameters, which shards do not have"
+           for kind in ("Adafactor", "Muon", "LBFGS")},
+        "subclass": "TypeError: Adafactor needs the shapes of parameters, which shards do not have",
+        "not summed": "RuntimeError: the gradients of this step are not summed over the ranks: run "
+                      "its last backward in a summing block",
+        "state_dict": "RuntimeError: this model is sharded: read it inside of Zero.gathered(), or "
+                      "use Zero.save()",
+        "twice": "RuntimeError: parameter 1.bias gets a gradient, but this step's are summed "
+                 "already: call step() first, and run one backward only in a summing block",
+        "nan": "FloatingPointError: the gradient of parameter 0.weight is not finite: so it is in "
+               "the shard of rank 0, 1",
+        "nan norm": "FloatingPointError: the gradients' norm is nan"}

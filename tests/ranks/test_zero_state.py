@@ -1,0 +1,209 @@
+"""The state of ZeRO: resumed on other ranks; what is not whole, or foreign, is refused."""
+
+import json
+from itertools import chain
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from gloo_ranks import first_ranks
+from one_process import MAKE, OPTIMIZERS, share
+from torch import nn
+
+from naranhi import models, sharded_state
+from naranhi.sharded_state import StateError
+from naranhi.zero import Zero
+
+SHARES = 4  # of each step, whatever the number of ranks
+
+
+def run(ranks, work, stage, precision, steps, folder, load):
+    """Steps of training from the start, or from a state; saves at the end. Losses, and all numbers
+    of the state before the first step and after the last."""
+    group, rank = first_ranks(ranks), dist.get_rank()
+    if rank >= ranks:
+        return None
+    torch.manual_seed(rank)
+    model, loss = MAKE[work]()
+    zero = Zero(model, stage, group=group, precision=precision, groups=[
+        {"params": [one for one in model.parameters() if one.dim() > 1]},
+        {"params": [one for one in model.parameters() if one.dim() == 1], "weight_decay": 0.0}])
+    optimizer = OPTIMIZERS["adamw 0.001"](zero.groups)
+    if load:
+        zero.load(folder, optimizer)
+    first, losses = numbers(zero, optimizer), []
+    for step in range(*steps):
+        shares = [share(work, step, place) for place in range(SHARES)]
+        count = sum(valid for _, _, valid in shares)
+        total = torch.zeros(())
+        own = shares[rank * SHARES // ranks:(rank + 1) * SHARES // ranks]
+        for inputs, targets, _ in own[:-1]:
+            one = loss(model(inputs), targets)
+            total += one.detach()
+            (one / count).backward()
+        with zero.summing():
+            one = loss(model(own[-1][0]), own[-1][1])
+            (one / count).backward()
+        total += one.detach()
+        dist.all_reduce(total, group=group)
+        losses.append(total.item() / count)
+        zero.clip(1.0)
+        zero.step(optimizer)
+    zero.save(folder, optimizer)
+    return losses, first, numbers(zero, optimizer)
+
+
+def numbers(zero, optimizer):
+    """Masters and the optimizer's state, put together from all ranks, and the steps it counts."""
+    mine = []
+    for unit in zero.units:
+        for flat in unit.flats:
+            for piece in flat.pieces.values():
+                state = optimizer.state.get(piece, {})
+                mine.append([piece.tolist(), *(one.tolist() for one in state.values())])
+    told = [None] * dist.get_world_size(zero.group)
+    dist.all_gather_object(told, mine, group=zero.group)
+    together = []
+    for parts in zip(*told, strict=True):
+        for values in zip(*parts, strict=True):
+            together.append([*chain(*values)] if isinstance(values[0], list) else values[0])
+    return together
+
+
+@pytest.mark.parametrize("work, stage, precision", [
+    ("mlp", 1, "fp32"), ("tied gpt2", 2, "fp32"), ("tied gpt2", 3, "fp32"), ("mlp", 3, "mixed")])
+def test_training_goes_on_where_it_was_stopped(five, tmp_path, work, stage, precision):
+    """On 4 ranks, then 2, then 1, then 4: each finds the very numbers that the one before left."""
+    whole, *_ = five.call(run, 4, work, stage, precision, (0, 8), str(tmp_path / "whole"), False)[0]
+    losses, left = [], None
+    for i, ranks in enumerate([4, 2, 1, 4]):
+        some, found, after = five.call(run, ranks, work, stage, precision, (2 * i, 2 * i + 2),
+                                       str(tmp_path / "state"), i > 0)[0]
+        assert left is None or found == left
+        losses, left = losses + some, after
+        assert len(list((tmp_path / "state").glob("rank-*"))) == ranks
+    bound = {"rel": 1e-6} if precision == "fp32" else {"rel": 2e-2}
+    assert losses == pytest.approx(whole, **bound)
+    assert losses[-1] != losses[0]
+
+
+def refused(folder, width, optimizer, units):
+    """What load says, whether nothing has changed, on three ranks."""
+    group, rank = first_ranks(3), dist.get_rank()
+    if rank >= 3:
+        return None
+    torch.manual_seed(1)
+    model = nn.Sequential(*models.mlp(2, width, 6))
+    zero = Zero(model, 3, [] if units == "none" else None, group=group)
+    stepper = getattr(torch.optim, optimizer)(zero.groups, lr=0.25)
+    before = numbers(zero, stepper)
+    try:
+        zero.load(folder, stepper)
+    except StateError as error:
+        assert numbers(zero, stepper) == before and stepper.param_groups[0]["lr"] == 0.25
+        return str(error)
+    return None
+
+
+def written(folder):
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return
+    model = nn.Sequential(*models.mlp(2, 4, 6))
+    zero = Zero(model, 3, group=group)
+    optimizer = torch.optim.AdamW(zero.groups)
+    with zero.summing():
+        model(torch.ones(1, 4)).sum().backward()
+    zero.step(optimizer)
+    zero.save(folder, optimizer)
+
+
+def interrupted(folder):
+    """A second save that fails on one rank, or that has more than numbers: what `save` says."""
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return None
+    model = nn.Sequential(*models.mlp(2, 4, 6))
+    zero = Zero(model, 3, group=group)
+    optimizer = torch.optim.AdamW(zero.groups)
+    with zero.summing():
+        model(torch.ones(1, 4)).sum().backward()
+    zero.step(optimizer)
+    original, told = sharded_state._write, []
+
+    def full(path, data):
+        original(path.with_name(path.name + ".part"), data[:10])
+        raise OSError(28, "No space left on device")
+
+    def attempt():
+        with pytest.raises(StateError) as error:
+            zero.save(folder, optimizer)
+        told.append(str(error.value))
+
+    for fails in 1, 0:  # its shards; the manifest, when all shards are there
+        sharded_state._write = lambda path, data, fails=fails: (
+            full if rank == fails and (fails or path.suffix == ".json") else original)(path, data)
+        try:
+            attempt()
+        finally:
+            sharded_state._write = original
+    optimizer.param_groups[0]["note"] = Path("x")
+    attempt()
+    del optimizer.param_groups[0]["note"]
+    next(iter(optimizer.state.values()))["shape"] = torch.ones(2, 3)
+    attempt()
+    return told
+
+
+def test_a_save_that_is_interrupted_leaves_the_one_before(five, tmp_path):
+    state = tmp_path / "state"
+    five.call(written, str(state))
+    manifest = (state / "manifest.json").read_text()
+    one, other = five.call(interrupted, str(state))[:2]
+    assert one == other and one[:2] == ["[Errno 28] No space left on device"] * 2
+    assert "pathlib" in one[2] and "which is not read from files" in one[2]
+    assert "AdamW keeps shape of shape (2, 3) for" in one[3]
+    assert (state / "manifest.json").read_text() == manifest
+    assert five.call(refused, str(state), 4, "AdamW", "children")[:3] == [None] * 3
+    assert list(state.glob("*.part"))
+    five.call(written, str(state))  # and the next one clears up
+    assert {one.suffix for one in state.glob("rank-*")} == {".pt"}
+
+
+def test_a_state_that_cannot_be_right_is_refused(five, tmp_path):
+    state = tmp_path / "state"
+    five.call(written, str(state))
+
+    def told(width=4, optimizer="AdamW", units="children", folder=state):
+        answers = five.call(refused, str(folder), width, optimizer, units)[:3]
+        assert answers[0] and len(set(answers)) == 1, "the same on every rank"
+        return answers[0]
+
+    assert told(width=5) == (
+        "parameter 0.up.weight has shape [6, 4] in the state and [6, 5] in the model")
+    assert told(units="none") == (
+        "parameter 0.up.weight has unit 0 in the state and root in the model")
+    assert told(optimizer="SGD") == (
+        "the state is of AdamW with 1 parameter group, not of SGD with 1 parameter group")
+    assert "has no manifest.json" in told(folder=tmp_path)
+    (tmp_path / "file").touch()
+    assert "Not a directory" in told(folder=tmp_path / "file")
+
+    manifest = state / "manifest.json"
+    text = manifest.read_text()
+    last = Path(state, json.loads(text)["files"][1]["name"])
+    data = last.read_bytes()
+    last.write_bytes(data[:-100])
+    assert f"{last} is not as it was written" in told()
+    last.write_bytes(data[:300] + bytes([data[300] ^ 1]) + data[301:])
+    assert "truncated or corrupted" in told()
+    last.unlink()
+    assert f"{last} cannot be read: No such file" in told()
+    last.write_bytes(data)
+    manifest.write_text(text[:-30])
+    assert "manifest.json cannot be read" in told()
+    manifest.write_text(text.replace('"format": 1', '"format": 0'))
+    assert "state of format 0, this is format 1" in told()
+    manifest.write_text(text)
+    assert five.call(refused, str(state), 4, "AdamW", "children")[:3] == [None] * 3
