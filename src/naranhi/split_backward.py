@@ -98,7 +98,8 @@ def splittable(layers):
     """The layers, each module in them that has weights of its own replaced by a `Splittable` one.
 
     The replacement is in place, except for a layer that is such a module itself; parameters stay
-    the same objects. Give the list that is returned to a `Pipeline`.
+    the same objects. Give the list that is returned to a `Pipeline`. A module that has a better way
+    to be one than `Splittable(module)` returns it from a method `as_splittable()`.
     """
     return [_wrapped(layer) for layer in layers]
 
@@ -108,6 +109,8 @@ def _wrapped(module):
         return module
     if type(module) is nn.Linear:
         return SplittableLinear(module)
+    if hasattr(module, "as_splittable"):
+        return module.as_splittable()
     if next(module.parameters(recurse=False), None) is not None:
         return Splittable(module)
     for name, child in module.named_children():

@@ -1,0 +1,241 @@
+"""Tensor parallelism: each layer cut over a group of ranks, all of which work on the same data.
+
+    layers = models.gpt2(config)                     # from one seed, so the same on every rank
+    parallelize(layers, gpt2_plan(), group)          # this rank keeps its part of them
+    loss = vocabulary_cross_entropy(forward(layers, tokens), targets, group)
+
+A plan says which layers are cut, and how, by patterns of names. Whatever layers a plan consists of,
+what they are made of is here too: the ways in and out of the split region (`tensor_region`), linear
+layers and attention (`tensor_layers`), embedding, head and cross-entropy (`vocabulary_parallel`),
+random numbers (`tensor_random`) and state (`tensor_shards`).
+
+With sequence parallelism, what lies between the cut layers (norms, dropout, residuals) is split
+too, along the sequence; `sum_sequence_gradients` then ends each step's backward.
+
+Every rank of the group is to be given the same batch, in the same order, and to stand at the same
+place of torch's random numbers: `agreement.require_same(group, tokens=..., targets=...)` compares.
+
+Sources: Shoeybi et al., "Megatron-LM: training multi-billion parameter language models using model
+parallelism" (2019); Korthikanti et al., "Reducing activation recomputation in large Transformer
+models" (2022).
+"""
+
+from copy import copy
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch.distributed as dist
+from torch import nn
+
+from naranhi.agreement import fingerprint
+from naranhi.tensor_layers import ColumnParallelLinear, ParallelAttention, RowParallelLinear
+from naranhi.tensor_random import RegionDropout
+from naranhi.tensor_region import (
+    copy_to_group,
+    gather_from_group,
+    gather_from_sequence,
+    reduce_from_group,
+    reduce_scatter_to_sequence,
+    scatter_to_group,
+)
+from naranhi.tensor_shards import (
+    Sharded,
+    as_module,
+    load_whole_state,
+    sum_sequence_gradients,
+    whole_state,
+)
+from naranhi.vocabulary_parallel import (
+    VocabularyParallelEmbedding,
+    VocabularyParallelHead,
+    vocabulary_cross_entropy,
+)
+
+__all__ = [
+    "Column", "ColumnParallelLinear", "Heads", "ParallelAttention", "Row", "RowParallelLinear",
+    "Tokenwise", "Vocabulary", "VocabularyParallelEmbedding", "VocabularyParallelHead",
+    "copy_to_group", "gather_from_group", "gather_from_sequence", "gpt2_plan", "load_whole_state",
+    "mlp_plan", "parallelize", "reduce_from_group", "reduce_scatter_to_sequence",
+    "scatter_to_group", "sum_sequence_gradients", "vocabulary_cross_entropy", "whole_state"]
+
+
+# --- what a plan says of a layer -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Column:
+    """A linear layer is cut by its outputs, each of its parts by itself."""
+
+    parts: int = 1
+
+    def cut(self, layer, group, sequence):
+        return ColumnParallelLinear(layer, group, self.parts, sequence)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A linear layer is cut by its inputs, which are the outputs of one that is cut by those."""
+
+    def cut(self, layer, group, sequence):
+        return RowParallelLinear(layer, group, sequence)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """GPT-2's attention is cut by heads; its c_attn and c_proj are in the plan by themselves."""
+
+    needs = ("c_attn", Column(parts=3)), ("c_proj", Row())
+
+    def cut(self, layer, group, sequence):
+        return ParallelAttention(layer, group)
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """An embedding, or a head, is cut by its words."""
+
+    def cut(self, layer, group, sequence):
+        if isinstance(layer, nn.Embedding):
+            return VocabularyParallelEmbedding(layer, group, sequence)
+        return VocabularyParallelHead(layer, group, sequence)
+
+
+@dataclass(frozen=True)
+class Tokenwise:
+    """A norm, dropout or position embedding works on each token by itself: whole on every rank, but
+    with sequence parallelism only for this rank's tokens. ValueError then for a layer made of
+    layers, each of which is to be in the plan by itself."""
+
+    def cut(self, layer, group, sequence):
+        if not sequence:
+            return layer
+        if list(layer.children()):
+            raise ValueError("what it is made of has to be named, layer by layer")
+        if isinstance(layer, nn.Dropout):
+            return RegionDropout(layer.p, group).train(layer.training)
+        if isinstance(layer, nn.Embedding):
+            return OwnPositions(layer, group)
+        layer = copy(layer)  # which has the same parameters
+        layer.sequence, layer.group = True, group
+        return layer
+
+
+class OwnPositions(Sharded):
+    """An embedding of positions, (..., sequence) to (..., sequence / ranks, hidden): of this rank's
+    part of the sequence. ValueError when the ranks do not divide it."""
+
+    def __init__(self, embedding, group):
+        super().__init__(group, True)
+        self.num_embeddings = embedding.num_embeddings
+        self.take("weight", embedding.weight)
+
+    def forward(self, positions):
+        return nn.functional.embedding(scatter_to_group(positions, self.group), self.weight)
+
+
+def gpt2_plan():
+    """The plan for `models.gpt2`: one all-reduce each way for each attention and each MLP."""
+    return {
+        "*wte": Vocabulary(), "*lm_head": Vocabulary(),
+        "*.attn": Heads(), "*.attn.c_attn": Column(parts=3), "*.attn.c_proj": Row(),
+        "*.mlp.c_fc": Column(), "*.mlp.c_proj": Row(),
+        "*wpe": Tokenwise(), "*ln_[12f]": Tokenwise(), "*drop": Tokenwise(),
+        "*.resid_dropout": Tokenwise(), "*.mlp.dropout": Tokenwise()}
+
+
+def mlp_plan():
+    """The plan for `models.mlp`."""
+    return {"*up": Column(), "*down": Row()}
+
+
+# --- applying it ---------------------------------------------------------------------------------
+
+
+def parallelize(model, plan, group=None, sequence=False):
+    """Cut a model's layers over the ranks of a group, in place; returns the model.
+
+    model: a module, or a list of layers, with the same weights on every rank (made from the same
+        seed, or loaded). Each rank keeps its own part of the parameters that are cut.
+    plan: {pattern: Column(), Row(), ...}. A pattern is a name as in `named_modules` (of a list,
+        from the layer's number on), in which * stands for anything.
+    sequence: also split what is between these layers along the sequence.
+
+    Raises ValueError on every rank of the group, before anything is changed: for a pattern that no
+    layer has, a layer that two patterns have or that is cut already, heads, inputs or outputs that
+    the ranks do not divide, a tied parameter not cut alike in all places, for ranks with different
+    plans or weights; TypeError for a layer that cannot be cut in this way.
+    """
+    module, error, new = as_module(model), None, {}
+    try:
+        new = _new_layers(module, plan, group, sequence)
+    except (TypeError, ValueError) as wrong:
+        error = wrong
+    _agree(module, f"{plan}, sequence={sequence}", error, group)
+    for name, layer in new.items():  # attention before what is in it
+        module.set_submodule(name, layer)
+        if isinstance(model, list) and name.isdigit():
+            model[int(name)] = layer
+    return model
+
+
+def _new_layers(module, plan, group, sequence):
+    """{name: the layer that takes its place}, in the order of `named_modules`."""
+    # A layer that is used in two places has two names.
+    layers, chosen, new = dict(module.named_modules(remove_duplicate=False)), {}, {}
+    for pattern, way in plan.items():
+        names = [name for name in layers if fnmatchcase(name, pattern)]
+        if not names:
+            raise ValueError(f"the plan names {pattern!r}, but no layer is called so")
+        for name in names:
+            if name in chosen or isinstance(layers[name], (Sharded, ParallelAttention)):
+                raise ValueError(f"{name} is split twice")
+            chosen[name] = way
+    for name in [name for name in layers if name in chosen]:
+        for child, way in getattr(chosen[name], "needs", ()):
+            if chosen.get(f"{name}.{child}") != way:
+                raise ValueError(f"{name}: the plan has to split its {child} as {way}")
+        try:
+            new[name] = chosen[name].cut(layers[name], group, sequence)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{name}: {error}") from error
+        new[name].train(layers[name].training)
+    _tie(layers, new)
+    return new
+
+
+def _tie(layers, new):
+    """Let what was one parameter in several layers be one again."""
+    users = {}
+    for name, layer in layers.items():
+        for own, parameter in layer.named_parameters(recurse=False):
+            users.setdefault(parameter, []).append((name, own))
+    for (first, own), *others in users.values():
+        for name, other in others:
+            if _split(new.get(first), own) != _split(new.get(name), other):
+                raise ValueError(f"{first}.{own} and {name}.{other} are one parameter: the plan "
+                                 "has to split both alike, or none")
+            if _split(new.get(first), own):
+                setattr(new[name], other, getattr(new[first], own))
+
+
+def _split(layer, parameter):
+    return getattr(layer, "splits", {}).get(parameter)
+
+
+def _agree(module, plan, error, group):
+    """Raise the error of any rank, or ValueError where plans or weights differ."""
+    tensors = {} if error else dict([*module.named_parameters(), *module.named_buffers()])
+    mine = error, plan, {name: fingerprint(one) for name, one in tensors.items()}
+    told = [None] * dist.get_world_size(group)
+    dist.all_gather_object(told, mine, group=group)
+    for wrong, _, _ in (mine, *told):
+        if wrong:
+            raise wrong
+    ranks = dist.get_process_group_ranks(group)
+    for rank, (_, other, weights) in zip(ranks, told, strict=True):
+        if other != told[0][1]:
+            raise ValueError(f"rank {ranks[0]} and rank {rank} were given different plans")
+        for name in told[0][2].keys() | weights.keys():
+            if told[0][2].get(name) != weights.get(name):
+                raise ValueError(f"rank {ranks[0]} and rank {rank} start from different weights: "
+                                 f"{name} differs")
