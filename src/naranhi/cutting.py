@@ -26,10 +26,10 @@ def cut(layers, stages, balance=None, chunks=1):
     return [layers[end - size:end] for size, end in zip(balance, ends, strict=True)]
 
 
-def check_kinds(schedule, parts, optimizer):
+def check_kinds(schedule, parts, optimizer, replicas=None):
     """Raise ValueError for a kind of action that these stages cannot do.
 
-    parts: by stage, its layers. optimizer: None if there is none.
+    parts: by stage, its layers. optimizer, replicas: None if there are none.
     """
     kinds, tied = {}, tied_parameters(parts, range(len(parts)))  # with the stages that use each
     for row in schedule:
@@ -46,6 +46,9 @@ def check_kinds(schedule, parts, optimizer):
                         f"later; make the layers splittable with split_backward.splittable")
         if kind == "U" and optimizer is None:
             raise ValueError(f"{action} cannot be run: it needs an optimizer")
+        if kind == "U" and replicas is not None:
+            raise ValueError(
+                f"{action} cannot be run: the gradients of replicas are added up at a step's end")
         if kind == "U" and tied:
             raise ValueError(
                 f"{action} cannot be run: stages {' and '.join(map(str, tied[0][1]))} share a tied "

@@ -18,29 +18,24 @@ AHEAD = 2  # receives posted ahead on a channel: one arrives while the one befor
 def meet(mine, timeout):
     """This rank's process groups, when nothing is wrong on any rank of the world; all call this.
 
-    mine: what this rank was given for its pipeline, by name: "pipeline", its ranks in the world,
-    on which everything must be the same; "groups", the groups that these ranks need among them, as
-    pairs (ranks in the world, purpose); or "error". Empty for a rank in no pipeline.
+    mine: what this rank was given for its pipeline, by name. "pipeline": its ranks in the world, on
+    which all but the next two must be the same. "replicas": the ranks in the world that have the
+    same stages in other pipelines, or None; on these all but the first and the last must be the
+    same. "place in the pipeline". "groups": those that the ranks of the pipeline need among them,
+    as pairs (ranks in the world, purpose). Or "error". Empty for a rank in no pipeline.
     timeout: seconds, of each message.
 
     Returns {(ranks, purpose): group}. Torch makes a group on all ranks at once, members or not, and
     in one order: so every rank makes those of all pipelines. Raises the error of any rank, and
-    ValueError where ranks of a pipeline were given different things.
+    ValueError where ranks of a pipeline, or replicas, were given different things.
     """
     told = [None] * dist.get_world_size()
     dist.all_gather_object(told, mine)
     for one in (mine, *told):
         if "error" in one:
             raise one["error"]
-    first = {}  # by pipeline: its first rank, and what that was given
-    for rank, one in enumerate(told):
-        other, given = first.setdefault(one.get("pipeline"), (rank, one))
-        for what in one:
-            if one[what] != given[what]:
-                short = what not in ("schedule", "groups")
-                raise ValueError(
-                    f"rank {other} and rank {rank}, of one pipeline, disagree on {what}"
-                    + f": {given[what]} and {one[what]}" * short)
+    _compare(told, "pipeline", "of one pipeline", {"replicas", "place in the pipeline"})
+    _compare(told, "replicas", "replicas of one another", {"pipeline", "groups"})
     groups = {}
     for ranks, purpose in dict.fromkeys(pair for one in told for pair in one.get("groups", ())):
         group = dist.new_group(
@@ -48,6 +43,23 @@ def meet(mine, timeout):
         if (ranks, purpose) in mine.get("groups", ()):
             groups[ranks, purpose] = group
     return groups
+
+
+def _compare(told, which, called, but):
+    """ValueError where two of the ranks that belong together were given different things.
+
+    which: by what name in `told` the ranks stand that do; called: what they are to each other. but:
+    the names of what may differ.
+    """
+    for rank, one in enumerate(told):
+        other = (one.get(which) or [rank])[0]
+        given = told[other]
+        for what in one:
+            if what not in but and one[what] != given.get(what):
+                short = what not in ("schedule", "groups")
+                raise ValueError(
+                    f"rank {other} and rank {rank}, {called}, disagree on {what}"
+                    + f": {given.get(what)} and {one[what]}" * short)
 
 
 class Sender:

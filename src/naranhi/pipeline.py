@@ -17,6 +17,7 @@ from torch import nn
 
 from naranhi import shapes
 from naranhi.cutting import check_kinds, cut
+from naranhi.data_parallel import sum_in_buckets
 from naranhi.messages import Receiver, Sender, meet
 from naranhi.schedules import Channel, channels, check, check_versions
 from naranhi.stage import Stage
@@ -47,6 +48,8 @@ class Pipeline:
     loss: `loss(output, targets)` of a micro-batch, a scalar: the *sum* over what is valid in it.
     balance: the number of layers of each virtual stage; see `cut`.
     group: the process group, None for the default one.
+    replicas: where several pipelines share a batch (data parallelism), the process group of the
+        ranks that have the same stages as this one; each step adds up their gradients.
     optimizer: for a schedule that updates weights on its way, a function that makes a torch
         optimizer of a list of parameters; each stage has its own.
     stash: see `stashed.Stashed`. False gives wrong gradients.
@@ -57,21 +60,24 @@ class Pipeline:
     side by side), and close it; a rank that is in none calls `stand_aside`. Raises, on every rank
     and before anything of the model is sent: ScheduleError as `schedules.check` does, and where a
     stage would hold more `versions`; ValueError for a balance that does not fit (see `cut`), for a
-    group of another size, for ranks that were given different schedules or balances, for a backward
-    to be split on a layer that is not `split_backward.splittable`, for updates without an
-    optimizer or with a parameter that two stages share.
+    group of another size, for ranks of a pipeline, or replicas, that were given different schedules
+    or balances, for a backward to be split on a layer that is not `split_backward.splittable`, for
+    updates without an optimizer, with replicas, or with a parameter that two stages share.
 
     Attributes: `stages`, {virtual stage: Stage} of this rank.
     """
 
     def __init__(self, layers, schedule, loss, balance=None, group=None, optimizer=None, stash=True,
-                 versions=None, timeout=60.0):
+                 versions=None, timeout=60.0, replicas=None):
         self.group = dist.group.WORLD if group is None else group
         self.rank, self.schedule, layers = dist.get_rank(self.group), schedule, list(layers)
+        self.replicas = replicas if replicas and dist.get_world_size(replicas) > 1 else None
         mine = {
             "pipeline": tuple(dist.get_process_group_ranks(self.group)),
-            "micro-batches": schedule.microbatches, "layers": len(layers),
-            "balance": balance and list(balance),
+            "replicas": self.replicas and tuple(dist.get_process_group_ranks(self.replicas)),
+            "number of replicas": self.replicas and dist.get_world_size(self.replicas),
+            "place in the pipeline": self.rank, "micro-batches": schedule.microbatches,
+            "layers": len(layers), "balance": balance and list(balance),
             "schedule": hashlib.sha256(str(schedule).encode()).hexdigest()}
         try:
             check(schedule)
@@ -81,7 +87,7 @@ class Pipeline:
             parts = cut(layers, schedule.virtual_stages, balance,
                         schedule.virtual_stages // len(schedule))
             tied = tied_parameters(parts, schedule.placement)
-            check_kinds(schedule, parts, optimizer)
+            check_kinds(schedule, parts, optimizer, self.replicas)
             if versions is not None:
                 check_versions(schedule, versions)
             self._messages = channels(schedule)
@@ -124,10 +130,12 @@ class Pipeline:
 
     def step(self, inputs, targets, count, recorder=None):
         """Every action of the schedule, on one batch. Adds the gradients to `.grad`, and returns
-        the loss, a scalar tensor, on the rank of the last stage, and None on the others.
+        the loss, a scalar tensor, on the rank of the last stage, and None on the others. Beside
+        replicas, gradients are those of the whole batch, the loss is this pipeline's part of it.
 
-        inputs: on every rank, a tensor or tuple of tensors whose first dimension is the batch. Only
-            the first stage reads them; the other ranks look at shapes and dtypes.
+        inputs: on every rank, a tensor or tuple of tensors whose first dimension is the batch, or
+            this pipeline's share of it. Only the first stage reads them; the other ranks look at
+            shapes and dtypes.
         targets: likewise. Only the last stage needs them; other ranks may give None.
         count: what the summed loss is divided by: how many tokens (rows, ...) are valid in the
             whole step, that is in all micro-batches, and in all pipelines side by side. The mean of
@@ -140,16 +148,20 @@ class Pipeline:
         Raises, before anything of the batch is sent, ValueError when the micro-batches do not
         divide the batch, for a list of counts of another length and for a layer that does not take
         what the one before it returns; and TypeError for a layer that returns anything but a tensor
-        or a tuple of tensors. Layers are tried on shapes alone, once for each shape of micro-batch;
-        later only the rank of the last stage sees that targets do not fit, and the others wait for
-        it until the `timeout`. After an error in the midst of a step the pipeline can only be
-        closed.
+        or a tuple of tensors; beside replicas RuntimeError for a gradient of an earlier step, which
+        would be added up again. Layers are tried on shapes alone, once for each shape of a
+        micro-batch; later only the rank of the last stage sees that targets do not fit, and the
+        others wait for it until the `timeout`. After an error in the midst of a step the pipeline
+        can only be closed.
         """
         inputs, rebuild = self._split("inputs", inputs)
         counts = count if isinstance(count, (list, tuple)) else [count] * len(inputs)
         if len(counts) != len(inputs):
             raise ValueError(f"count: {len(counts)} numbers for {len(inputs)} micro-batches")
         takes = self._agree_on_shapes(shapes.Boundary.of(rebuild(inputs[0])), targets)
+        if self.replicas and any(one.grad is not None for one in self.parameters()):
+            raise RuntimeError("a parameter still has a gradient of an earlier step, and that is a "
+                               "sum over the replicas already: call zero_grad() first")
         if self.last in self.stages:
             targets, rebuild_target = self._split("targets", targets)
         for channel, end in self._ends.items():
@@ -204,7 +216,9 @@ class Pipeline:
 
         for end in self._ends.values():
             end.flush()
-        for tied in self._tied:
+        if self.replicas:
+            sum_in_buckets(nn.ModuleList(self.stages.values()), self.replicas)
+        for tied in self._tied:  # last: whatever order replicas were added up in, copies are equal
             tied.sum()
         return self.stages[self.last].total if self.last in self.stages else None
 
@@ -274,5 +288,9 @@ class Pipeline:
 
 
 def stand_aside():
-    """What a rank of the world that is in no pipeline calls while others make theirs."""
+    """What a rank of the world that is in no pipeline calls while others make theirs.
+
+    Torch makes process groups on all ranks at once. On a mesh (`mesh.Mesh`) no rank calls this:
+    each is in a pipeline, and all make theirs by the one line `Pipeline(..., mesh.pipeline)`.
+    """
     meet({}, 60.0)

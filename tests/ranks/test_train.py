@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
-from transformers import GPT2Config, GPT2LMHeadModel
+import small_gpt2
 
-from naranhi import corpus, schedules, train
+from naranhi import parallel_training, schedules, train
 from naranhi.train_log import Log
 
 
@@ -44,24 +44,15 @@ def told(stderr):
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """Options: a GPT-2 of two blocks in a folder, and a corpus, both in the form of real ones."""
-    folder = tmp_path_factory.mktemp("small")
-    tokenizer = corpus.tokenizer()
-    tokenizer.save_pretrained(folder)
-    GPT2LMHeadModel(GPT2Config(
-        vocab_size=len(tokenizer), n_positions=32, n_embd=16, n_layer=2, n_head=2, bos_token_id=0,
-        eos_token_id=0)).save_pretrained(folder)
-    passages = [{"context": one} for one in corpus.contexts()[:16]]
-    file = folder / "squad.json"
-    file.write_text(json.dumps({"data": [{"paragraphs": passages + passages[:4]}]}))
-    return "--model", folder, "--corpus", file, "--microbatches", 2, "--batch", 4
+    """Options, for batches that are small as well."""
+    return *small_gpt2.write(tmp_path_factory.mktemp("small")), "--microbatches", 2, "--batch", 4
 
 
 def test_any_number_of_ranks_gives_the_same_losses_and_they_fall(tmp_path):
     """Below what a model knows that knows how often each word is: the corpus's unigram entropy."""
     runs = {
         1: (12, "--schedule", "inter_layer", "--recompute"),
-        2: (12, "--schedule", "zero_bubble_h1"),
+        2: (12, "--data", 2),
         4: (130, "--schedule", "gpipe", "--balance", "4,3,3,4"),
     }
     losses = {}
@@ -155,6 +146,8 @@ def test_a_killed_rank_leaves_a_readable_log_and_is_missed_in_a_line(endless):
     (2, ("--corpus", "nowhere.json"), "the corpus nowhere.json does not exist"),
     (2, ("--balance", "4,3,3,5"), "the balance [4, 3, 3, 5] gives 4 stages 15 layers"),
     (1, ("--steps", "none"), "argument --steps: 'none' is no whole number"),
+    (2, ("--data", 2, "--pipeline", 4), "a mesh of data 2 x pipeline 4 x tensor 1 has 8 ranks, "
+     "the world has 2"),
 ])
 def test_a_mistake_is_told_once_and_every_rank_leaves(ranks, options, message):
     done = run(ranks, *options)
@@ -183,7 +176,8 @@ def test_help_is_complete(capsys):
     assert ended.value.code == 0
     text = capsys.readouterr().out
     for option in ("model", "corpus", "schedule", "balance", "microbatches", "batch", "steps",
-                   "rate", "seed", "dropout", "untied", "recompute", "log-file", "log"):
+                   "rate", "seed", "dropout", "untied", "recompute", "log-file", "log", "data",
+                   "pipeline", "tensor", "sequence"):
         assert f"--{option}" in text
 
 
@@ -191,6 +185,7 @@ def test_defaults():
     options = train.parse([])
     assert (options.schedule, options.microbatches, options.batch, options.steps) == (
         "gpipe", 4, 8, 300)
+    assert (options.data, options.pipeline, options.tensor) == (1, None, 1)
     assert train.RATE["trained"] == 3e-5
     assert train.parse(["--log", "a"]).log == train.parse(["--log-file", "a"]).log == "a"
     assert train.parse(["--balance", "4,3,3,4"]).balance == [4, 3, 3, 4]
@@ -199,15 +194,21 @@ def test_defaults():
 @pytest.mark.parametrize("arguments", [
     ["--schedule", "Gpipe"], ["--balance", "4,,3"], ["--balance", "4,0"], ["--microbatches", "0"],
     ["--batch", "-8"], ["--steps", "1.5"], ["--rate", "0"], ["--rate", "nan"], ["--rate", "fast"],
-    ["--seed", "x"], ["--dropout", "1"], ["--unknown"], ["--step", "3"], ["more"]])
+    ["--seed", "x"], ["--dropout", "1"], ["--data", "0"], ["--pipeline", "0"], ["--tensor", "two"],
+    ["--unknown"], ["--step", "3"], ["more"]])
 def test_options_that_make_no_sense_are_refused(arguments):
     with pytest.raises(train.Mistake, match=re.escape(arguments[0].lstrip("-"))):
         train.parse(arguments)
 
 
 def test_a_batch_that_the_micro_batches_do_not_divide_is_refused():
-    with pytest.raises(train.Mistake, match="--batch 8 cannot be divided into 3 micro-batches"):
-        train.prepare(train.parse(["--microbatches", "3"]))
+    for options, shares in [
+        (["--microbatches", "3"], "3 micro-batches of one size"),
+        (["--data", "4"], "4 shares of 4 micro-batches of one size"),
+    ]:
+        with pytest.raises(parallel_training.Mistake,
+                           match=f"--batch 8 cannot be divided into {shares}"):
+            parallel_training.prepare(train.parse(options))
 
 
 def test_schedules_are_found_by_their_arguments(monkeypatch):

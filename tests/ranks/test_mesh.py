@@ -1,0 +1,417 @@
+"""Meshes of ranks, and what is trained on them; a mesh of data D, pipeline P, tensor T is DxPxT."""
+
+import math
+import shlex
+import tempfile
+from datetime import timedelta
+
+import pytest
+import small_gpt2
+import torch
+import torch.distributed as dist
+from gloo_ranks import Ranks
+from torch import nn
+
+from naranhi import data, models, parallel_training, schedules, train
+from naranhi.agreement import fingerprint, require_same
+from naranhi.data_parallel import sum_in_buckets
+from naranhi.mesh import Mesh, Place
+from naranhi.parallel_training import Mistake, Training
+from naranhi.pipeline import Pipeline
+from naranhi.vocabulary_parallel import VocabularyParallelEmbedding, VocabularyParallelHead
+
+_made = []
+
+
+@pytest.fixture(scope="module")
+def eight(tmp_path_factory):
+    """`eight(ranks, function, *args)`: its results on a world of as many, of eight processes."""
+    models = "transformers.models.gpt2.modeling_gpt2"
+    with Ranks(8, 60.0, [__name__, models, "datasets"]) as pool:
+        def call(ranks, function, *args):
+            store = tempfile.mktemp(dir=tmp_path_factory.getbasetemp())
+            return pool.call(in_a_world, ranks, store, function, *args)[:ranks]
+        yield call
+
+
+def in_a_world(ranks, store, function, *args):
+    """In a rank: the result, where the first ranks are the world; None on the others."""
+    rank = dist.get_rank() if not _made else _made[0]
+    _made[:] = [rank]
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if rank >= ranks:
+        return None
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks,
+                            timeout=timedelta(seconds=40))
+    return function(*args)
+
+
+# --- the mesh ------------------------------------------------------------------------------------
+
+
+def places(sizes):
+    """On a rank: its place, and the ranks of its groups."""
+    with Mesh(*sizes) as mesh:
+        groups = [dist.get_process_group_ranks(group)
+                  for group in (mesh.data, mesh.pipeline, mesh.tensor)]
+        here = dist.get_rank(mesh.data), dist.get_rank(mesh.pipeline), dist.get_rank(mesh.tensor)
+        return mesh.place, groups, here
+
+
+@pytest.mark.parametrize("sizes", [
+    (1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (3, 1, 2), (2, 2, 2), (1, 4, 2), (1, 8, 1)])
+def test_a_rank_has_a_place_and_a_group_on_each_axis(eight, sizes):
+    several, length, shards = sizes
+    found = eight(several * length * shards, places, sizes)
+    number = {}
+    for rank, (place, _, _) in enumerate(found):
+        assert rank == (place.pipeline * several + place.data) * shards + place.tensor
+        number[place] = rank
+    for place, groups, here in found:
+        assert here == place
+        for axis, group, size in zip(Place._fields, groups, sizes, strict=True):
+            assert group == [number[place._replace(**{axis: i})] for i in range(size)]
+
+
+def refused(by_rank):
+    """On a rank: the error, and how many groups were made in spite of it."""
+    before = len(dist.distributed_c10d._world.pg_map)
+    try:
+        Mesh(*by_rank[dist.get_rank()])
+    except ValueError as error:
+        return str(error), len(dist.distributed_c10d._world.pg_map) - before
+    return None
+
+
+@pytest.mark.parametrize("by_rank, message", [
+    ([(2, 2, 1)] * 2, "a mesh of data 2 x pipeline 2 x tensor 1 has 4 ranks, the world has 2"),
+    ([(1, 1, 1)] * 2, "a mesh of data 1 x pipeline 1 x tensor 1 has 1 ranks, the world has 2"),
+    ([(1, -1, -2)] * 2, "pipeline must be a whole number of at least 1, not -1"),
+    ([(1, 1, 2.0)] * 2, "tensor must be a whole number of at least 1, not 2.0"),
+    ([(1, 1, 2), (2, 1, 1)], "size of the mesh: data 1 x pipeline 1 x tensor 2 on rank 0, "
+     "data 2 x pipeline 1 x tensor 1 on rank 1"),
+])
+def test_a_mesh_that_does_not_fit_is_refused_before_any_group_is_made(eight, by_rank, message):
+    assert eight(2, refused, by_rank) == [(message, 0)] * 2
+
+
+# --- what has to be the same ---------------------------------------------------------------------
+
+
+def compared(by_rank):
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return None
+    try:
+        require_same(group, **by_rank[dist.get_rank() - 1])
+    except ValueError as error:
+        return str(error)
+    return "the same"
+
+
+def test_what_differs_is_named_with_two_ranks_of_the_world(eight):
+    x = torch.arange(6.0)
+    for one, other, message in [
+        ({"a_number": 1}, {"a_number": 1}, "the same"),
+        ({"a_number": 1}, {"a_number": 2}, "a number: 1 on rank 1, 2 on rank 2"),
+        ({"a": 1}, {"a": 1, "b": 3}, "b: None on rank 1, 3 on rank 2"),
+        ({"inputs": x}, {"inputs": x.clone()}, "the same"),
+        ({"inputs": x}, {"inputs": x.flip(0)}, "rank 1 and rank 2 have different inputs"),
+    ]:
+        assert eight(3, compared, [one, other]) == [None, message, message]
+
+
+def test_a_fingerprint_is_that_of_every_bit_name_shape_and_dtype():
+    torch.manual_seed(0)
+    linear, x = nn.Linear(3, 2), torch.zeros(2, 3)
+    print_of_linear = fingerprint(linear)
+    assert fingerprint(linear) == print_of_linear
+    different = [x, -x, x.T, x.half(), x.bfloat16(), nn.Linear(3, 2), nn.Sequential(linear)]
+    assert len({print_of_linear, *map(fingerprint, different)}) == 8
+    assert fingerprint(x.T) == fingerprint(x.T.contiguous())
+
+
+# --- pipelines side by side ----------------------------------------------------------------------
+
+
+def squared_error(output, target):
+    return (output - target).square().sum()
+
+
+def make(work):
+    """(layers, loss, inputs, targets, count): the same on every rank; shares of unequal count."""
+    torch.manual_seed(0)
+    if work == "mlp":
+        x, y = torch.randn(2, 8, 16)
+        return models.mlp(8, 16), squared_error, x, y, y.numel()
+    layers = models.gpt2(
+        models.gpt2_config(vocabulary=31, positions=8, hidden=8, heads=2, blocks=6),
+        tied=work == "tied gpt2", dropout=0.0)
+    tokens = torch.randint(31, (16, 8))
+    targets = tokens.roll(-1, 1).masked_fill(torch.rand(16, 8) < 0.3, data.NOTHING)
+    return layers, data.loss, tokens, targets, int((targets != data.NOTHING).sum())
+
+
+def one_process(work, replicas, microbatches):
+    """Gradients by layer, where each replica's share is summed up by itself, and they in order."""
+    layers, loss, inputs, targets, count = make(work)
+    model, total = nn.Sequential(*layers), None
+    for share in zip(inputs.chunk(replicas), targets.chunk(replicas), strict=True):
+        model.zero_grad()
+        for x, y in zip(*(part.chunk(microbatches) for part in share), strict=True):
+            (loss(model(x), y) / count).backward()
+        mine = [[one.grad for one in layer.parameters()] for layer in layers]
+        total = mine if total is None else [
+            [a + b for a, b in zip(*pair, strict=True)] for pair in zip(total, mine, strict=True)]
+    return total
+
+
+SCHEDULES = {
+    "gpipe": schedules.gpipe, "one_f_one_b": schedules.one_f_one_b,
+    "interleaved": lambda stages, m: schedules.interleaved(stages, m, 2)}
+
+
+def side_by_side(sizes, name, work):
+    """On a rank: whether every gradient is that of one process to the bit."""
+    layers, loss, inputs, targets, count = make(work)
+    with Mesh(*sizes) as mesh:
+        mine = mesh.place.data
+        share = [one.chunk(mesh.sizes.data)[mine] for one in (inputs, targets)]
+        schedule = SCHEDULES[name](mesh.sizes.pipeline, 4)
+        with Pipeline(layers, schedule, loss, group=mesh.pipeline, replicas=mesh.data) as pipe:
+            for _ in range(2):
+                for one in pipe.parameters():
+                    one.grad = None
+                pipe.step(*share, count)
+            expected = one_process(work, mesh.sizes.data, 4)
+            return all(
+                torch.equal(one.grad, other)
+                for stage in pipe.stages.values()
+                for number, layer in enumerate(stage.layers, stage.first)
+                for one, other in zip(layer.parameters(), expected[number], strict=True))
+
+
+@pytest.mark.parametrize("sizes, name", [
+    ((2, 1, 1), "gpipe"), ((2, 2, 1), "one_f_one_b"), ((2, 2, 1), "interleaved"),
+    ((2, 4, 1), "gpipe")])
+def test_gradients_are_sums_over_pipelines_to_the_bit(eight, sizes, name):
+    ranks = sizes[0] * sizes[1]
+    for work in ("mlp", "gpt2"):
+        assert eight(ranks, side_by_side, sizes, name, work) == [True] * ranks, work
+
+
+def copies(first):
+    """On a rank with a copy of the tied embedding: the fingerprint of its gradient; else None.
+
+    first: what is summed up first, "data" (as it should be) or "tied".
+    """
+    layers, loss, inputs, targets, count = make("tied gpt2")
+    with Mesh(data=4, pipeline=2) as mesh:
+        share = [one.chunk(4)[mesh.place.data] for one in (inputs, targets)]
+        tied = {id(layers[0].wte.weight), id(layers[-1].lm_head.weight)}
+        replicas = mesh.data if first == "data" else None
+        with Pipeline(layers, schedules.gpipe(2, 2), loss, group=mesh.pipeline,
+                      replicas=replicas) as pipe:
+            pipe.step(*share, count)
+            if first == "tied":
+                sum_in_buckets(nn.ModuleList(pipe.stages.values()), mesh.data)
+            (mine,) = [one.grad for one in pipe.parameters() if id(one) in tied]
+    return fingerprint(mine)
+
+
+def test_copies_of_a_tied_embedding_are_equal_to_the_bit_on_four_replicas(eight):
+    """Four numbers have several sums: in which order they are added depends on where they stand in
+    a bucket, and that is another place on each stage. Two numbers have one."""
+    assert len(set(eight(8, copies, "data"))) == 1
+    assert len(set(eight(8, copies, "tied"))) == 2, "or the order would not matter"
+
+
+def failure(case):
+    """On a rank: the error."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    layers, x = models.mlp(4, 8), torch.zeros(4, 8)
+    with Mesh(data=2, pipeline=2) as mesh:
+        replicas, balance, options = mesh.data, [2, 2], {}
+        schedule = schedules.gpipe(2, 2 if case != "micro-batches" or rank in (0, 2) else 4)
+        if case == "balance":
+            balance = [3, 1] if mesh.place.data else [2, 2]
+        elif case == "updates":
+            schedule = schedules.pipedream(2, 2)
+            options = {"optimizer": lambda weights: torch.optim.SGD(weights, lr=0.1)}
+        elif case == "one stage":
+            replicas = mesh.data if mesh.place.pipeline else None
+        try:
+            with Pipeline(layers, schedule, squared_error, balance, mesh.pipeline,
+                          replicas=replicas, **options) as pipe:
+                for _ in range(2):
+                    pipe.step(x, x, 1)
+                    dist.barrier()  # nobody closes a channel that another still needs
+        except (ValueError, RuntimeError) as error:
+            dist.barrier()
+            return str(error)
+    return None
+
+
+@pytest.mark.parametrize("case, words", [
+    ("micro-batches", "rank 0 and rank 1, replicas of one another, disagree on micro-batches: 2 "
+     "and 4"),
+    ("balance", "rank 0 and rank 1, replicas of one another, disagree on balance: [2, 2] and "
+     "[3, 1]"),
+    ("updates", "0U1 cannot be run: the gradients of replicas are added up at a step's end"),
+    ("one stage", "rank 0 and rank 2, of one pipeline, disagree on number of replicas: None and 2"),
+    ("second step", "a parameter still has a gradient of an earlier step"),
+])
+def test_pipelines_that_do_not_fit_together_are_refused_on_every_rank(eight, case, words):
+    for told in eight(4, failure, case):
+        assert words in told
+
+
+def tried_again():
+    """On a rank: whether a step that was refused for its gradients can be done after all."""
+    torch.manual_seed(0)
+    layers, (x, y) = models.mlp(4, 8), torch.randn(2, 4, 8)
+    with Mesh(data=2, pipeline=2) as mesh, Pipeline(
+            layers, schedules.one_f_one_b(2, 2), squared_error, group=mesh.pipeline,
+            replicas=mesh.data) as pipe:
+        found = []
+        for _ in range(2):
+            for one in pipe.parameters():
+                one.grad = None
+            pipe.step(x, y, 1)
+            found.append([one.grad for one in pipe.parameters()])
+            with pytest.raises(RuntimeError, match="call zero_grad"):
+                pipe.step(x, y, 1)
+        return all(map(torch.equal, *found))
+
+
+def test_a_step_that_was_refused_for_its_gradients_leaves_nothing_behind(eight):
+    assert eight(4, tried_again) == [True] * 4
+
+
+# --- training ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    return small_gpt2.write(tmp_path_factory.mktemp("small"))
+
+
+def losses(arguments):
+    return train.losses(shlex.join(arguments))
+
+
+@pytest.fixture(scope="module")
+def training(eight, small):
+    """`training("2x2x1", more options)`: its losses on that mesh, the same on every rank."""
+    def run(sizes, *options, steps=20):
+        sizes = [int(size) for size in sizes.split("x")]
+        mesh = [f"--{axis}={size}" for axis, size in zip(Place._fields, sizes, strict=True)]
+        found = eight(math.prod(sizes), losses, [
+            *small, *mesh, f"--steps={steps}", "--batch=8", "--rate=1e-3", *options])
+        assert all(mine == found[0] for mine in found)
+        assert len(found[0]) == steps
+        return found[0]
+    return run
+
+
+@pytest.fixture(scope="module")
+def alone(training):
+    """Of one process."""
+    return training("1x1x1", "--microbatches=2")
+
+
+@pytest.mark.parametrize("sizes, steps, options", [
+    ("2x1x1", 20, ()), ("1x2x1", 20, ()), ("1x1x2", 20, ()), ("2x2x1", 20, ()), ("2x2x2", 20, ()),
+    ("2x2x2", 6, ("--sequence", "--recompute", "--schedule=one_f_one_b")),
+    ("1x2x2", 6, ("--schedule=zero_bubble_h1",))])
+def test_losses_are_the_same_whatever_the_mesh(training, alone, sizes, steps, options):
+    """20 steps of Adam at 1e-3, in float32, whose numbers are 1.2e-7 apart."""
+    found = training(sizes, "--microbatches=2", *options, steps=steps)
+    assert found == pytest.approx(alone[:steps], rel=1e-6)
+    assert alone[-1] < alone[0] - 0.1
+
+
+def test_losses_are_the_same_to_the_bit_where_sums_are(training):
+    """Each parameter in one place, and two summands: two micro-batches, or two replicas of one."""
+    expected = training("1x1x1", "--microbatches=2", "--untied", steps=4)
+    for sizes, microbatches in (("1x2x1", 2), ("2x1x1", 1), ("2x2x1", 1)):
+        found = training(sizes, f"--microbatches={microbatches}", "--untied", steps=4)
+        assert found == expected, sizes
+
+
+def kept(arguments):
+    """On a rank, after a training: its place, and fingerprints of what it keeps: all of it, what is
+    not split over its tensor group, and the tied embedding if it has that."""
+    with Training(train.parse(arguments)) as training:
+        tied = []
+        for step in training:
+            assert math.isfinite(step.loss)
+        stages = nn.ModuleList(training.pipeline.stages.values())
+        for layer in stages.modules():
+            if isinstance(layer, VocabularyParallelEmbedding | VocabularyParallelHead):
+                tied.append(layer.weight)
+        split = {id(getattr(layer, name)) for layer in stages.modules()
+                 for name in getattr(layer, "splits", ())}
+        whole = [one.flatten() for one in stages.parameters() if id(one) not in split]
+        return (training.mesh.place, fingerprint(stages), fingerprint(torch.cat(whole)),
+                [fingerprint(one) for one in tied])
+
+
+def test_what_several_ranks_keep_stays_equal_to_the_bit(eight, small):
+    """Also with dropout, which is other numbers on each replica, and inside a tensor group."""
+    found = eight(8, kept, [
+        *small, "--data=2", "--tensor=2", "--dropout=0.2", "--sequence", "--rate=1e-2",
+        "--steps=4"])
+    for place, everything, whole, tied in found:
+        for other, its_everything, its_whole, its_tied in found:
+            if (place.pipeline, place.tensor) == (other.pipeline, other.tensor):
+                assert everything == its_everything
+            if place.pipeline == other.pipeline:
+                assert whole == its_whole
+                assert (everything == its_everything) == (place.tensor == other.tensor)
+            assert (tied == its_tied) == (place.tensor == other.tensor)
+
+
+def misfit(case, arguments):
+    """On a rank: what is said of a training that cannot be."""
+    rank, prepare = dist.get_rank(), parallel_training.prepare
+
+    def other(options):
+        layers, sequences, *more = prepare(options)
+        if rank == 1 and case == "weights":
+            layers[1].block.mlp.c_fc.bias.data[3] += 1e-6
+        if rank == 1 and case == "passages":
+            sequences[2][1] += 1
+        return layers, sequences, *more
+
+    parallel_training.prepare = other
+    if case == "seed":
+        arguments = [*arguments, f"--seed={rank}"]
+    try:
+        return train.losses(shlex.join(arguments))
+    except Mistake as mistake:
+        return str(mistake)
+    finally:
+        parallel_training.prepare = prepare
+
+
+@pytest.mark.parametrize("ranks, case, options, message", [
+    (2, "larger", ["--data=2", "--pipeline=2", "--tensor=2"],
+     "a mesh of data 2 x pipeline 2 x tensor 2 has 8 ranks, the world has 2"),
+    (3, "division", ["--data=2"], "--data 2 and --tensor 1 cannot share 3 ranks: they are for 2, "
+     "or a multiple of that"),
+    (2, "batch", ["--data=2", "--batch=6"],
+     "--batch 6 cannot be divided into 2 shares of 4 micro-batches of one size"),
+    (3, "heads", ["--tensor=3"], "3 ranks do not divide 2 heads"),
+    (2, "sequence", ["--sequence"], "--sequence goes with --tensor 2, 4 or 8, not 1"),
+    (2, "seed", ["--tensor=2"], "--seed: 0 on rank 0, 1 on rank 1"),
+    (2, "weights", ["--tensor=2"], "rank 0 and rank 1 have different weights"),
+    (2, "passages", ["--tensor=2"], "rank 0 and rank 1 have different passages"),
+    (2, "rate", ["--data=2", "--rate=1e30"], "is nan: a lower --rate may help"),
+])
+def test_a_training_that_cannot_be_is_refused_on_every_rank(
+        eight, small, ranks, case, options, message):
+    for told in eight(ranks, misfit, case, [*small, *options]):
+        assert message in told
