@@ -18,6 +18,7 @@ from naranhi.show._figure import figure
 from naranhi.show._grids import grids
 from naranhi.show._hierarchy import hierarchy
 from naranhi.show._journey import journey
+from naranhi.show._lanes import lanes
 from naranhi.show._panels import panels
 from naranhi.show._play import play
 from naranhi.show._source import source
@@ -25,5 +26,5 @@ from naranhi.show._table import rate, seconds, size, table
 from naranhi.show._timeline import timeline
 
 __all__ = ["COLORS", "axes", "bars", "collective", "figure", "grids", "hierarchy", "journey",
-           "measured", "panels", "play", "predicted", "rate", "ring_steps", "seconds", "size",
-           "source", "table", "timeline", "tree"]
+           "lanes", "measured", "panels", "play", "predicted", "rate", "ring_steps", "seconds",
+           "size", "source", "table", "timeline", "tree"]
