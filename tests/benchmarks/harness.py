@@ -25,14 +25,14 @@ REPEATS = 20
 
 @dataclass
 class Contenders:
-    """What one rank measures. Each of `runs` returns its result, a tensor or a list of them, and
-    `limit` anything.
+    """What one rank measures. Each of `runs` returns its result, a tensor or a list of them, or a
+    function that gives it, for which no time is counted; and `limit` anything.
 
     `limit` does only what no contender can avoid, and its time, times `limit_scale`, is the limit.
     `tolerance` is the largest difference allowed between any result and the first one's.
     """
 
-    runs: dict[str, Callable[[], torch.Tensor | list[torch.Tensor]]]
+    runs: dict[str, Callable[[], object]]
     limit: Callable[[], object]
     tolerance: float = 0.0
     limit_scale: float = 1.0
@@ -94,11 +94,11 @@ def on_a_rank(work, repeats):
     """{contender: seconds of each repetition}, and the limit's under None."""
     with measure.unchecked_group() as group:
         contenders = work.contenders(group, *work.args)
-        results = {name: copy.deepcopy(run()) for name, run in contenders.runs.items()}
+        results = {name: copy.deepcopy(result(run)) for name, run in contenders.runs.items()}
         first = next(iter(results))
-        for name, result in results.items():
+        for name, found in results.items():
             torch.testing.assert_close(
-                result,
+                found,
                 results[first],
                 rtol=0.0,
                 atol=contenders.tolerance,
@@ -108,6 +108,11 @@ def on_a_rank(work, repeats):
         times = measure.interleaved(runs, repeats=repeats, group=group)
         times[None] = [contenders.limit_scale * seconds for seconds in times[None]]
         return times
+
+
+def result(run):
+    found = run()
+    return found() if callable(found) else found
 
 
 def memory_on_a_rank(work):

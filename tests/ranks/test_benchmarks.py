@@ -7,7 +7,15 @@ import torch
 import torch.distributed as dist
 
 from naranhi import collectives
-from tests.benchmarks import bench_collectives, bench_pipelines, harness, memory
+from tests.benchmarks import (
+    bench_collectives,
+    bench_data_parallel,
+    bench_pipelines,
+    bench_tensor_parallel,
+    bench_zero,
+    harness,
+    memory,
+)
 
 
 def test_every_collective_in_the_table():
@@ -44,6 +52,21 @@ def test_pipelines_agree_and_what_they_hold_is_counted():
     rows = harness.measured(works, repeats=2)
     assert {row["contender"] for row in rows} == {"naranhi", "torch ScheduleGPipe", "torchgpipe"}
     assert all(row["peak_bytes"] > 0 for row in rows)
+
+
+def test_data_parallel_and_zero_engines_agree():
+    """In the same processes, as importing DeepSpeed takes long."""
+    kinds = bench_data_parallel.contenders, bench_zero.contenders
+    rows = harness.measured([harness.Work("small", 2, kind, (16,)) for kind in kinds], repeats=1)
+    assert [row["contender"] for row in rows] == [
+        "naranhi", "torch DistributedDataParallel", "DeepSpeed stage 0",
+        "naranhi", "torch fully_shard", "DeepSpeed stage 3, sharding all", "DeepSpeed stage 3"]
+
+
+def test_tensor_parallel_engines_agree():
+    kinds = bench_tensor_parallel.mlp, bench_tensor_parallel.attention
+    rows = harness.measured([harness.Work(kind.__name__, 2, kind, (16,)) for kind in kinds], 1)
+    assert [row["contender"] for row in rows] == 2 * ["naranhi", "torch parallelize_module"]
 
 
 def test_peak_bytes_counts_what_is_gone_in_the_end():
