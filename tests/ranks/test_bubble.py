@@ -10,7 +10,7 @@ from torch import nn
 
 from naranhi import models, pipeline, schedules, simulate, timeline
 
-RANKS, FORWARD, BACKWARD, RUNS = 4, 0.03, 0.06, 5  # seconds
+RANKS, FORWARD, BACKWARD, RUNS = 4, 0.05, 0.1, 3  # seconds
 
 
 def bubbles(group, schedule):
