@@ -146,7 +146,9 @@ def search(page, site: str, language: str, word: str) -> set[str]:
     page.fill("#pst-search-dialog input", word)
     page.press("#pst-search-dialog input", "Enter")
     page.wait_for_url(f"{site}/{language}/search.html*")
-    page.wait_for_function("() => Search._index && Search._pulse_status < 0")
+    # The status is written last. (The pulse that says "searching" may go on after that: Sphinx's
+    # stopPulse does not clear the timer, which then starts it again.)
+    page.wait_for_function("() => Search.status?.textContent")
     links = page.locator("#search-results ul.search a")
     return {
         link.split("#")[0].removesuffix(".html")
