@@ -12,15 +12,17 @@ from torch import nn
 from naranhi.agreement import require_same
 from naranhi.shards import Flat
 
+SMALL = 2**15  # numbers: of fewer, a message costs its start rather than its length
+
 
 class Unit:
-    """A module and its parameters, in one `Flat` for each of their dtypes, and apart where frozen.
+    """Modules and their parameters, in one `Flat` for each of their dtypes, and apart where frozen.
 
     The rest is the state of a step; `zero.Zero` says what it means.
     """
 
-    def __init__(self, name, module, flats):
-        self.name, self.module, self.flats = name, module, flats
+    def __init__(self, name, modules, flats):
+        self.name, self.modules, self.flats = name, modules, flats
         self.trained = [flat for flat in flats if flat.trained]
         self.flat_of = {one: flat for flat in self.trained for one in flat.parameters}
         self.gathered, self._arriving = False, None
@@ -30,8 +32,13 @@ class Unit:
         """Ready for another backward."""
         self.uses = 0  # in forwards that autograd has recorded and not gone back through
         self.hidden = 0  # in such as autograd has not recorded, and which may be computed again
-        self.awaited = None  # parameters; a set where their gradients tell when all is done
+        self.awaited = set()  # parameters whose gradients tell when all is done
         self.done = False  # in this backward
+
+    @property
+    def over(self):
+        """Whether nothing of a backward under way is still to come."""
+        return not (self.uses or self.hidden or self.awaited)
 
     # --- parameters, at stage 3 ------------------------------------------------------------------
 
@@ -87,57 +94,90 @@ class Transfer:
             self.advance()
 
 
-def cut(model, modules, groups, stage, precision, group):
+def cut(model, units, groups, stage, precision, group):
     """The units of a model, the root last, and the options of each parameter group.
 
     Arguments as in `zero.Zero`, which tells what is refused.
     """
     named = dict(model.named_parameters())
     name_of = {one: name for name, one in named.items()}
-    modules = list(_children(model) if modules is None else modules)
+    runs = list(joined(children(model)) if units is None else map(_as_run, units))
     group_of, options = _groups(groups, named, name_of)
-    owner = _owners(model, modules)
+    names, root = _names(model, runs), (model,)
+    owner = _owners(runs, root)
     computes_in = {one: _computes_in(precision, name, one) for name, one in named.items()}
-    where = {one: name for name, one in model.named_modules()}
-    require_same(group, stage=stage, precision=precision, units=[where[one] for one in modules],
+    require_same(group, stage=stage, precision=precision, units=list(map(names.get, runs)),
                  parameter_groups={name_of[one]: number for one, number in group_of.items()})
     units, tags = [], count(1)
-    for module in [*modules, model]:
-        own = [one for one in named.values() if owner.get(one, model) is module]
+    for run in [*runs, root]:
+        own = [one for one in named.values() if owner.get(one, root) == run]
         kinds = {}
         for one in sorted(own, key=lambda one: group_of.get(one, 0)):
             kinds.setdefault((one.requires_grad, one.dtype), []).append((name_of[one], one))
         flats = [Flat(some, group_of, stage, computes_in[some[0][1]], group, next(tags))
                  for some in kinds.values()]
-        if flats or module is model:
-            units.append(Unit(where[module] or "root", module, flats))
+        if flats or run == root:
+            units.append(Unit(names.get(run, "root"), run, flats))
     return units, options
 
 
-def _children(model):
+def children(model):
     """The model's children; of one without a forward of its own (a list of modules), its children:
     it is not called, so it could not be gathered in time."""
     for child in model.children():
         if type(child).forward is nn.Module.forward:
-            yield from _children(child)
+            yield from children(child)
         else:
             yield child
 
 
-def _owners(model, modules):
-    """{parameter: the module it is moved with}, or ValueError."""
-    names = {one: name for name, one in model.named_modules()}
-    owner = {}
+def joined(modules):
+    """The modules as runs, tuples of one or more of them: what is SMALL is joined with small ones
+    beside it until the run no longer is."""
+    run, size = (), 0
     for module in modules:
-        if module not in names or module is model:
-            raise ValueError(f"a unit has to be a module in the model, not {type(module).__name__}")
-        inner = next((one for one in module.modules() if one is not module and one in modules),
-                     None)
-        if inner is not None:
-            raise ValueError(f"unit {names[inner]} lies in unit {names[module]}")
-        for one in module.parameters():
-            owner[one] = model if one in owner else module
+        own = sum(one.numel() for one in module.parameters())
+        if run and (size >= SMALL or own >= SMALL):
+            yield run
+            run, size = (), 0
+        run, size = (*run, module), size + own
+    if run:
+        yield run
+
+
+def _as_run(unit):
+    return (unit,) if isinstance(unit, nn.Module) else tuple(unit)
+
+
+def _owners(runs, root):
+    """{parameter: the run it is moved with}; the root, if several have it."""
+    owner = {}
+    for run in runs:
+        for one in {one for module in run for one in module.parameters()}:
+            owner[one] = root if one in owner else run
     return owner
+
+
+def _names(model, runs):
+    """{run: its name}, or ValueError."""
+    where = {one: name for name, one in model.named_modules()}
+    names, taken = {}, {}
+    for run in runs:
+        if not run:
+            raise ValueError("a unit has no module")
+        for module in run:
+            if module not in where or module is model:
+                raise ValueError(
+                    f"a unit has to be a module in the model, not {type(module).__name__}")
+            if module in taken:
+                raise ValueError(f"module {where[module]} is in two units")
+            taken[module] = run
+        names[run] = where[run[0]] + f" to {where[run[-1]]}" * (len(run) > 1)
+    for module in taken:
+        inner = next((one for one in module.modules() if one is not module and one in taken), None)
+        if inner is not None:
+            raise ValueError(f"unit {where[inner]} lies in unit {where[module]}")
+    return names
 
 
 def _groups(groups, named, name_of):

@@ -49,9 +49,10 @@ class Zero:
 
     model: made on every rank alike; construction calls `make_equal`.
     stage: 1, 2 or 3.
-    units: modules to be moved as one, none inside of another; by default the model's children
-        (and those of its lists of modules). The rest, and what several units share, is the root's,
-        which at stage 3 stays gathered from the forward to the end of the backward.
+    units: modules, or tuples of modules that follow one another, to be moved as one, none inside of
+        another; by default the model's children (and those of its lists of modules), the small ones
+        joined with their neighbours (`units.joined`). The rest, and what several units share, is
+        the root's, which at stage 3 stays gathered from the forward to the end of the backward.
     groups: parameter groups as a torch optimizer takes them, of the model's parameters.
     precision: "fp32" computes in the dtype that the parameters have; "mixed" in bf16, in which
         gradients are summed too, while an optimizer works on a copy in fp32. The model then still
@@ -103,9 +104,10 @@ class Zero:
         self._hooks = [hook for unit in self.units for hook in self._listen(unit)]
 
     def _listen(self, unit):
-        yield unit.module.register_forward_pre_hook(
-            partial(self._before_forward, unit), with_kwargs=True)
-        yield unit.module.register_forward_hook(partial(self._after_forward, unit))
+        for module in unit.modules:
+            yield module.register_forward_pre_hook(
+                partial(self._before_forward, unit), with_kwargs=True)
+            yield module.register_forward_hook(partial(self._after_forward, unit))
         if unit is self.root and self.stage == 3:
             yield self.model.register_state_dict_pre_hook(self._refuse_state_dict)
         for parameter in unit.flat_of:
@@ -129,20 +131,19 @@ class Zero:
                 self._meet(True)
         self._need(unit)
         if self._in_backward:  # computed again; and if not recorded before, nothing else will tell
-            if torch.is_grad_enabled():
-                unit.hidden = max(0, unit.hidden - 1)
-                if not unit.uses and not unit.hidden:
-                    unit.awaited = set(unit.flat_of)
+            if torch.is_grad_enabled() and unit.hidden:
+                unit.hidden -= 1
+                unit.awaited.update(one for one in module.parameters() if one in unit.flat_of)
         elif torch.is_grad_enabled() and unit is not self.root:
-            args, kwargs = self._watch(unit, args, kwargs)
+            args, kwargs = self._watch(unit, module, args, kwargs)
         return args, kwargs
 
-    def _watch(self, unit, args, kwargs):
-        """What the unit takes, passed through `_AfterBackward`."""
+    def _watch(self, unit, module, args, kwargs):
+        """What a module of the unit takes, passed through `_AfterBackward`."""
         inputs = [one for one in _tensors((args, kwargs)) if one.requires_grad]
         if not inputs:
             return args, kwargs
-        new = _AfterBackward.apply(partial(self._used, unit), *inputs)
+        new = _AfterBackward.apply(partial(self._used, unit, module), *inputs)
         new = dict(zip(map(id, inputs), new, strict=True))
         return _map(lambda one: new.get(id(one), one), (args, kwargs))
 
@@ -158,7 +159,8 @@ class Zero:
         unit.uses += recorded
         unit.hidden += self._recording and not torch.is_grad_enabled()
         if unit is not self.root:
-            self._free(unit)
+            if module is unit.modules[-1]:
+                self._free(unit)
             return output
         if not recorded:
             self._end_pass()
@@ -187,18 +189,18 @@ class Zero:
         unit.flat_of[parameter].take(parameter)
         if self._reduction and self._reduction[1].steps < dist.get_world_size(self.group) - 1:
             self._reduction[1].advance()
-        if unit.awaited is not None:
-            unit.awaited.discard(parameter)
-            if not unit.awaited:
+        if parameter in unit.awaited:
+            unit.awaited.remove(parameter)
+            if unit.over:
                 self._finish(unit)
 
-    def _used(self, unit):
-        """One use of a unit has been gone back through."""
+    def _used(self, unit, module):
+        """One use of a module of a unit has been gone back through."""
         unit.uses -= 1
-        if unit.uses or unit.hidden:
-            self._free(unit)
-        else:
+        if unit.over:
             self._finish(unit)
+        elif module is unit.modules[0]:
+            self._free(unit)
 
     def _finish(self, unit):
         """A unit's backward is over."""
@@ -229,7 +231,7 @@ class Zero:
                 self._gather(unit)
             if not unit.gathered:
                 self._wait(unit)
-            following = next(iter(order[place + 1:]), unit)
+            following = next((one for one in order[place + 1:] if one is not unit), unit)
             if order[:place + 1] == self._trace and not following.held:
                 self._gather(following)
         self.tell("compute", unit.name)
