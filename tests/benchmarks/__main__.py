@@ -20,10 +20,12 @@ def main():
     if not works:
         sys.exit(f"no work's name contains one of {words}")
     start = time.monotonic()
-    rows = harness.measured(works, report=lambda text: print(text, flush=True))
+    rows = harness.measured(
+        works, report=lambda text: print(text, flush=True), seconds=harness.SECONDS)
     harness.write(rows, OUTPUT)
     print(f"\n{harness.table(rows)}\n")
-    print(f"{harness.REPEATS} repetitions in turn, {time.monotonic() - start:.0f} s in all.")
+    seconds = time.monotonic() - start
+    print(f"{harness.REPEATS} to {harness.MOST} repetitions in turn, {seconds:.0f} s in all.")
     print("limit: what no contender can avoid, see each bench_*.py; to best peer: of the medians.")
     print(f"Written to {OUTPUT}")
 

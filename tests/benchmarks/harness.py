@@ -20,7 +20,8 @@ from tests.benchmarks.memory import peak_bytes
 from tests.ranks.gloo_ranks import Ranks
 
 OURS = "naranhi"  # how a contender of ours begins; all others are peers
-REPEATS = 20
+REPEATS, MOST = 20, 200
+SECONDS = 6.0  # of a work: of what is short, a median of the fewest repetitions says little
 
 
 @dataclass
@@ -60,11 +61,12 @@ def found() -> list[Work]:
     return sorted(works, key=lambda work: work.ranks)
 
 
-def measured(works, repeats=REPEATS, report=lambda text: None) -> list[dict]:
+def measured(works, repeats=REPEATS, report=lambda text: None, seconds=0.0) -> list[dict]:
     """Measure the works: a row for each contender, times in seconds.
 
-    median_s and min_s are over the repetitions, limit_s is the median of the limit, measured in the
-    same turns, and ratio_to_best_peer is median_s over the smallest median of the peers. A work
+    Each work is repeated at least `repeats` times, and for about `seconds`, but not over MOST.
+    median_s and min_s are over these `repetitions`, limit_s is the median of the limit, measured in
+    the same turns, and ratio_to_best_peer is median_s over the smallest median of the peers. A work
     with `memory` has peak_bytes, too: what a contender's run holds at most on rank 0. Raises
     AssertionError when two contenders of a work do not give the same result.
     """
@@ -76,7 +78,7 @@ def measured(works, repeats=REPEATS, report=lambda text: None) -> list[dict]:
                     world.close()
                 world = Ranks(work.ranks, deadline=120.0)
             report(f"[{index}/{len(works)}] {work.name}")
-            times = world.call(on_a_rank, work, repeats)[0]
+            times = world.call(on_a_rank, work, repeats, seconds)[0]
             rows += _rows(work.name, times)
             if work.memory:
                 world.close()
@@ -90,7 +92,7 @@ def measured(works, repeats=REPEATS, report=lambda text: None) -> list[dict]:
     return rows
 
 
-def on_a_rank(work, repeats):
+def on_a_rank(work, repeats, seconds=0.0):
     """{contender: seconds of each repetition}, and the limit's under None."""
     with measure.unchecked_group() as group:
         contenders = work.contenders(group, *work.args)
@@ -105,7 +107,9 @@ def on_a_rank(work, repeats):
                 msg=lambda text, name=name: f"{work.name}: {name} is not {first}\n{text}",
             )
         runs = {**contenders.runs, None: contenders.limit}
-        times = measure.interleaved(runs, repeats=repeats, group=group)
+        turn = sum(time for time, in measure.interleaved(runs, repeats=1, group=group).values())
+        repeats = max(repeats, min(MOST, int(seconds / turn)))
+        times = measure.interleaved(runs, repeats=repeats, warmup=0, group=group)
         times[None] = [contenders.limit_scale * seconds for seconds in times[None]]
         return times
 
@@ -135,6 +139,7 @@ def _rows(name, times):
             "contender": contender,
             "median_s": medians[contender],
             "min_s": min(series),
+            "repetitions": len(series),
             "limit_s": limit,
             "ratio_to_best_peer": medians[contender] / best,
         }

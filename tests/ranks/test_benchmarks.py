@@ -42,6 +42,9 @@ def test_rows_of_a_small_work(tmp_path):
         assert row["limit_s"] > 0
         if row["contender"] == "gloo":  # the only peer
             assert row["ratio_to_best_peer"] == 1.0
+        assert row["repetitions"] == 3
+    (row, _) = harness.measured(works[1:], repeats=3, seconds=60.0)
+    assert row["repetitions"] == harness.MOST  # each takes a millisecond or two
     text = harness.table(rows)
     assert len(text.splitlines()) == 1 + len(rows)
     assert f"{1000 * rows[0]['median_s']:.3f}" in text
