@@ -6,6 +6,8 @@ landing page ``_build/html/index.html``.  When nothing has changed it does none 
 
     python book/build.py                    the whole book
     python book/build.py --execute-only     the executions alone, for this machine's kind of device
+    python book/build.py --jobs 2           two notebooks at a time: sooner done, but what they measure
+                                            is disturbed (and executed again by a build without)
     python book/build.py --declare-equal    say that both languages now say the same (parity.py)
 
 A figure with a number and a caption comes from a code cell with this in its metadata: the same
@@ -24,6 +26,7 @@ import shutil
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import execution
@@ -32,29 +35,41 @@ import parity
 import yaml
 
 
-def executions(root: Path, only_here: bool) -> bool:
+def executions(root: Path, only_here: bool, jobs: int) -> bool:
     """Execute what has to be executed; whether all notebooks now have their outputs.
 
     Args:
         only_here: an execution on another kind of device does not count.
+        jobs: how many at a time; an execution beside more others does not count.
     """
     here = {"device": execution.device()} if only_here else {}
-    failures = []
-    for source in sorted((root / "notebooks" / "en").glob("*.ipynb")):
-        now = {**execution.key(nbformat.read(source, as_version=4), root), **here}
-        reason = execution.why_stale(execution.load(source.stem, root), now)
-        if reason is None:
-            print(f"  {source.stem}: up to date")
-            continue
-        print(f"  {source.stem}: executing ({reason})", flush=True)
-        try:
-            execution.execute(source, root)
-        except execution.ExecutionFailed as failure:
-            failures.append(failure)
-            print(f"  {source.stem}: FAILED", flush=True)
-    for failure in failures:
+    one = partial(executed, root=root, here=here, jobs=jobs)
+    sources = sorted((root / "notebooks" / "en").glob("*.ipynb"))
+    if jobs == 1:
+        failures = list(map(one, sources))
+    else:
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+            failures = list(pool.map(one, sources))
+    for failure in filter(None, failures):
         print(f"\n{failure}", file=sys.stderr)
-    return not failures
+    return not any(failures)
+
+
+def executed(source: Path, root: Path, here: dict, jobs: int) -> str | None:
+    """Execute a notebook if it has to be; what failed, if something did."""
+    now = {**execution.key(nbformat.read(source, as_version=4), root), **here}
+    reason = execution.why_stale(execution.load(source.stem, root), now, jobs)
+    if reason is None:
+        print(f"  {source.stem}: up to date", flush=True)
+        return None
+    print(f"  {source.stem}: executing ({reason})", flush=True)
+    try:
+        execution.execute(source, root, jobs)
+    except execution.ExecutionFailed as failure:
+        print(f"  {source.stem}: FAILED", flush=True)
+        return str(failure)
+    return None
 
 
 def site(root: Path) -> bool:
@@ -96,6 +111,7 @@ def main() -> int:
     default = Path(__file__).resolve().parent.parent
     parser.add_argument("--root", type=Path, default=default, help="the folder of _config.yml")
     parser.add_argument("--execute-only", action="store_true", help="render nothing")
+    parser.add_argument("--jobs", type=int, default=1, help="notebooks executed at a time")
     parser.add_argument(
         "--declare-equal",
         nargs="*",
@@ -108,7 +124,7 @@ def main() -> int:
         parity.declare_equal(root, options.declare_equal)
         return 0
     print("Executing notebooks")
-    if not executions(root, only_here=options.execute_only):
+    if not executions(root, options.execute_only, options.jobs):
         return 1
     if options.execute_only:
         print(f"Executed notebooks: {root / '_build' / 'executed'}")

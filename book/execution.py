@@ -111,8 +111,12 @@ def key(notebook, root: Path) -> dict:
     }
 
 
-def why_stale(executed, now: dict) -> str | None:
-    """Why an executed notebook (or None) does not stand for the key ``now``; None when it does."""
+def why_stale(executed, now: dict, jobs: int = 1) -> str | None:
+    """Why an executed notebook (or None) does not stand for the key ``now``; None when it does.
+
+    Args:
+        jobs: beside how many, itself included, it may have been executed.
+    """
     if executed is None:
         return "not executed yet"
     before = executed.metadata[PACKAGE]["key"]
@@ -126,6 +130,8 @@ def why_stale(executed, now: dict) -> str | None:
         return "requirements.txt changed"
     if "device" in now and before["device"] != now["device"]:
         return f"executed on {before['device']}, and here is {now['device']}"
+    if executed.metadata[PACKAGE]["executed"].get("jobs", 1) > jobs:
+        return "executed beside another, which disturbs what it measures"
     return None
 
 
@@ -191,8 +197,11 @@ class _Executor(ExecutePreprocessor):
         )
 
 
-def execute(source: Path, root: Path) -> None:
+def execute(source: Path, root: Path, jobs: int = 1) -> None:
     """Execute a notebook of ``root`` and put it in ``_build/executed`` if it runs to its end.
+
+    Args:
+        jobs: how many are executed at a time, which is written down.
 
     Raises:
         ExecutionFailed: a cell raised, took too long, or lost its kernel.  What had been executed
@@ -207,6 +216,7 @@ def execute(source: Path, root: Path) -> None:
         "machine": machine(),
         "torch": importlib.metadata.version("torch"),
         "commit": commit(root),
+        "jobs": jobs,
     }
     # The notebook imports this checkout, whatever else is installed: the key speaks of its files.
     os.environ["PYTHONPATH"] = os.pathsep.join(

@@ -137,6 +137,18 @@ def test_requirements_execute_everything(book):
     assert "requirements.txt changed" in result.stdout
 
 
+def test_what_was_executed_beside_another_does_not_stand_for_long(book):
+    (book / "requirements.txt").write_text("torch==2\n")
+    result = build(book, "--jobs", "2")
+    assert result.returncode == 0, result.stderr
+    assert sorted(executed(result)) == list(CHAPTERS)
+    assert executed(build(book, "--jobs", "2")) == []
+    result = build(book, "--execute-only")
+    assert executed(result) == list(CHAPTERS)
+    assert "beside another" in result.stdout
+    assert executed(build(book)) == []
+
+
 def test_a_failure_names_its_cell_and_keeps_what_was_good(book):
     before = kept(book)
     page = (book / "_build/html/en/01_ring.html").read_text()

@@ -10,7 +10,7 @@ from naranhi.world import World
 
 @pytest.fixture(scope="module")
 def world():
-    world = World(4)
+    world = World(4, timeout=8.0)
     yield world
     world.close()
 
@@ -86,8 +86,8 @@ def test_a_rank_is_killed_inside_a_collective(world, capsys):
 
 
 def test_a_rank_never_calls_the_collective(world):
-    error = failure(world, "if rank != 1:\n    dist.all_reduce(torch.ones(3))", within=25)
-    assert "rank 1 did not take part within 20 s: at the end of the cell" in str(error)
+    error = failure(world, "if rank != 1:\n    dist.all_reduce(torch.ones(3))", within=13)
+    assert "rank 1 did not take part within 8 s: at the end of the cell" in str(error)
     assert "ranks 0, 2-3 waited in vain" in str(error)
     assert error.rank == 1
 
@@ -96,8 +96,8 @@ def test_a_rank_is_busy_elsewhere(world):
     cell = (
         "import time\nif rank == 0:\n    time.sleep(600)\nelse:\n    dist.all_reduce(torch.ones(3))"
     )
-    error = failure(world, cell, within=25)
-    assert "rank 0 did not take part within 20 s: still busy" in str(error)
+    error = failure(world, cell, within=13)
+    assert "rank 0 did not take part within 8 s: still busy" in str(error)
     assert "at line 4 of the cell: time.sleep(600)" in str(error)
     assert error.rank == 0
 
@@ -113,7 +113,7 @@ def test_a_rank_is_busy_elsewhere(world):
 )
 def test_a_rank_calls_another_collective(world, other, named):
     cell = f"if rank == 3:\n    {other}\nelse:\n    dist.all_reduce(torch.ones(3))"
-    error = failure(world, cell, within=25)
+    error = failure(world, cell, within=13)
     assert str(error).splitlines()[:2] == [
         "rank 3 called another collective than the others:",
         f"  rank 3 called {named}",
@@ -130,8 +130,8 @@ def test_a_message_larger_than_its_receiver_expects(world):
 
 
 def test_ranks_that_wait_for_each_other(world):
-    error = failure(world, "dist.recv(torch.ones(1), src=(rank + 1) % 4)", within=25)
-    assert str(error).startswith("every rank waited for another and none could go on within 20 s:")
+    error = failure(world, "dist.recv(torch.ones(1), src=(rank + 1) % 4)", within=13)
+    assert str(error).startswith("every rank waited for another and none could go on within 8 s:")
     assert error.rank is None
 
 
@@ -140,8 +140,8 @@ def test_two_ranks_that_wait_for_each_other_while_the_rest_is_done(world):
         "pair = dist.new_group([0, 1])\n"
         "if rank < 2:\n    dist.recv(torch.ones(1), src=1 - rank, group=pair)"
     )
-    first, _, second = str(failure(world, cell, within=25)).splitlines()
-    assert first == "ranks 0-1 waited in vain for a message within 20 s"
+    first, _, second = str(failure(world, cell, within=13)).splitlines()
+    assert first == "ranks 0-1 waited in vain for a message within 8 s"
     assert second == "meanwhile ranks 2-3 were at the end of the cell"
 
 
