@@ -6,8 +6,8 @@ landing page ``_build/html/index.html``.  When nothing has changed it does none 
 
     python book/build.py                    the whole book
     python book/build.py --execute-only     the executions alone, for this machine's kind of device
-    python book/build.py --jobs 2           two notebooks at a time: sooner done, but what they measure
-                                            is disturbed (and executed again by a build without)
+    python book/build.py --jobs 2           two notebooks at a time: sooner, but they disturb what
+                                            they measure (a build without executes them again)
     python book/build.py --declare-equal    say that both languages now say the same (parity.py)
 
 A figure with a number and a caption comes from a code cell with this in its metadata: the same

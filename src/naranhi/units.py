@@ -4,6 +4,7 @@ What belongs to no unit, or to several (tied embeddings), belongs to the root, t
 is the model itself.
 """
 
+from collections import Counter
 from itertools import count
 
 import torch
@@ -31,14 +32,15 @@ class Unit:
     def settle(self):
         """Ready for another backward."""
         self.uses = 0  # in forwards that autograd has recorded and not gone back through
-        self.hidden = 0  # in such as autograd has not recorded, and which may be computed again
+        self.hidden = Counter()  # by module: in such as autograd has not recorded, and which may be
+        # computed again
         self.awaited = set()  # parameters whose gradients tell when all is done
         self.done = False  # in this backward
 
     @property
     def over(self):
         """Whether nothing of a backward under way is still to come."""
-        return not (self.uses or self.hidden or self.awaited)
+        return not (self.uses or any(self.hidden.values()) or self.awaited)
 
     # --- parameters, at stage 3 ------------------------------------------------------------------
 
@@ -101,12 +103,14 @@ def cut(model, units, groups, stage, precision, group):
     """
     named = dict(model.named_parameters())
     name_of = {one: name for name, one in named.items()}
-    runs = list(joined(children(model)) if units is None else map(_as_run, units))
+    runs = list(map(_as_run, children(model) if units is None else units))
     group_of, options = _groups(groups, named, name_of)
     names, root = _names(model, runs), (model,)
     owner = _owners(runs, root)
     computes_in = {one: _computes_in(precision, name, one) for name, one in named.items()}
-    require_same(group, stage=stage, precision=precision, units=list(map(names.get, runs)),
+    where = {one: name for name, one in model.named_modules()}
+    require_same(group, stage=stage, precision=precision,
+                 units=[", ".join(where[one] for one in run) for run in runs],
                  parameter_groups={name_of[one]: number for one, number in group_of.items()})
     units, tags = [], count(1)
     for run in [*runs, root]:
@@ -124,20 +128,20 @@ def cut(model, units, groups, stage, precision, group):
 def children(model):
     """The model's children; of one without a forward of its own (a list of modules), its children:
     it is not called, so it could not be gathered in time."""
+    found = {}  # each once
     for child in model.children():
-        if type(child).forward is nn.Module.forward:
-            yield from children(child)
-        else:
-            yield child
+        bare = type(child).forward is nn.Module.forward
+        found.update(dict.fromkeys(children(child) if bare else [child]))
+    return list(found)
 
 
-def joined(modules):
-    """The modules as runs, tuples of one or more of them: what is SMALL is joined with small ones
-    beside it until the run no longer is."""
+def joined(modules, small=SMALL):
+    """Units of these modules: one of fewer than `small` numbers is joined with small ones beside it
+    until together they have as many."""
     run, size = (), 0
     for module in modules:
         own = sum(one.numel() for one in module.parameters())
-        if run and (size >= SMALL or own >= SMALL):
+        if run and (size >= small or own >= small):
             yield run
             run, size = (), 0
         run, size = (*run, module), size + own
@@ -170,7 +174,7 @@ def _names(model, runs):
                 raise ValueError(
                     f"a unit has to be a module in the model, not {type(module).__name__}")
             if module in taken:
-                raise ValueError(f"module {where[module]} is in two units")
+                raise ValueError(f"module {where[module]} is in the units twice")
             taken[module] = run
         names[run] = where[run[0]] + f" to {where[run[-1]]}" * (len(run) > 1)
     for module in taken:

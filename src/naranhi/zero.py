@@ -49,10 +49,11 @@ class Zero:
 
     model: made on every rank alike; construction calls `make_equal`.
     stage: 1, 2 or 3.
-    units: modules, or tuples of modules that follow one another, to be moved as one, none inside of
-        another; by default the model's children (and those of its lists of modules), the small ones
-        joined with their neighbours (`units.joined`). The rest, and what several units share, is
-        the root's, which at stage 3 stays gathered from the forward to the end of the backward.
+    units: modules to be moved as one, none inside of another; by default the model's children
+        (and those of its lists of modules). The rest, and what several units share, is the root's,
+        which at stage 3 stays gathered from the forward to the end of the backward. A unit may be a
+        tuple of modules that run one after the other, none of which calls another: small ones are
+        quicker so (`units.joined`).
     groups: parameter groups as a torch optimizer takes them, of the model's parameters.
     precision: "fp32" computes in the dtype that the parameters have; "mixed" in bf16, in which
         gradients are summed too, while an optimizer works on a copy in fp32. The model then still
@@ -107,7 +108,8 @@ class Zero:
         for module in unit.modules:
             yield module.register_forward_pre_hook(
                 partial(self._before_forward, unit), with_kwargs=True)
-            yield module.register_forward_hook(partial(self._after_forward, unit))
+            yield module.register_forward_hook(
+                partial(self._after_forward, unit), with_kwargs=True)
         if unit is self.root and self.stage == 3:
             yield self.model.register_state_dict_pre_hook(self._refuse_state_dict)
         for parameter in unit.flat_of:
@@ -129,11 +131,14 @@ class Zero:
                 args, kwargs = _map(_to_bf16, (args, kwargs))
             if self._in_block and torch.is_grad_enabled():
                 self._meet(True)
-        self._need(unit)
+        self._need(unit, module is unit.modules[0])
         if self._in_backward:  # computed again; and if not recorded before, nothing else will tell
-            if torch.is_grad_enabled() and unit.hidden:
-                unit.hidden -= 1
-                unit.awaited.update(one for one in module.parameters() if one in unit.flat_of)
+            if torch.is_grad_enabled() and unit.hidden[module]:
+                unit.hidden[module] -= 1
+                # Also what is frozen, whose gradient never comes: then the unit stays to the end.
+                own = set(module.parameters())
+                unit.awaited.update(
+                    one for flat in unit.flats for one in flat.parameters if one in own)
         elif torch.is_grad_enabled() and unit is not self.root:
             args, kwargs = self._watch(unit, module, args, kwargs)
         return args, kwargs
@@ -147,17 +152,19 @@ class Zero:
         new = dict(zip(map(id, inputs), new, strict=True))
         return _map(lambda one: new.get(id(one), one), (args, kwargs))
 
-    def _after_forward(self, unit, module, args, output):
+    def _after_forward(self, unit, module, args, kwargs, output):
         if self._in_backward:
             return output
-        recorded = False
+        recorded = watched = False
         if torch.is_grad_enabled():
             for one in _tensors(output):
                 if one.requires_grad:
-                    one.register_hook(partial(self._before_backward, unit))
+                    one.register_hook(partial(self._before_backward, unit, module))
                     recorded = True
-        unit.uses += recorded
-        unit.hidden += self._recording and not torch.is_grad_enabled()
+            watched = unit is not self.root and any(
+                one.requires_grad for one in _tensors((args, kwargs)))
+        unit.uses += recorded or watched
+        unit.hidden[module] += self._recording and not torch.is_grad_enabled()
         if unit is not self.root:
             if module is unit.modules[-1]:
                 self._free(unit)
@@ -168,9 +175,9 @@ class Zero:
 
     # --- backward --------------------------------------------------------------------------------
 
-    def _before_backward(self, unit, gradient):
+    def _before_backward(self, unit, module, gradient):
         self._begin_backward()
-        self._need(unit)
+        self._need(unit, module is unit.modules[-1])
 
     def _begin_backward(self):
         if not self._in_backward:
@@ -222,19 +229,21 @@ class Zero:
 
     # --- parameters ------------------------------------------------------------------------------
 
-    def _need(self, unit):
-        """Have a unit's parameters here, and those of the next unit on their way."""
+    def _need(self, unit, first=True):
+        """Have a unit's parameters here; if it begins, those of the next one on their way."""
         if self.stage == 3 and unit.flats:  # the root may have none
-            place, order = len(self._trace), self._order[self._recording]
-            self._trace.append(unit)
             if not unit.held:
                 self._gather(unit)
             if not unit.gathered:
                 self._wait(unit)
-            following = next((one for one in order[place + 1:] if one is not unit), unit)
-            if order[:place + 1] == self._trace and not following.held:
-                self._gather(following)
-        self.tell("compute", unit.name)
+            if first:
+                place, order = len(self._trace), self._order[self._recording]
+                self._trace.append(unit)
+                following = next(iter(order[place + 1:]), unit)
+                if order[:place + 1] == self._trace and not following.held:
+                    self._gather(following)
+        if first:
+            self.tell("compute", unit.name)
 
     def _gather(self, unit):
         self.tell("gather", unit.name)

@@ -11,6 +11,9 @@ ranks. As it is by default, DeepSpeed shards no parameter of less than 100,000 n
 billion of them gathered until the backward has used them again: that is all of these models, and
 much faster than to free them. To compare like with like it is also measured with those limits set
 to what the others hold: none whole, two blocks gathered.
+
+Ours likewise: with a unit for each block, and as its documentation has it for small ones, joined
+until a unit has 2**15 numbers, which is four of the narrow blocks (and one wide one).
 """
 
 import copy
@@ -22,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from naranhi import beside, zero
+from naranhi.units import joined
 from tests.benchmarks.bench_collectives import shift
 from tests.benchmarks.bench_data_parallel import ROWS, Training, larger
 from tests.benchmarks.harness import Contenders, Work
@@ -38,8 +42,10 @@ def works():
 def contenders(group, width):
     training = Sharded(width, group)
     runs = {
-        "naranhi": training.naranhi(),
-        "torch fully_shard": training.torch(),
+        "naranhi": training.naranhi(joined),
+        "naranhi, a unit for each block": training.naranhi(list),
+        "torch fully_shard, small blocks joined": training.torch(joined),
+        "torch fully_shard": training.torch(list),
         "DeepSpeed stage 3, sharding all": training.deepspeed({
             "stage3_param_persistence_threshold": 0,
             "stage3_max_reuse_distance": 0,
@@ -69,9 +75,9 @@ class Sharded(Training):
     def moved(self, parameters):
         return [one.detach() - start for one, start in zip(parameters, self.start, strict=True)]
 
-    def naranhi(self):
+    def naranhi(self, units):
         model = copy.deepcopy(self.model)
-        sharded = zero.Zero(model, stage=3, group=self.group)
+        sharded = zero.Zero(model, 3, units(model), group=self.group)
         optimizer = torch.optim.SGD(sharded.groups, lr=RATE)
 
         def run():
@@ -87,11 +93,11 @@ class Sharded(Training):
 
         return run
 
-    def torch(self):
+    def torch(self, units):
         model = copy.deepcopy(self.model)
         mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")  # as in bench_tensor_parallel
-        for block in model:
-            fully_shard(block, mesh=mesh)
+        for unit in units(model):
+            fully_shard(list(unit) if isinstance(unit, tuple) else unit, mesh=mesh)
         fully_shard(model, mesh=mesh)
         optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
 

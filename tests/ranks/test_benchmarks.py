@@ -63,7 +63,8 @@ def test_data_parallel_and_zero_engines_agree():
     rows = harness.measured([harness.Work("small", 2, kind, (16,)) for kind in kinds], repeats=1)
     assert [row["contender"] for row in rows] == [
         "naranhi", "torch DistributedDataParallel", "DeepSpeed stage 0",
-        "naranhi", "torch fully_shard", "DeepSpeed stage 3, sharding all", "DeepSpeed stage 3"]
+        "naranhi", "naranhi, a unit for each block", "torch fully_shard, small blocks joined",
+        "torch fully_shard", "DeepSpeed stage 3, sharding all", "DeepSpeed stage 3"]
 
 
 def test_tensor_parallel_engines_agree():

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from naranhi.data_parallel import total_count
 from naranhi.recomputation import Recompute
-from naranhi.units import SMALL, children, joined
+from naranhi.units import children, joined
 from naranhi.zero import Zero
 
 STAGES = 1, 2, 3
@@ -67,9 +67,9 @@ def training(ranks, work, optimizer, clip):
         torch.manual_seed(rank)  # another start on each rank, until they are made equal
         model, loss = MAKE[work]()
         if stage in STAGES:
-            zero = Zero(model, stage, children(model), group=group)
+            zero = Zero(model, stage, group=group)
         elif ranks == 2:
-            zero = Zero(model, 3, group=group)
+            zero = Zero(model, 3, joined(children(model)), group=group)
         else:
             continue
         stepper = OPTIMIZERS[optimizer](zero.groups)
@@ -106,7 +106,7 @@ def accumulation(stage):
     torch.manual_seed(0)
     one, loss = MAKE["mlp"]()
     model = copy.deepcopy(one)
-    zero = Zero(model, stage, children(model), group=group)
+    zero = Zero(model, stage, group=group)
     steppers = [torch.optim.SGD(params, lr=0.1) for params in (one.parameters(), zero.groups)]
     for step in range(2):
         shares = [[share("mlp", 3 * step + k, r) for k in range(3)] for r in range(2)]
@@ -292,63 +292,6 @@ def test_a_layer_of_several_recomputed_regions_and_dataclasses(five, stage, how)
     five.call(shared, stage, how)
 
 
-def recomputed_alone(stage, reentrant, regions):
-    """Blocks joined in two units, recomputed each by itself, in pairs, or in one region."""
-    group, rank = first_ranks(2), dist.get_rank()
-    if rank >= 2:
-        return None
-    torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)]
-    model = nn.Sequential(*layers).double()
-    run = copy.deepcopy(model)
-    told = []
-    zero = Zero(model, stage, [tuple(layers[:2]), tuple(layers[2:])], group=group,
-                tell=lambda event, what: told.append((event, what)))
-    ours = torch.optim.SGD(zero.groups, lr=0.1)
-    theirs = torch.optim.SGD(run.parameters(), lr=0.1)
-
-    def loss(blocks, x):
-        for some in zip(*[iter(blocks)] * (len(layers) // regions), strict=True):
-            x = checkpoint(nn.Sequential(*some), x, use_reentrant=reentrant)
-        return x.square().sum()
-
-    # Zero listens to the whole model's forward: so the regions are the model's own.
-    model.forward = lambda x: loss(layers, x)
-    for step in range(3):
-        xs = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(step)).double()
-        xs.requires_grad_()
-        theirs.zero_grad()
-        for x in xs:
-            loss(run, x).backward()
-        theirs.step()
-        del told[:]
-        with zero.summing():
-            model(xs[rank]).backward()
-        zero.step(ours)
-    with zero.gathered():
-        for a, b in zip(model.parameters(), run.parameters(), strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
-    return [one for one in told if one[0] in ("gather", "free", "reduce")]
-
-
-@pytest.mark.parametrize("regions", [4, 2, 1])
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("stage", STAGES)
-def test_joined_units_are_recomputed_in_regions_of_any_size(five, stage, reentrant, regions):
-    told = five.call(recomputed_alone, stage, reentrant, regions)[0]
-    reduced = [what for event, what in told if event == "reduce"]
-    assert reduced == ["2 to 3", "0 to 1"]
-    if stage == 3 and regions > 1:  # in one region both are needed until its end
-        assert told.index(("reduce", "2 to 3")) < len(told) - 3
-
-
-def test_small_neighbours_are_joined():
-    widths = [10, 20, SMALL, SMALL - 1, 5, 7, 2 * SMALL, 1]
-    modules = [nn.Linear(width, 1, bias=False) for width in widths]
-    assert [[one.in_features for one in run] for run in joined(modules)] == [
-        [10, 20], [SMALL], [SMALL - 1, 5], [7], [2 * SMALL], [1]]
-
-
 # --- mixed precision -----------------------------------------------------------------------------
 
 
@@ -361,7 +304,7 @@ def mixed(stage):
     torch.manual_seed(0)
     model, loss = MAKE["mlp"]()
     masters = copy.deepcopy(model)
-    zero = Zero(model, stage, children(model), precision="mixed", group=group)
+    zero = Zero(model, stage, precision="mixed", group=group)
     ours = torch.optim.AdamW(zero.groups, lr=1e-3)
     theirs = torch.optim.AdamW(masters.parameters(), lr=1e-3)
     for step in range(5):
@@ -438,7 +381,7 @@ def gradient_on_some(stage):
     found = []
     for uses in ("ab" if rank == 2 else "a"), ("" if rank == 1 else "a"):
         model = Branches()
-        zero = Zero(model, stage, [] if stage == 3 else children(model), group=group)
+        zero = Zero(model, stage, [] if stage == 3 else None, group=group)
 
         def step(uses=uses, zero=zero, model=model):
             with zero.summing():
@@ -497,7 +440,7 @@ def failing(stage):
     torch.manual_seed(0)
     model, found = Fails(), []
     one = copy.deepcopy(model)
-    zero = Zero(model, stage, children(model), group=group)
+    zero = Zero(model, stage, group=group)
     optimizer = torch.optim.SGD(zero.groups, lr=0.1)
 
     def attempt(where=None, factor=1.0, step=True):
@@ -568,7 +511,7 @@ def misuse():
         Zero, one, 1, groups=[{"params": [nn.Parameter(torch.ones(3))]}], group=group)
 
     before = torch.optim.AdamW(one.parameters())
-    zero = Zero(one, 3, children(one), group=group)
+    zero = Zero(one, 3, group=group)
     found["before"] = message(zero.step, before)
     for kind in "Adafactor", "Muon", "LBFGS":
         params = zero.groups[0]["params"]
@@ -586,7 +529,7 @@ def misuse():
     found["state_dict"] = message(one.state_dict)
 
     two = model()
-    zero = Zero(two, 1, children(two), group=group)
+    zero = Zero(two, 1, group=group)
 
     def step(factor=1.0, backwards=1, clip=False):
         with zero.summing():
@@ -598,10 +541,10 @@ def misuse():
 
     found["twice"] = message(step, 1.0, 2)
     two = model()
-    zero = Zero(two, 2, children(two), group=group, finite=True)
+    zero = Zero(two, 2, group=group, finite=True)
     found["nan"] = message(step, float("nan") if rank else 1.0)
     two = model()
-    zero = Zero(two, 3, children(two), group=group)
+    zero = Zero(two, 3, group=group)
     found["nan norm"] = message(step, float("nan") if rank else 1.0, 1, True)
     return found
 
@@ -620,7 +563,7 @@ def test_misuse_is_told(five):
         "double": "ValueError: mixed precision is for parameters in float32, 1.weight is in "
                   "torch.float64",
         "empty": "ValueError: a unit has no module",
-        "twice a unit": "ValueError: module 1 is in two units",
+        "twice a unit": "ValueError: module 1 is in the units twice",
         "nested": "ValueError: unit 0.0 lies in unit 0",
         "foreign unit": "ValueError: a unit has to be a module in the model, not Linear",
         "no group": "ValueError: parameter 0.bias requires a gradient and is in no group",

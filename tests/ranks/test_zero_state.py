@@ -13,7 +13,6 @@ from torch import nn
 
 from naranhi import models, sharded_state
 from naranhi.sharded_state import StateError
-from naranhi.units import children
 from naranhi.zero import Zero
 
 SHARES = 4  # of each step, whatever the number of ranks
@@ -27,7 +26,7 @@ def run(ranks, work, stage, precision, steps, folder, load):
         return None
     torch.manual_seed(rank)
     model, loss = MAKE[work]()
-    zero = Zero(model, stage, children(model), group=group, precision=precision, groups=[
+    zero = Zero(model, stage, group=group, precision=precision, groups=[
         {"params": [one for one in model.parameters() if one.dim() > 1]},
         {"params": [one for one in model.parameters() if one.dim() == 1], "weight_decay": 0.0}])
     optimizer = OPTIMIZERS["adamw 0.001"](zero.groups)
@@ -96,7 +95,7 @@ def refused(folder, width, optimizer, units):
         return None
     torch.manual_seed(1)
     model = nn.Sequential(*models.mlp(2, width, 6))
-    zero = Zero(model, 3, [] if units == "none" else children(model), group=group)
+    zero = Zero(model, 3, [] if units == "none" else None, group=group)
     stepper = getattr(torch.optim, optimizer)(zero.groups, lr=0.25)
     before = numbers(zero, stepper)
     try:
@@ -112,7 +111,7 @@ def written(folder):
     if rank >= 2:
         return
     model = nn.Sequential(*models.mlp(2, 4, 6))
-    zero = Zero(model, 3, children(model), group=group)
+    zero = Zero(model, 3, group=group)
     optimizer = torch.optim.AdamW(zero.groups)
     with zero.summing():
         model(torch.ones(1, 4)).sum().backward()
@@ -126,7 +125,7 @@ def interrupted(folder):
     if rank >= 2:
         return None
     model = nn.Sequential(*models.mlp(2, 4, 6))
-    zero = Zero(model, 3, children(model), group=group)
+    zero = Zero(model, 3, group=group)
     optimizer = torch.optim.AdamW(zero.groups)
     with zero.summing():
         model(torch.ones(1, 4)).sum().backward()

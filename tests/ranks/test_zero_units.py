@@ -1,0 +1,213 @@
+"""Units of several modules, on two ranks beside one process: whatever the modules do, a unit is
+summed when all its gradients have come, and its parameters are there as long as they are needed."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from gloo_ranks import first_ranks
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from naranhi.units import SMALL, children, joined
+from naranhi.zero import Zero
+
+STAGES = 1, 2, 3
+
+
+def linear():
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+
+class Model(nn.Module):
+    """Four layers, of which the last three can be one unit."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.a, self.b, self.c = (linear() for _ in range(4))
+
+
+class Odd(nn.Linear):
+    """Returns an object, and a choice that has no gradient; keeps a part of the loss to itself."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        self.kept = y.square().sum()
+        return SimpleNamespace(choice=y.argmax(-1), y=y)
+
+
+class Returns(Model):
+    """What comes out of a module in the midst of a unit cannot be seen from outside."""
+
+    def __init__(self):
+        super().__init__()
+        self.b = Odd(4, 4)
+
+    def forward(self, x):
+        y = self.a(self.first(x))
+        odd = self.b(y)
+        return self.c(y * (1 + odd.choice[:, None])).square().sum() + odd.y.sum() + self.b.kept
+
+
+class OutOfOrder(Model):
+    """Out of order, twice, without a graph; and one that is in two places."""
+
+    def __init__(self):
+        super().__init__()
+        self.several = nn.ModuleList([self.b, linear()])
+
+    def forward(self, x):
+        y = self.c(self.first(x))
+        y = self.b(self.a(y)) + self.a(y)
+        with torch.no_grad():
+            factor = self.c(y)
+        return (y * factor + self.first(x)).square().sum()
+
+
+class Recomputed(Model):
+    """By both ways of `checkpoint`, side by side or one in the other."""
+
+    def __init__(self, *reentrant, within=False):
+        super().__init__()
+        self.reentrant, self.within = reentrant, within
+
+    def forward(self, x):
+        one, two = self.reentrant
+        y = self.first(x)
+        if self.within:
+            return checkpoint(lambda y: self.b(checkpoint(self.a, y, use_reentrant=one)), y,
+                              use_reentrant=two).square().sum()
+        y = checkpoint(self.a, y, use_reentrant=one)
+        return self.c(checkpoint(self.b, y, use_reentrant=two)).square().sum()
+
+
+class Frozen(Model):
+    """In a recomputed region a frozen layer, through which the gradient goes on."""
+
+    def __init__(self):
+        super().__init__()
+        self.a.requires_grad_(False)
+
+    def forward(self, x):
+        y = checkpoint(lambda y: self.b(self.a(y)), self.first(x), use_reentrant=True)
+        return self.c(y).square().sum()
+
+
+MODELS = {
+    "returns": Returns, "out of order": OutOfOrder, "frozen": Frozen,
+    "reentrant, then not": lambda: Recomputed(True, False),
+    "not reentrant, then so": lambda: Recomputed(False, True),
+    "reentrant in one that is not": lambda: Recomputed(True, False, within=True)}
+
+
+def apart(kind, stage, several):
+    """How far parameters are from those of one process, after three steps."""
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return None
+    torch.manual_seed(0)
+    model = MODELS[kind]().double()
+    one = copy.deepcopy(model)
+    first, *rest = children(model)
+    zero = Zero(model, stage, [first, tuple(rest)] if several else None, group=group)
+    ours = torch.optim.SGD(zero.groups, lr=0.01)
+    theirs = torch.optim.SGD([p for p in one.parameters() if p.requires_grad], lr=0.01)
+    for step in range(3):
+        xs = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(step)).double()
+        theirs.zero_grad()
+        for x in xs:
+            one(x).backward()
+        theirs.step()
+        with zero.summing():
+            model(xs[rank]).backward()
+        zero.step(ours)
+    with zero.gathered():
+        pairs = zip(model.parameters(), one.parameters(), strict=True)
+        return max((a - b).abs().max().item() for a, b in pairs)
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("kind", MODELS)
+def test_models_of_all_kinds_train_as_in_one_process(five, kind, stage, several):
+    if (kind, stage, several) == ("returns", 3, False):
+        with pytest.raises(AssertionError, match="RuntimeError"):  # loudly, as the docstring says
+            five.call(apart, kind, stage, several)
+    else:
+        assert five.call(apart, kind, stage, several)[0] <= 1e-12
+
+
+def recomputed_alone(stage, reentrant, regions):
+    """Blocks joined in two units, recomputed each by itself, in pairs, or in one region."""
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return None
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)]
+    model = nn.Sequential(*layers).double()
+    run = copy.deepcopy(model)
+    told = []
+    zero = Zero(model, stage, [tuple(layers[:2]), tuple(layers[2:])], group=group,
+                tell=lambda event, what: told.append((event, what)))
+    ours = torch.optim.SGD(zero.groups, lr=0.1)
+    theirs = torch.optim.SGD(run.parameters(), lr=0.1)
+
+    def loss(blocks, x):
+        for some in zip(*[iter(blocks)] * (len(layers) // regions), strict=True):
+            x = checkpoint(nn.Sequential(*some), x, use_reentrant=reentrant)
+        return x.square().sum()
+
+    # Zero listens to the whole model's forward: so the regions are the model's own.
+    model.forward = lambda x: loss(layers, x)
+    for step in range(3):
+        xs = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(step)).double()
+        xs.requires_grad_()
+        theirs.zero_grad()
+        for x in xs:
+            loss(run, x).backward()
+        theirs.step()
+        del told[:]
+        with zero.summing():
+            model(xs[rank]).backward()
+        zero.step(ours)
+    with zero.gathered():
+        for a, b in zip(model.parameters(), run.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+    return [one for one in told if one[0] in ("gather", "free", "reduce")]
+
+
+@pytest.mark.parametrize("regions", [4, 2, 1])
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("stage", STAGES)
+def test_joined_units_are_recomputed_in_regions_of_any_size(five, stage, reentrant, regions):
+    told = five.call(recomputed_alone, stage, reentrant, regions)[0]
+    reduced = [what for event, what in told if event == "reduce"]
+    assert reduced == ["2 to 3", "0 to 1"]
+    if stage == 3 and regions > 1:  # in one region both are needed until its end
+        assert told.index(("reduce", "2 to 3")) < len(told) - 3
+
+
+def test_small_neighbours_are_joined():
+    widths = [10, 20, SMALL, SMALL - 1, 5, 7, 2 * SMALL, 1]
+    modules = [nn.Linear(width, 1, bias=False) for width in widths]
+    assert [[one.in_features for one in run] for run in joined(modules)] == [
+        [10, 20], [SMALL], [SMALL - 1, 5], [7], [2 * SMALL], [1]]
+
+
+def other_modules():
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return None
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
+    unit = tuple(model) if rank else (model[0], model[2])
+    try:
+        Zero(model, 1, [unit], group=group)
+    except ValueError as error:
+        return str(error)
+
+
+def test_ranks_that_join_other_modules_are_told(five):
+    assert five.call(other_modules)[:2] == [
+        "units: ['0, 2'] on rank 0, ['0, 1, 2'] on rank 1"] * 2
