@@ -114,8 +114,9 @@ class Flat:
             _allocate(self.whole)
             self._rows[self.rank].copy_(self.shard)
         others = [(self.rank + distance) % self.ranks for distance in range(1, self.ranks)]
-        messages = [(dist.irecv, self._rows[other], other) for other in reversed(others)]
-        messages += [(dist.isend, self._rows[self.rank], other) for other in others]
+        # Sends before receives: on gloo a step of many small units is a tenth shorter so.
+        messages = [(dist.isend, self._rows[self.rank], other) for other in others]
+        messages += [(dist.irecv, self._rows[other], other) for other in reversed(others)]
         works = dist.batch_isend_irecv([
             dist.P2POp(operation, row, group=self.group, group_peer=other, tag=self.tag)
             for operation, row, other in messages]) if messages else []
