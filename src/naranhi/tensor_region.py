@@ -107,12 +107,7 @@ def gather_from_sequence(x, group=None, dim=-2):
     return _GatherSequence.apply(x, group, dim)
 
 
-class _GatherSequence(Function):
-    @staticmethod
-    def forward(ctx, x, group, dim):
-        ctx.group, ctx.dim = group, dim
-        return start_gather(x, group, dim)()
-
+class _GatherSequence(_Gather):
     @staticmethod
     def backward(ctx, gradient):
         return reduce_scatter_to_sequence(gradient, ctx.group, ctx.dim), None, None
