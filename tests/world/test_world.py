@@ -44,6 +44,12 @@ def test_a_result_ended_by_a_semicolon_is_not_shown(world, capsys):
     assert capsys.readouterr().out == ""
 
 
+def test_ranks_draw_random_numbers_of_their_own(world):
+    world.execute("import random, numpy\ndrawn = random.random(), numpy.random.rand()")
+    for numbers in zip(*world["drawn"], strict=True):
+        assert len(set(numbers)) == 4
+
+
 def test_names_at_hand_and_names_kept(world, capsys):
     world.execute("kept = (rank, world_size, str(device), dist.get_rank(), torch.__name__)")
     world.execute("print(kept[0] == kept[3], kept[1:3], kept[4])")

@@ -5,12 +5,14 @@ import logging
 import os
 import re
 import shutil
+import signal
 import socket
 import sys
 import tempfile
 import time
+from pathlib import Path
 
-from naranhi._ranks import controller, lifeline, process
+from naranhi._ranks import controller, fork, lifeline, process
 from naranhi._ranks.failures import RankError
 
 START_SECONDS = 60
@@ -70,7 +72,8 @@ class Launched:
         python = [sys.executable, "-m"]
         config = Config()
         config.ControllerLauncher.controller_cmd = [*python, controller.__name__]
-        config.EngineLauncher.engine_cmd = [*python, process.__name__]
+        ranks = process if self.in_slurm else fork
+        config.EngineLauncher.engine_cmd = [*python, ranks.__name__]
         # The lifeline tells of a death sooner than a nanny process beside every rank would.
         config.EngineLauncher.engine_args = ["--IPEngine.enable_nanny=False", "--log-level=30"]
         quiet = logging.getLogger("naranhi.ipyparallel")
@@ -94,7 +97,7 @@ class Launched:
                 load_profile=False,
                 profile_dir=self.folder,
                 cluster_file="",
-                engines=_srun_launcher() if self.in_slurm else "local",
+                engines=_srun_launcher() if self.in_slurm else _fork_launcher(),
                 controller_ip=self.host,
                 controller_location=self.host,
                 controller_args=[
@@ -173,29 +176,23 @@ class Launched:
 
     def how_it_ended(self, member):
         """How a member's process ended, and the last words of a library that gave up in it."""
-        import signal
-
-        launchers = getattr(self._cluster.engine_set, "launchers", {})
-        for launcher in launchers.values():
-            if launcher.pid == member.pid:
-                status = launcher.process.wait(timeout=2)
-                if status is not None and status < 0:
-                    how = f"killed by {signal.Signals(-status).name}"
-                else:
-                    how = "ended" if status is None else f"exit status {status}"
-                with open(launcher.output_file, errors="replace") as output:
-                    words = LAST_WORDS.findall(output.read())
-                return f"{how}: {words[-1]}" if words else how
-        return f"its process on {member.host} ended"
+        if self.in_slurm:
+            return f"its process on {member.host} ended"
+        ended, said = (Path(self.folder, f"{member.pid}.{what}") for what in ("ended", "said"))
+        deadline = time.monotonic() + 2
+        while not ended.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)  # its parent is about to know
+        status = int(ended.read_text()) if ended.exists() else None
+        if status is not None and status < 0:
+            how = f"killed by {signal.Signals(-status).name}"
+        else:
+            how = "ended" if status is None else f"exit status {status}"
+        words = LAST_WORDS.findall(said.read_text(errors="replace"))
+        return f"{how}: {words[-1]}" if words else how
 
     def _said(self):
-        launchers = getattr(self._cluster.engine_set, "launchers", None)
-        files = [x.output_file for x in (launchers or {0: self._cluster.engine_set}).values()]
-        texts = []
-        for file in files:
-            with open(file, errors="replace") as output:
-                texts.append(output.read()[-2000:])
-        return "\n".join(texts)
+        files = [Path(self._cluster.engine_set.output_file), *Path(self.folder).glob("*.said")]
+        return "\n".join(file.read_text(errors="replace")[-2000:] for file in files)
 
     def close(self):
         """Kill the processes, close the sockets, remove the folder."""
@@ -204,6 +201,18 @@ class Launched:
             self._client.close()
         self._store = None
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _fork_launcher():
+    from ipyparallel.cluster.launcher import MPIEngineSetLauncher
+
+    class ForkEngineSetLauncher(MPIEngineSetLauncher):
+        """ipyparallel's launcher by mpiexec, with `fork` in its place and without MPI."""
+
+        def find_args(self):
+            return [*self.engine_cmd, str(self.n), *self.program_args]
+
+    return ForkEngineSetLauncher
 
 
 def _srun_launcher():

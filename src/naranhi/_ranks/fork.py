@@ -1,0 +1,54 @@
+"""The ranks of one machine, forked from one process that has imported what all of them need.
+
+``python -m naranhi._ranks.fork 4`` becomes four ranks. To import torch keeps a core busy for
+seconds. Four ranks that do so by themselves wait for it as long as their cores take for all four;
+forked, they wait for one, and share the memory of what was imported.
+
+Beside its ranks this process only waits for their ends. Of each rank the World's folder has what it
+says (``PID.said``) and, when it has ended, its status (``PID.ended``), both read by `launch`.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+from naranhi._ranks import process
+from naranhi._ranks.controller import FOLDER
+
+
+def main():
+    """Fork the ranks, and end after the last. Called once, in a process of its own."""
+    folder = Path(os.environ[FOLDER])
+    # No thread may run yet: a fork has only the thread that called it.
+    import ipyparallel.engine.app  # noqa: F401
+    import torch.distributed  # noqa: F401
+
+    for _ in range(int(sys.argv.pop(1))):
+        if os.fork() == 0:
+            _become_rank(folder)
+            return
+    while True:
+        try:
+            pid, status = os.wait()
+        except ChildProcessError:  # none is left
+            os._exit(0)  # at once: nothing is to be tidied up
+        note = folder / f"{pid}.status"
+        try:
+            note.write_text(str(os.waitstatus_to_exitcode(status)))
+            note.rename(folder / f"{pid}.ended")
+        except FileNotFoundError:  # the World is closed, and its folder gone: nobody asks
+            continue
+
+
+def _become_rank(folder):
+    said = os.open(folder / f"{os.getpid()}.said", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(said, stream)
+    os.close(said)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()  # what was forked would be the same on every rank
+    process.main()
+
+
+if __name__ == "__main__":
+    main()
