@@ -13,7 +13,8 @@ much faster than to free them. To compare like with like it is also measured wit
 to what the others hold: none whole, two blocks gathered.
 
 Ours likewise: with a unit for each block, and as its documentation has it for small ones, joined
-until a unit has 2**15 numbers, which is four of the narrow blocks (and one wide one).
+until a unit has 2**15 numbers, which is four of the narrow blocks (and one wide one). A work of its
+own has `fully_shard` applied to the same units.
 """
 
 import copy
@@ -35,16 +36,16 @@ RATE = 0.1
 
 
 def works():
-    return [Work(f"ZeRO-3, width {width}", RANKS, contenders, (width,), memory=width == 512)
-            for width in (512, 32)]
+    return [Work("ZeRO-3, width 512", RANKS, contenders, (512,), memory=True),
+            Work("ZeRO-3, width 32", RANKS, contenders, (32,)),
+            Work("ZeRO-3, width 32, the same units joined", RANKS, both_joined, (32,))]
 
 
 def contenders(group, width):
     training = Sharded(width, group)
-    runs = {
-        "naranhi": training.naranhi(joined),
+    return beside_limit(group, training, {
+        "naranhi, small blocks joined": training.naranhi(joined),
         "naranhi, a unit for each block": training.naranhi(list),
-        "torch fully_shard, small blocks joined": training.torch(joined),
         "torch fully_shard": training.torch(list),
         "DeepSpeed stage 3, sharding all": training.deepspeed({
             "stage3_param_persistence_threshold": 0,
@@ -52,7 +53,16 @@ def contenders(group, width):
             "stage3_max_live_parameters": 2 * training.block,
             "stage3_prefetch_bucket_size": training.block}),
         "DeepSpeed stage 3": training.deepspeed({}),
-    }
+    })
+
+
+def both_joined(group, width):
+    training = Sharded(width, group)
+    return beside_limit(group, training, {
+        "naranhi": training.naranhi(joined), "torch fully_shard": training.torch(joined)})
+
+
+def beside_limit(group, training, runs):
     gather, scatter = (shift(name, training.bytes, group)
                        for name in ("all_gather", "reduce_scatter"))
 

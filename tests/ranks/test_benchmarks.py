@@ -59,12 +59,13 @@ def test_pipelines_agree_and_what_they_hold_is_counted():
 
 def test_data_parallel_and_zero_engines_agree():
     """In the same processes, as importing DeepSpeed takes long."""
-    kinds = bench_data_parallel.contenders, bench_zero.contenders
+    kinds = bench_data_parallel.contenders, bench_zero.contenders, bench_zero.both_joined
     rows = harness.measured([harness.Work("small", 2, kind, (16,)) for kind in kinds], repeats=1)
     assert [row["contender"] for row in rows] == [
         "naranhi", "torch DistributedDataParallel", "DeepSpeed stage 0",
-        "naranhi", "naranhi, a unit for each block", "torch fully_shard, small blocks joined",
-        "torch fully_shard", "DeepSpeed stage 3, sharding all", "DeepSpeed stage 3"]
+        "naranhi, small blocks joined", "naranhi, a unit for each block",
+        "torch fully_shard", "DeepSpeed stage 3, sharding all", "DeepSpeed stage 3",
+        "naranhi", "torch fully_shard"]
 
 
 def test_tensor_parallel_engines_agree():
