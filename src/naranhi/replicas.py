@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from naranhi.buckets import buckets, pack, unpack
-from naranhi.collectives import all_gather, broadcast
+from naranhi.collectives import _overlap, _ring_all_gather, broadcast
 
 
 def make_equal(model, group=None):
@@ -72,14 +72,26 @@ def same_on_all_ranks(has, group, device):
     is the same on all ranks. Messages travel from `device`."""
     if not has:
         return
-    group = group or dist.group.WORLD
-    mine = torch.tensor(list(has.values()), dtype=torch.uint8, device=device)
-    table = mine.new_empty(dist.get_world_size(group), len(has))
-    all_gather(table, mine, group)
+    table, kernel = have_gradients(list(has.values()), group or dist.group.WORLD, device)
+    _overlap([kernel])
+    require_same_gradients(has, table)
+
+
+def have_gradients(mine, group, device):
+    """(table, a kernel that fills it: see `collectives`). A row for each rank, of one flag for each
+    parameter: whether it has a gradient there. `mine`, a list, is this rank's."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    table = torch.empty(ranks, len(mine), dtype=torch.uint8, device=device)
+    table[rank] = table.new_tensor(mine)
+    return table, _ring_all_gather(list(table), group, rank, ranks)
+
+
+def require_same_gradients(names, table):
+    """RuntimeError, as `with_gradient`'s, unless all rows of the table are the same."""
     busy = table.any(1).tolist()
     hint = (f"; rank {_list(busy, False)} has none of any parameter: without a sample, run the "
             "model on rows that do not count") if not all(busy) else ""
-    for name, column in zip(has, table.T.tolist(), strict=True):
+    for name, column in zip(names, table.T.tolist(), strict=True):
         if 0 < sum(column) < len(column):
             raise RuntimeError(
                 f"parameter {name} has a gradient on rank {_list(column, True)}, but none on rank "

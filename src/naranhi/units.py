@@ -70,9 +70,9 @@ class Unit:
 
     # --- gradients -------------------------------------------------------------------------------
 
-    def reduce(self):
-        """Start to: a Transfer."""
-        return Transfer(kernel for flat in self.trained for kernel in flat.reducing())
+    def reduce(self, *beside):
+        """Start to: a Transfer, also of the kernels `beside`."""
+        return Transfer([*(kernel for flat in self.trained for kernel in flat.reducing()), *beside])
 
     def reduced(self):
         for flat in self.trained:

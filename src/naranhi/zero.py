@@ -29,6 +29,7 @@ Sources: Rajbhandari et al., "ZeRO: Memory optimizations toward training trillio
 the hooks and for gathering ahead. In production: `fully_shard`, and DeepSpeed.
 """
 
+import os
 from contextlib import contextmanager
 from functools import partial
 from math import isfinite
@@ -40,7 +41,13 @@ from naranhi import sharded_state
 from naranhi.collectives import _overlap, all_gather
 from naranhi.held import held
 from naranhi.nests import _AfterBackward, _map, _tensors, _to_bf16, _to_fp32
-from naranhi.replicas import broadcast_buffers, make_equal, same_on_all_ranks
+from naranhi.prefetch import Prefetch
+from naranhi.replicas import (
+    broadcast_buffers,
+    have_gradients,
+    make_equal,
+    require_same_gradients,
+)
 from naranhi.units import cut
 
 
@@ -92,13 +99,14 @@ class Zero:
         self.units, options = cut(model, units, groups, stage, precision, self.group)
         self.root = self.units[-1]
         self.flats = [flat for unit in self.units for flat in unit.trained]
+        self._device = self.flats[0].shard.device
         self.groups = [
             {"params": [flat.pieces[number] for flat in self.flats if number in flat.pieces],
              **option} for number, option in enumerate(options)]
 
-        self._order, self._trace = {True: [], False: []}, []  # in which units are gathered
-        self._recording = True  # the pass under way: with a backward, or a forward alone
-        self._sums = [*self.units[-2::-1], self.root]  # in which their gradients are summed
+        self._order = Prefetch()
+        # In which their gradients are summed.
+        self._sums = [unit for unit in (*self.units[-2::-1], self.root) if unit.trained]
         self._summed = 0  # how many of these in this backward
         self._reduction = None  # the unit and the Transfer under way
         self._in_backward = self._in_block = self._complete = False
@@ -123,10 +131,9 @@ class Zero:
     # --- forward ---------------------------------------------------------------------------------
 
     def _before_forward(self, unit, module, args, kwargs):
-        if self._in_backward and torch._C._current_graph_task_id() == -1:
-            raise RuntimeError("the last backward did not come to its end: call zero_grad() first")
+        self._require_end()
         if unit is self.root and not self._in_backward:
-            self._recording, self._trace = torch.is_grad_enabled(), []
+            self._order.begin(torch.is_grad_enabled())
             if self.precision == "mixed":
                 args, kwargs = _map(_to_bf16, (args, kwargs))
             if self._in_block and torch.is_grad_enabled():
@@ -164,7 +171,7 @@ class Zero:
             watched = unit is not self.root and any(
                 one.requires_grad for one in _tensors((args, kwargs)))
         unit.uses += recorded or watched
-        unit.hidden[module] += self._recording and not torch.is_grad_enabled()
+        unit.hidden[module] += self._order.recording and not torch.is_grad_enabled()
         if unit is not self.root:
             if module is unit.modules[-1]:
                 self._free(unit)
@@ -189,6 +196,10 @@ class Zero:
     def _arrived(self, unit, parameter):
         """The backward has a parameter's gradient."""
         self._begin_backward()
+        if unit.done:
+            raise RuntimeError(
+                f"parameter {self.names[parameter]} gets a gradient when its unit's backward is "
+                "over: what uses it outside of the forward has to come after the forward")
         if self._complete and self.stage == 1:
             raise RuntimeError(
                 f"parameter {self.names[parameter]} gets a gradient, but this step's are summed "
@@ -234,16 +245,16 @@ class Zero:
         if self.stage == 3 and unit.flats:  # the root may have none
             if not unit.held:
                 self._gather(unit)
+            if first:
+                following = self._order.after(unit)
+                if following and not following.held:
+                    self._gather(following)
             if not unit.gathered:
                 self._wait(unit)
-            if first:
-                place, order = len(self._trace), self._order[self._recording]
-                self._trace.append(unit)
-                following = next(iter(order[place + 1:]), unit)
-                if order[:place + 1] == self._trace and not following.held:
-                    self._gather(following)
         if first:
             self.tell("compute", unit.name)
+            # The backend's threads may wait for a core, and other ranks for what they would send.
+            _give_way()
 
     def _gather(self, unit):
         self.tell("gather", unit.name)
@@ -264,7 +275,7 @@ class Zero:
 
     def _end_pass(self):
         """A forward alone, or a backward, is over."""
-        self._order[self._recording], self._trace = self._trace, []
+        self._order.end()
         for unit in self.units:
             self._free(unit)
 
@@ -276,6 +287,7 @@ class Zero:
         if self._complete:
             raise RuntimeError("this step's gradients are summed already: call step() or "
                                "zero_grad() first")
+        self._require_end()
         self._in_block, self._complete, self._met = True, False, False
         try:
             yield
@@ -284,9 +296,7 @@ class Zero:
                 self._end_backward()
         finally:
             self._in_block = False
-        seen = {one for flat in self.flats for one in flat.seen}
-        same_on_all_ranks({name: one in seen for one, name in self.names.items()},
-                          self.group, self.flats[0].shard.device)
+        require_same_gradients(self.names.values(), self._seen)
         if self.buffers:
             broadcast_buffers(self.model, self.group)
         if self.finite:
@@ -298,7 +308,7 @@ class Zero:
         if self._met or self.stage < 3:
             return
         self._met = True
-        mine = torch.tensor([here], device=self.flats[0].shard.device, dtype=torch.uint8)
+        mine = torch.tensor([here], dtype=torch.uint8, device=self._device)
         table = mine.new_empty(dist.get_world_size(self.group), 1)
         all_gather(table, mine, self.group)
         absent = [str(rank) for rank, one in enumerate(table.flatten().tolist()) if not one]
@@ -314,10 +324,17 @@ class Zero:
         while self._summed < len(self._sums) and self._sums[self._summed].done:
             unit = self._sums[self._summed]
             self._summed += 1
-            if unit.trained:
-                self._sum_finish()
-                self.tell("reduce", unit.name)
-                self._reduction = unit, unit.reduce()
+            self._sum_finish()
+            self.tell("reduce", unit.name)
+            self._reduction = unit, unit.reduce(*self._telling())
+
+    def _telling(self):
+        """Kernels beside a sum: beside a step's last, that tells who has which gradient."""
+        if self._in_block and self._summed == len(self._sums):
+            seen = {one for flat in self.flats for one in flat.seen}
+            self._seen, kernel = have_gradients(
+                [one in seen for one in self.names], self.group, self._device)
+            yield kernel
 
     def _sum_finish(self):
         if self._reduction:
@@ -379,9 +396,13 @@ class Zero:
         for unit in self.units:
             unit.settle()
         self._summed, self._in_backward, self._complete = 0, False, False
-        self._trace = []
+        self._order.begin(True)
         for unit in self.units:
             self._free(unit)
+
+    def _require_end(self):
+        if self._in_backward and torch._C._current_graph_task_id() == -1:
+            raise RuntimeError("the last backward did not come to its end: call zero_grad() first")
 
     def _require_sums(self):
         if not self._complete:
@@ -455,6 +476,8 @@ class Zero:
 # Of torch's and of others': optimizers that see more than single numbers.
 _OF_A_SHAPE = {
     "Adafactor", "LBFGS", "Muon", "SparseAdam", "Lamb", "LAMB", "LARS", "Shampoo", "SOAP"}
+
+_give_way = getattr(os, "sched_yield", lambda: None)  # which Windows lacks
 
 
 def _nothing(event, what):

@@ -405,6 +405,97 @@ def test_a_gradient_on_some_ranks_only_is_named(five, stage):
             nothing]
 
 
+def absent(precision, with_root, joins):
+    """A block without a forward on rank 1 of three, in the first step and in a later one: what each
+    says. The steps between are those of one that has never failed."""
+    group, rank = first_ranks(3), dist.get_rank()
+    if rank >= 3:
+        return None
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)))
+    if with_root:
+        model.register_parameter("unused", nn.Parameter(torch.ones(3)))
+    other = copy.deepcopy(model)
+
+    def sharded(model):
+        units = list(joined(model, 48)) if joins else None
+        zero = Zero(model, 3, units, group=group, precision=precision)
+        return zero, torch.optim.SGD(zero.groups, lr=0.1)
+
+    (zero, optimizer), (fine, optimizer_of_fine) = sharded(model), sharded(other)
+
+    def step(zero, optimizer):
+        with zero.summing():
+            zero.model(torch.ones(rank + 1, 4)).square().sum().backward()
+        zero.step(optimizer)
+
+    def fails():
+        if rank == 1:
+            with zero.summing():
+                pass
+        else:
+            step(zero, optimizer)
+
+    found = []
+    for _ in range(2):
+        found.append(message(fails))
+        for _ in range(2):
+            step(zero, optimizer)
+            step(fine, optimizer_of_fine)
+    with zero.gathered(), fine.gathered():
+        for one, two in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(one, two)
+    return found
+
+
+@pytest.mark.parametrize("precision", ["fp32", "mixed"])
+@pytest.mark.parametrize("with_root, joins", [(False, False), (True, False), (False, True)])
+def test_a_rank_without_a_forward_is_told_to_all(five, precision, with_root, joins):
+    told = ("RuntimeError: rank 1 runs no forward in this summing block: without a sample, run the "
+            "model on rows that do not count")
+    assert five.call(absent, precision, with_root, joins)[:3] == [[told] * 2] * 3
+
+
+def early_and_late_terms(stage):
+    """A term of the loss on the parameters themselves, made before the forward and after it. (At
+    stage 3 there are no parameters then, which torch finds out.)"""
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return None
+    torch.manual_seed(0)
+    found = []
+    for before in True, False:
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+        one = copy.deepcopy(model)
+        zero = Zero(model, stage, group=group)
+
+        def norm(before=before, model=model, zero=zero):
+            with zero.summing():
+                weights = sum(p.square().sum() for p in model.parameters()) if before else 0
+                loss = model(torch.ones(1, 4)).sum()
+                if not before:
+                    weights = sum(p.square().sum() for p in model.parameters())
+                (loss + weights).backward()
+            return zero.clip(1e9)
+
+        if before:
+            found.append(message(norm))
+        else:
+            (one(torch.ones(1, 4)).sum() + sum(p.square().sum() for p in one.parameters())
+             ).backward()
+            expected = nn.utils.get_total_norm([2 * p.grad for p in one.parameters()])
+            torch.testing.assert_close(norm(), expected.item(), rtol=1e-5, atol=0)
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_gradient_that_comes_too_late_is_not_lost(five, stage):
+    for found in five.call(early_and_late_terms, stage)[:2]:
+        assert found == [
+            "RuntimeError: parameter 2.bias gets a gradient when its unit's backward is over: "
+            "what uses it outside of the forward has to come after the forward"]
+
+
 class Failing(torch.autograd.Function):
     """Fails in the backward, if told to."""
 
@@ -451,8 +542,13 @@ def failing(stage):
             zero.step(optimizer)
 
     found.append(message(attempt, "forward"))
+    def empty():
+        with zero.summing():
+            pass
+
     found.append(message(attempt, "backward"))
     found.append(message(attempt))
+    found.append(message(empty))
     zero.zero_grad()
     found.append(message(zero.clip, 1.0))
     found.append(message(attempt, factor=float("nan")))
@@ -476,7 +572,8 @@ def test_after_what_fails_the_next_step_is_right_or_refused(five, stage):
         assert found == [
             "ValueError: a forward fails",
             "ValueError: a backward fails",
-            "RuntimeError: the last backward did not come to its end: call zero_grad() first",
+            *2 * ["RuntimeError: the last backward did not come to its end: call zero_grad() "
+                  "first"],
             "RuntimeError: the gradients of this step are not summed over the ranks: run its last "
             "backward in a summing block",
             "FloatingPointError: the gradients' norm is nan",
