@@ -6,6 +6,7 @@ import time
 import pytest
 
 import naranhi
+from naranhi._ranks import launch
 from naranhi.world import World
 
 
@@ -24,6 +25,13 @@ def test_four_ranks_are_ready_within_twelve_seconds():
         seconds.append(time.monotonic() - start)
         world.close()
     assert min(seconds) < 12
+
+
+def test_ranks_that_do_not_come_up_are_quoted(monkeypatch):
+    monkeypatch.setattr(launch.fork, "__name__", "naranhi._ranks.not_there")
+    with pytest.raises(naranhi.RankError, match="0 of 4 ranks were up") as raised:
+        World(4)
+    assert "No module named naranhi._ranks.not_there" in str(raised.value)
 
 
 def test_output_comes_in_rank_order_with_equal_neighbours_folded(world, capsys):

@@ -120,7 +120,7 @@ class Launched:
         start = time.monotonic()
         while len(ids := self._client.ids) < size:
             seconds = time.monotonic() - start
-            if seconds > START_SECONDS or not self._cluster.engine_set.running:
+            if seconds > START_SECONDS or not self._cluster.engine_set.process.is_running():
                 raise RankError(
                     f"{len(ids)} of {size} ranks were up after {seconds:.0f} s. "
                     f"They said:\n{self._said()}"
@@ -200,7 +200,7 @@ class Launched:
         if hasattr(self, "_client"):
             self._client.close()
         self._store = None
-        shutil.rmtree(self.folder, ignore_errors=True)
+        controller.remove(self.folder)
 
 
 def _fork_launcher():
