@@ -105,7 +105,7 @@ class Zero:
              **option} for number, option in enumerate(options)]
 
         self._order = Prefetch()
-        # In which their gradients are summed.
+        # Those with gradients, in the order in which these are summed.
         self._sums = [unit for unit in (*self.units[-2::-1], self.root) if unit.trained]
         self._summed = 0  # how many of these in this backward
         self._reduction = None  # the unit and the Transfer under way
