@@ -16,19 +16,22 @@ and Gropp (2005) for the trees and for halving and doubling; Patarasuk and Yuan 
 nccl-tests, doc/PERFORMANCE.md, for the two bandwidths.
 """
 
+from functools import lru_cache
 from math import isfinite
 
-# The algorithms of each collective; the first is the one of `naranhi.collectives` by default.
+# The algorithms of each collective; the first is the default of the functions below.
 ALGORITHMS = {
     "broadcast": ("tree",),
     "reduce": ("tree",),
     "scatter": ("direct",),
     "gather": ("direct",),
     "all_to_all": ("direct",),
-    "all_gather": ("ring",),
-    "reduce_scatter": ("ring",),
-    "all_reduce": ("ring", "halving_doubling", "tree"),
+    "all_gather": ("ring", "doubling"),
+    "reduce_scatter": ("ring", "halving"),
+    "all_reduce": ("ring", "halving_doubling", "doubling", "tree"),
 }
+# These end only if each step can pair all ranks. (An all-reduce folds the other ranks in first.)
+POWER_OF_TWO_ONLY = {("all_gather", "doubling"), ("reduce_scatter", "halving")}
 
 
 def algorithm_bandwidth(bytes, seconds):
@@ -67,20 +70,39 @@ def collective_seconds(collective, bytes, ranks, alpha, beta, algorithm=None):
     return messages * alpha + volume * beta
 
 
+@lru_cache(maxsize=1024)
+def fastest(collective, bytes, ranks, alpha, beta, among=None):
+    """Return the algorithm for which `collective_seconds` is least, the first of equals.
+
+    among: the algorithms to choose from, by default all that this number of ranks can run.
+    """
+    _check(collective, bytes, ranks)
+    known = [name for name in among or ALGORITHMS[collective] if _runs(collective, ranks, name)]
+    return min(known, key=lambda name: collective_seconds(
+        collective, bytes, ranks, alpha, beta, name))
+
+
+def _runs(collective, ranks, algorithm):
+    return (collective, algorithm) not in POWER_OF_TWO_ONLY or ranks & (ranks - 1) == 0
+
+
 def _critical_path(collective, bytes, ranks, algorithm=None):
     """(messages, bytes) that follow one another, whichever rank's link is the busiest."""
     algorithm = _check(collective, bytes, ranks, algorithm)
     levels = (ranks - 1).bit_length()  # of a binomial tree: log2(ranks), rounded up
+    if algorithm in ("doubling", "halving") and collective != "all_reduce":
+        return levels, (ranks - 1) / ranks * bytes  # the blocks of a ring, in fewer messages
     if collective == "all_reduce":
         if algorithm == "tree":  # reduce, then broadcast
             return 2 * levels, 2 * levels * bytes
         if algorithm == "ring":  # reduce-scatter, then all-gather
             return 2 * (ranks - 1), 2 * (ranks - 1) / ranks * bytes
-        # Recursive halving and doubling among `core` ranks; the others hand in their data before
-        # and are given the sum after.
+        # Among `core` ranks; the others hand in their data before and are given the sum after.
         core = 2 ** (ranks.bit_length() - 1)
         extra = 2 if ranks > core else 0
         halvings = core.bit_length() - 1
+        if algorithm == "doubling":  # the whole tensor in each step
+            return halvings + extra, (halvings + extra) * bytes
         return 2 * halvings + extra, (2 * (core - 1) / core + extra) * bytes
     if algorithm == "tree":
         return levels, levels * bytes
@@ -100,9 +122,10 @@ def bytes_sent(collective, bytes, ranks, algorithm=None):
         return bytes / ranks if ranks > 1 else 0
     if algorithm == "tree":  # the root of a broadcast, to each of its children
         return (ranks - 1).bit_length() * bytes
-    if algorithm == "halving_doubling":  # one that also gives the sum to a rank beyond the core
+    if collective == "all_reduce" and algorithm != "ring":  # and the sum to a rank beyond the core
         core = 2 ** (ranks.bit_length() - 1)
-        return (2 * (core - 1) / core + (ranks > core)) * bytes
+        own = core.bit_length() - 1 if algorithm == "doubling" else 2 * (core - 1) / core
+        return (own + (ranks > core)) * bytes
     return _critical_path(collective, bytes, ranks, algorithm)[1]
 
 
@@ -203,4 +226,7 @@ def _check(collective="broadcast", bytes=0, ranks=1, algorithm=None):
     known = ALGORITHMS[collective]
     if algorithm is not None and algorithm not in known:
         raise ValueError(f"{collective} is known by {known}, not by {algorithm!r}")
+    if not _runs(collective, ranks, algorithm):
+        raise ValueError(
+            f"{collective} by {algorithm} needs a power of two of ranks, not {ranks}")
     return algorithm or known[0]

@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 
 from naranhi.buckets import buckets, pack, unpack
-from naranhi.collectives import _overlap, _ring_all_gather, broadcast
+from naranhi.collectives import broadcast, ring
+from naranhi.collectives.chunks import overlap
 
 
 def make_equal(model, group=None):
@@ -73,7 +74,7 @@ def same_on_all_ranks(has, group, device):
     if not has:
         return
     table, kernel = have_gradients(list(has.values()), group or dist.group.WORLD, device)
-    _overlap([kernel])
+    overlap([kernel])
     require_same_gradients(has, table)
 
 
@@ -83,7 +84,7 @@ def have_gradients(mine, group, device):
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     table = torch.empty(ranks, len(mine), dtype=torch.uint8, device=device)
     table[rank] = table.new_tensor(mine)
-    return table, _ring_all_gather(list(table), group, rank, ranks)
+    return table, ring.all_gather(list(table), group, rank, ranks)
 
 
 def require_same_gradients(names, table):

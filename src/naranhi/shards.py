@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from naranhi.collectives import _finish, _pieces, _ring_reduce_scatter
+from naranhi.collectives import chunks, ring
 
 ALIGN = 8  # numbers: parameters begin where a processor loads 16 bytes (in bf16) at once
 
@@ -121,7 +121,7 @@ class Flat:
             dist.P2POp(operation, row, group=self.group, group_peer=other, tag=self.tag)
             for operation, row, other in messages]) if messages else []
         yield
-        _finish(works)
+        chunks.finish(works)
 
     def show(self):
         """Let the parameters be views of the row, which has been gathered."""
@@ -166,9 +166,9 @@ class Flat:
         for one in self.parameters:
             if one not in self._filled:
                 self._gradient_of[one].zero_()
-        return [_ring_reduce_scatter([row[piece] for row in self._gradient_rows], None,
+        return [ring.reduce_scatter([row[piece] for row in self._gradient_rows], None,
                                      self.group, self.rank, self.ranks)
-                for piece in _pieces(self._gradient_rows[self.rank])]
+                for piece in chunks.cut(self._gradient_rows[self.rank])]
 
     def reduced(self):
         """The sum is there: keep it, and free the row (at stage 1 it is a part of that)."""

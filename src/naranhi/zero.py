@@ -38,7 +38,8 @@ import torch
 import torch.distributed as dist
 
 from naranhi import sharded_state
-from naranhi.collectives import _overlap, all_gather
+from naranhi.collectives import all_gather
+from naranhi.collectives.chunks import overlap
 from naranhi.held import held
 from naranhi.nests import _AfterBackward, _map, _tensors, _to_bf16, _to_fp32
 from naranhi.prefetch import Prefetch
@@ -416,7 +417,7 @@ class Zero:
         for unit in self.units:
             self._free(unit)  # there may be the root, of a forward that no backward followed
         if self.stage < 3:
-            _overlap(flat.gathering() for flat in self.flats)
+            overlap(flat.gathering() for flat in self.flats)
 
     def _check(self, optimizer):
         """RuntimeError or TypeError unless the optimizer works on these shards, by element."""

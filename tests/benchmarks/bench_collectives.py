@@ -3,7 +3,7 @@
 The limit of a work: as many bytes as a rank of the ring sends, shifted from every rank to its right
 neighbour and nothing else, that is, bytes on the wire over the bandwidth of the same links in use
 all at once, measured in the same turns. All receives are posted before the first send, in messages
-of `collectives.MESSAGE`: the best that point-to-point messages do.
+of `chunks.MESSAGE`: the best that point-to-point messages do.
 
 Gloo is a weak peer where it moves more than it needs: its reduce-scatter is an all-reduce, and its
 all-gather goes through memory of its own, which is fresh each time.
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from naranhi import collectives, costs
+from naranhi.collectives import chunks
 from tests.benchmarks.harness import Contenders, Work
 
 SIZES = {"4 KiB": 2**12, "1 MiB": 2**20, "64 MiB": 2**26}
@@ -50,8 +51,7 @@ def all_reduce(group, bytes):
         return run
 
     runs = {
-        "naranhi ring": in_place(collectives.all_reduce),
-        "naranhi halving-doubling": in_place(collectives.all_reduce, "halving_doubling"),
+        "naranhi": in_place(collectives.all_reduce),
         "gloo": in_place(lambda tensor, group: dist.all_reduce(tensor, group=group)),
     }
     return Contenders(runs, limit=shift("all_reduce", bytes, group))
@@ -70,7 +70,7 @@ def all_gather(group, bytes):
         torch_all_gather(theirs, block, group=group)
         return theirs
 
-    runs = {"naranhi ring": naranhi, "gloo": gloo}
+    runs = {"naranhi": naranhi, "gloo": gloo}
     return Contenders(runs, limit=shift("all_gather", bytes, group))
 
 
@@ -87,7 +87,7 @@ def reduce_scatter(group, bytes):
         torch_reduce_scatter(theirs, whole, group=group)
         return theirs
 
-    runs = {"naranhi ring": naranhi, "gloo": gloo}
+    runs = {"naranhi": naranhi, "gloo": gloo}
     return Contenders(runs, limit=shift("reduce_scatter", bytes, group))
 
 
@@ -95,7 +95,7 @@ def shift(collective, bytes, group):
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     moved = costs.bytes_sent(collective, bytes, ranks)
     leaving, arriving = torch.zeros(int(moved) // 4), torch.zeros(int(moved) // 4)
-    message = collectives.MESSAGE // 4
+    message = chunks.MESSAGE // 4
 
     def run():
         works = [

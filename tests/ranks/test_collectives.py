@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from naranhi import collectives, costs, measure
+from naranhi.collectives import chunks
 
 WORLD = 5
 GROUPS = {}  # in a rank: the groups made so far, by their members
@@ -54,17 +55,23 @@ def scattered_in_memory(tensor):
     return wide[..., 0]
 
 
-def case(members, shape, dtype, root, seed, message, under_way):
+def algorithms(collective, ranks):
+    """Those of this collective that so many ranks can run."""
+    return [name for name in costs.ALGORITHMS[collective] if name != "tree"
+            and (ranks & (ranks - 1) == 0 or (collective, name) not in costs.POWER_OF_TWO_ONLY)]
+
+
+def case(members, shape, dtype, root, seed, message, in_flight):
     """Every collective once on the group of `members`: what differs from its definition."""
     group = group_of(members)
     if dist.get_rank() not in members:
         return []
-    usual = collectives.MESSAGE, collectives.UNDER_WAY
-    collectives.MESSAGE, collectives.UNDER_WAY = message, under_way
+    usual = chunks.MESSAGE, chunks.IN_FLIGHT
+    chunks.MESSAGE, chunks.IN_FLIGHT = message, in_flight
     try:
         return list(_differences(group, shape, dtype, root, seed))
     finally:
-        collectives.MESSAGE, collectives.UNDER_WAY = usual
+        chunks.MESSAGE, chunks.IN_FLIGHT = usual
 
 
 def _differences(group, shape, dtype, root, seed):
@@ -86,10 +93,10 @@ def _differences(group, shape, dtype, root, seed):
     collectives.reduce(tensor, root, group)
     yield from differs("reduce", tensor, summed(brought) if is_root else brought[rank])
 
-    for algorithm in ("ring", "halving_doubling"):
+    for algorithm in (None, *algorithms("all_reduce", ranks)):
         tensor = brought[rank].clone()
         collectives.all_reduce(tensor, group, algorithm)
-        yield from differs(algorithm, tensor, summed(brought))
+        yield from differs(f"all_reduce, {algorithm}", tensor, summed(brought))
 
     output = nan[0].clone()
     collectives.scatter(output, scattered_in_memory(rows[root]) if is_root else None, root, group)
@@ -100,15 +107,20 @@ def _differences(group, shape, dtype, root, seed):
     if is_root:
         yield from differs("gather", output, torch.stack(brought))
 
-    output = nan.clone()
-    collectives.all_gather(output, scattered_in_memory(brought[rank]), group)
-    yield from differs("all_gather", output, torch.stack(brought))
+    for algorithm in (None, *algorithms("all_gather", ranks)):
+        output = nan.clone()
+        collectives.all_gather(output, scattered_in_memory(brought[rank]), group, algorithm)
+        yield from differs(f"all_gather, {algorithm}", output, torch.stack(brought))
 
-    for own in (rows[rank].clone(), scattered_in_memory(rows[rank])):
-        output = nan[0].clone()
-        collectives.reduce_scatter(output, own, group)
-        yield from differs("reduce_scatter", output, summed(rows)[rank])
-        yield from differs("what reduce_scatter was given", own, rows[rank])
+    for algorithm in (None, *algorithms("reduce_scatter", ranks)):
+        for own in (rows[rank].clone(), scattered_in_memory(rows[rank])):
+            output = nan[0].clone()
+            collectives.reduce_scatter(output, own, group, algorithm)
+            yield from differs(f"reduce_scatter, {algorithm}", output, summed(rows)[rank])
+            yield from differs("what reduce_scatter was given", own, rows[rank])
+        own = rows[rank].clone()
+        collectives.reduce_scatter(own[rank], own, group, algorithm)
+        yield from differs(f"reduce_scatter in place, {algorithm}", own[rank], summed(rows)[rank])
 
     output = nan.clone()
     collectives.all_to_all(output, scattered_in_memory(rows[rank]), group)
@@ -129,13 +141,13 @@ shapes = st.lists(st.integers(0, 7), max_size=3).map(tuple)
     root=st.integers(0, WORLD - 1),
     seed=st.integers(0, 99),
     message=st.sampled_from([16, 64, 2**21]),
-    under_way=st.integers(1, 5),
+    in_flight=st.integers(1, 5),
 )
 def test_every_collective_is_its_definition(
-    five, members, shape, dtype, root, seed, message, under_way
+    five, members, shape, dtype, root, seed, message, in_flight
 ):
     root %= len(members)
-    found = five.call(case, members, shape, dtype, root, seed, message, under_way)
+    found = five.call(case, members, shape, dtype, root, seed, message, in_flight)
     assert not any(found), found
 
 
@@ -186,7 +198,7 @@ def beside_torch(members, dtype, numel):
     parts = list(torch.zeros_like(rows))
     dist.gather(own, parts if rank == root else None, group=group, group_dst=root)
     pairs["gather"] = gathered, torch.stack(parts)
-    for algorithm in ("ring", "halving_doubling"):
+    for algorithm in algorithms("all_reduce", ranks):
         both(
             algorithm,
             lambda t, algorithm=algorithm: collectives.all_reduce(t, group, algorithm),
@@ -231,7 +243,7 @@ def real_sums(numel, algorithm):
     return bits, (ours - theirs).abs().max().item(), (ours - exact).abs().max().item()
 
 
-@pytest.mark.parametrize("algorithm", ["ring", "halving_doubling"])
+@pytest.mark.parametrize("algorithm", ["ring", "halving_doubling", "doubling", None])
 def test_sums_are_the_same_bits_on_every_rank(five, algorithm):
     """Long enough for several pieces; not divisible by anything; the default group."""
     results = five.call(real_sums, 3_000_011, algorithm)
@@ -280,8 +292,8 @@ def sent(members, collective, numel, algorithm, root):
         "reduce": lambda: collectives.reduce(whole, root, group),
         "scatter": lambda: collectives.scatter(block, only_root, root, group),
         "gather": lambda: collectives.gather(only_root, block, root, group),
-        "all_gather": lambda: collectives.all_gather(rows, block, group),
-        "reduce_scatter": lambda: collectives.reduce_scatter(block, rows, group),
+        "all_gather": lambda: collectives.all_gather(rows, block, group, algorithm),
+        "reduce_scatter": lambda: collectives.reduce_scatter(block, rows, group, algorithm),
         "all_to_all": lambda: collectives.all_to_all(torch.empty_like(rows), rows, group),
         "all_reduce": lambda: collectives.all_reduce(whole, group, algorithm),
         "gloo's all_reduce": lambda: dist.all_reduce(whole, group=group),
@@ -312,6 +324,8 @@ KNOWN.remove(("all_reduce", "tree"))  # reduce, then broadcast: no function of i
 @pytest.mark.parametrize(("collective", "algorithm"), KNOWN)
 def test_bytes_sent_are_what_the_formula_says(five, collective, algorithm):
     for ranks in (1, 2, 3, 4, 5):
+        if (collective, algorithm) in costs.POWER_OF_TWO_ONLY and ranks & (ranks - 1):
+            continue
         numel = 120_000  # divisible by every number of ranks, and by the halves of their halves
         answers = five.call(sent, tuple(range(ranks)), collective, numel, algorithm, ranks - 1)[
             :ranks
@@ -372,6 +386,8 @@ def refusals():
         "broadcast memory": lambda: collectives.broadcast(transposed),
         "all_reduce memory": lambda: collectives.all_reduce(transposed),
         "all_reduce algorithm": lambda: collectives.all_reduce(row, algorithm="star"),
+        "all_gather by halves": lambda: collectives.all_gather(
+            torch.ones(WORLD, 4), row, algorithm="doubling"),
         "all_reduce conjugate": lambda: collectives.all_reduce(
             torch.ones(2, dtype=torch.cfloat).conj()
         ),
@@ -409,7 +425,8 @@ def refusals():
 
 
 REASONS = {
-    "all_reduce algorithm": "one of ['halving_doubling', 'ring'], not 'star'",
+    "all_reduce algorithm": "one of ('ring', 'halving_doubling', 'doubling'), not 'star'",
+    "all_gather by halves": "needs a power of two of ranks, not 5",
     "broadcast root": "0 to 4, not 5",
     "root of a group": "0 to 1, not 2",
     "not a member": "not a member of the group",

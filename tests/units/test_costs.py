@@ -50,7 +50,31 @@ def test_seconds_by_hand():
     assert seconds("all_reduce", algorithm="halving_doubling") == 4 * 1000 + 12
     # Three ranks: one hands its 8 bytes in and is given 8, the other two exchange 4 and 4.
     assert seconds("all_reduce", 3, "halving_doubling") == 4 * 1000 + 8 + 4 + 4 + 8
+    # The whole in each of two steps; three ranks: one in, one exchange, one out.
+    assert seconds("all_reduce", algorithm="doubling") == 2 * (1000 + 8)
+    assert seconds("all_reduce", 3, "doubling") == 3 * (1000 + 8)
+    # The ring's blocks in two messages instead of three.
+    assert seconds("all_gather", algorithm="doubling") == 2 * 1000 + 6
+    assert seconds("reduce_scatter", algorithm="halving") == 2 * 1000 + 6
     assert seconds("broadcast", 5) == 3 * (1000 + 8)
+
+
+def test_the_fastest_algorithm_turns_where_the_lines_cross():
+    def fastest(collective, size, ranks, **options):
+        return costs.fastest(collective, size, ranks, 1000.0, 1.0, **options)
+
+    # Four ranks: doubling takes 2 alpha + 2 S, halving and doubling 4 alpha + 3/2 S.
+    kernels = ("ring", "halving_doubling", "doubling")
+    assert fastest("all_reduce", 3999, 4, among=kernels) == "doubling"
+    assert fastest("all_reduce", 4001, 4, among=kernels) == "halving_doubling"
+    # Three: 3 alpha + 3 S, 4 alpha + 3 S, and the ring's 4 alpha + 4/3 S.
+    assert fastest("all_reduce", 599, 3, among=kernels) == "doubling"
+    assert fastest("all_reduce", 601, 3, among=kernels) == "ring"
+    assert fastest("all_reduce", 8, 2) == "doubling"  # a tree takes as long, and comes after it
+    assert fastest("all_gather", 8, 4) == "doubling" and fastest("all_gather", 8, 3) == "ring"
+    assert fastest("reduce_scatter", 8, 8) == "halving" and fastest("broadcast", 8, 8) == "tree"
+    with pytest.raises(ValueError, match="needs a power of two of ranks, not 6"):
+        costs.bytes_sent("all_gather", 8, 6, "doubling")
 
 
 def links_of_a_tree(ranks):
@@ -72,6 +96,8 @@ def test_the_trees_root_sends_the_most(ranks):
 @given(collectives, sizes, ranks, st.floats(0, 1), st.floats(0, 1e-6))
 def test_the_model_is_linear_and_never_below_what_must_move(which, size, ranks, alpha, beta):
     collective, algorithm = which
+    if which in costs.POWER_OF_TWO_ONLY:
+        ranks = 2 ** (ranks.bit_length() - 1)
     seconds = costs.collective_seconds(collective, size, ranks, alpha, beta, algorithm)
     messages = costs.collective_seconds(collective, size, ranks, 1.0, 0.0, algorithm)
     volume = costs.collective_seconds(collective, size, ranks, 0.0, 1.0, algorithm)

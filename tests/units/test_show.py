@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from naranhi import collectives, show
+from naranhi.collectives import ring, tree
 from naranhi.show import _chart, _collectives, _figure, _hierarchy, _source, _table, definitions
 
 IMAGES = Path(__file__).parents[2] / "images"
@@ -126,7 +127,7 @@ def test_source_shows_what_is_in_the_file(shown):
     show.source(collectives.all_gather, definitions.Block, definitions.ring, _table)
     plain = shown[0][0]["text/plain"]
     for heading, items in (
-            ("src/naranhi/collectives.py · all_gather", [collectives.all_gather]),
+            ("src/naranhi/collectives/__init__.py · all_gather", [collectives.all_gather]),
             ("src/naranhi/show/definitions.py · Block, ring",
              [definitions.Block, definitions.ring]),
             ("src/naranhi/show/_table.py", [_table])):
@@ -161,7 +162,7 @@ def test_source_without_docstrings(shown):
     plain = shown[0][0]["text/plain"]
     assert '"""' not in plain
     function, module = plain.split("\n\n# src/naranhi/show/definitions.py\n")
-    assert 'if algorithm not in _ALL_REDUCE:\n        raise' in function
+    assert 'require_sum(tensor)\n    blocks = ranks' in function
     names = {}
     exec(compile(module, "definitions", "exec"), names)
     assert names["all_reduce"]([[1, 2], [3, 4]]) == [[4, 6], [4, 6]]
@@ -421,8 +422,9 @@ class Wire:
 
     def __init__(self, monkeypatch):
         self.sent, self.awaited, self.steps = {}, {}, []
-        monkeypatch.setattr(collectives, "_start", self.start)
-        monkeypatch.setattr(collectives, "_finish", lambda works: None)
+        for algorithm in (ring, tree):
+            monkeypatch.setattr(algorithm, "start", self.start)
+            monkeypatch.setattr(algorithm, "finish", lambda works: None)
 
     def start(self, group, sends=(), receives=()):
         self.sent |= {(self.rank, peer): tensor.clone() for tensor, peer in sends}
@@ -452,7 +454,7 @@ def test_the_ring_shown_sends_what_the_kernel_sends(ranks, monkeypatch):
     start = definitions.example("all_reduce", ranks)
     data = [torch.cat([one_hot(block) for block in blocks]) for blocks in start]
     wire = Wire(monkeypatch)
-    wire.run(collectives._ring_all_reduce(data[rank], None, rank, ranks) for rank in range(ranks))
+    wire.run(ring.all_reduce(data[rank], None, rank, ranks) for rank in range(ranks))
     steps = definitions.ring(start)
     assert len(wire.steps) == len(steps) - 1
     for before, after, sent in zip(steps, steps[1:], wire.steps, strict=False):
@@ -471,7 +473,7 @@ def test_the_tree_shown_sends_what_the_kernel_sends(ranks, monkeypatch):
     for root in range(ranks):
         wire = Wire(monkeypatch)
         data = [torch.full((1,), float(rank)) for rank in range(ranks)]
-        wire.run(collectives._tree_broadcast(data[rank], root, None, rank, ranks)
+        wire.run(tree.broadcast(data[rank], root, None, rank, ranks)
                  for rank in range(ranks))
         assert [int(value) for value in data] == [root] * ranks
         pairs = list(itertools.chain(*wire.steps))

@@ -4,8 +4,8 @@ import torch
 import torch.distributed as dist
 
 
-def _place(group, root=0):
-    """The group, this rank in it, and its number of ranks."""
+def locate(group, root=0):
+    """Return the group, this rank in it, and its number of ranks."""
     group = dist.group.WORLD if group is None else group
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     if rank < 0:
@@ -15,20 +15,20 @@ def _place(group, root=0):
     return group, rank, ranks
 
 
-def _written(name, tensor):
-    """The tensor's own memory in one dimension, outside autograd, for messages to write into."""
+def writable(name, tensor):
+    """Return the tensor's own memory in one dimension, outside autograd, to write messages into."""
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         raise ValueError(f"{name} must be contiguous, since it is written in place")
     return tensor.detach().view(-1)
 
 
-def _read(tensor):
-    """The tensor's values in one dimension, outside autograd; copied only if not contiguous."""
+def readable(tensor):
+    """Return the tensor's values in one dimension, outside autograd; a copy if not contiguous."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
 
 
-def _expect(name, tensor, shape, like):
-    """ValueError unless this is a tensor of that shape, with the dtype and device of `like`."""
+def expect(name, tensor, shape, like):
+    """Raise ValueError unless this is a tensor of that shape, dtype and device of `like`."""
     wanted = (tuple(shape), like.dtype, like.device)
     if not isinstance(tensor, torch.Tensor):
         kind = "None" if tensor is None else f"a {type(tensor).__name__}"
@@ -39,13 +39,14 @@ def _expect(name, tensor, shape, like):
             raise ValueError(f"{name} must have {what} {other}, not {one}")
 
 
-def _expect_none(name, tensor):
+def expect_none(name, tensor):
+    """Raise ValueError for a tensor that only the root has."""
     if tensor is not None:
         raise ValueError(f"{name} is the root's alone: pass None on the other ranks")
 
 
-def _has_sum(tensor):
-    """TypeError for a dtype that torch cannot add on this device."""
+def require_sum(tensor):
+    """Raise TypeError for a dtype that torch cannot add on this device."""
     one = tensor.new_empty(1)
     try:
         torch.add(one, one)

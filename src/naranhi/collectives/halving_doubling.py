@@ -1,0 +1,109 @@
+"""Partners at distances 1, 2, 4, ...: log2(ranks) steps, so few messages for a short tensor.
+
+Only a power of two can be halved all the way down. `all_reduce` and `all_reduce_whole` take any
+number of ranks: each rank beyond the largest power of two first adds its data to a partner's, and
+is given the result at the end.
+
+Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in
+MPICH" (2005), sections 4.1 to 4.5.
+"""
+
+import torch
+
+from naranhi.collectives.chunks import distances, finish, start
+
+
+def all_gather(flat, group, rank, ranks):
+    """Recursive doubling: exchange all that you hold with one partner, twice as much each time.
+
+    flat: the output, `ranks` blocks one after the other, of which block `rank` is in place. ranks:
+    a power of two.
+    """
+    block = len(flat) // ranks
+    for held in distances(ranks):
+        partner = rank ^ held
+        mine, theirs = (flat[place // held * held * block:][:held * block]
+                        for place in (rank, partner))
+        works = start(group, sends=[(mine, partner)], receives=[(theirs, partner)])
+        yield
+        finish(works)
+
+
+def reduce_scatter(flat, output, group, rank, ranks):
+    """Recursive halving: give a partner its half of the blocks, keep the sum of the other half.
+
+    flat: `ranks` blocks one after the other; block `rank` of the sum ends in `output`, and `flat`
+    stays as it is. ranks: a power of two.
+    """
+    kept = flat
+    for distance in reversed(distances(ranks)):
+        low, high = kept.tensor_split(2)
+        kept, given = (high, low) if rank & distance else (low, high)
+        arriving, partner = torch.empty_like(kept), rank ^ distance
+        works = start(group, sends=[(given, partner)], receives=[(arriving, partner)])
+        yield
+        finish(works)
+        kept = torch.add(kept, arriving, out=output if distance == 1 else arriving)
+
+
+def all_reduce(data, group, rank, ranks):
+    """Halve until each rank has a part of the sum; then double until all have all of it."""
+    return with_extra_ranks(halve_and_double, data, group, rank, ranks)
+
+
+def all_reduce_whole(data, group, rank, ranks):
+    """Exchange the whole tensor in each step, and add it: the fewest messages, the most bytes."""
+    return with_extra_ranks(exchange_whole, data, group, rank, ranks)
+
+
+def with_extra_ranks(steps, data, group, rank, ranks):
+    """Run `steps` on the first 2^k ranks; the others hand in their data before, and get the sum."""
+    core = 2 ** (ranks.bit_length() - 1)
+    if rank >= core:
+        works = start(group, sends=[(data, rank - core)])
+        yield
+        finish(works)
+        works = start(group, receives=[(data, rank - core)])
+        yield
+        finish(works)
+        return
+    if rank + core < ranks:
+        extra = torch.empty_like(data)
+        works = start(group, receives=[(extra, rank + core)])
+        yield
+        finish(works)
+        data.add_(extra)
+    yield from steps(data, group, rank, core)
+    if rank + core < ranks:
+        works = start(group, sends=[(data, rank + core)])
+        yield
+        finish(works)
+
+
+def halve_and_double(data, group, rank, ranks):
+    """Exchange and add halves, quarters, ...; then go the same steps back with the sums."""
+    kept, steps = data, []
+    for distance in reversed(distances(ranks)):
+        low, high = kept.tensor_split(2)
+        kept, given = (high, low) if rank & distance else (low, high)
+        arriving, partner = torch.empty_like(kept), rank ^ distance
+        works = start(group, sends=[(given, partner)], receives=[(arriving, partner)])
+        yield
+        finish(works)
+        kept.add_(arriving)
+        steps.append((kept, given, partner))
+    for kept, given, partner in reversed(steps):
+        works = start(group, sends=[(kept, partner)], receives=[(given, partner)])
+        yield
+        finish(works)
+
+
+def exchange_whole(data, group, rank, ranks):
+    """Add the partner's whole tensor to one's own, at each distance."""
+    arriving = torch.empty_like(data)
+    for distance in distances(ranks):
+        partner = rank ^ distance
+        works = start(group, sends=[(data, partner)], receives=[(arriving, partner)])
+        yield
+        finish(works)
+        data.add_(arriving)  # in either order the same bits
