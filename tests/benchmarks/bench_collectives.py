@@ -9,6 +9,8 @@ Gloo is a weak peer where it moves more than it needs: its reduce-scatter is an 
 all-gather goes through memory of its own, which is fresh each time.
 """
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 
@@ -41,20 +43,18 @@ def values(numel, seed):
 def all_reduce(group, bytes):
     own = values(bytes // 4, dist.get_rank(group))
 
-    def in_place(collective, *options):
+    def in_place(collective):
         tensor = own.clone()
 
         def run():
-            collective(tensor, group, *options)
+            collective(tensor, group=group)
             return tensor
 
         return run
 
-    runs = {
-        "naranhi": in_place(collectives.all_reduce),
-        "gloo": in_place(lambda tensor, group: dist.all_reduce(tensor, group=group)),
-    }
-    return Contenders(runs, limit=shift("all_reduce", bytes, group))
+    make = {"naranhi": partial(in_place, collectives.all_reduce),
+            "gloo": partial(in_place, dist.all_reduce)}
+    return Contenders(make, limit=shift("all_reduce", bytes, group))
 
 
 def all_gather(group, bytes):
@@ -70,8 +70,8 @@ def all_gather(group, bytes):
         torch_all_gather(theirs, block, group=group)
         return theirs
 
-    runs = {"naranhi": naranhi, "gloo": gloo}
-    return Contenders(runs, limit=shift("all_gather", bytes, group))
+    make = {"naranhi": lambda: naranhi, "gloo": lambda: gloo}
+    return Contenders(make, limit=shift("all_gather", bytes, group))
 
 
 def reduce_scatter(group, bytes):
@@ -87,8 +87,8 @@ def reduce_scatter(group, bytes):
         torch_reduce_scatter(theirs, whole, group=group)
         return theirs
 
-    runs = {"naranhi": naranhi, "gloo": gloo}
-    return Contenders(runs, limit=shift("reduce_scatter", bytes, group))
+    make = {"naranhi": lambda: naranhi, "gloo": lambda: gloo}
+    return Contenders(make, limit=shift("reduce_scatter", bytes, group))
 
 
 def shift(collective, bytes, group):

@@ -32,13 +32,13 @@ def works():
 
 def contenders(group, width):
     training = Training(width, group)
-    runs = {
-        "naranhi": training.naranhi(),
-        "torch DistributedDataParallel": training.torch(),
-        "DeepSpeed stage 0": training.deepspeed(),
+    make = {
+        "naranhi": training.naranhi,
+        "torch DistributedDataParallel": training.torch,
+        "DeepSpeed stage 0": training.deepspeed,
     }
     moving = shift("all_reduce", training.bytes, group)
-    return Contenders(runs, larger(training.alone(), moving, group), tolerance=1e-6)
+    return Contenders(make, larger(training.alone(), moving, group), tolerance=1e-6)
 
 
 def larger(computing, moving, group):

@@ -13,6 +13,7 @@ nothing.
 
 import copy
 import os
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -42,41 +43,44 @@ def works():
 
 def gpipe(group, width):
     training = Training(width, group)
-    runs = {
-        "naranhi": training.naranhi(schedules.gpipe(RANKS, MICROBATCHES)),
-        "torch ScheduleGPipe": training.torch(ScheduleGPipe),
-        "torchgpipe": training.torchgpipe(),
+    make = {
+        "naranhi": partial(training.naranhi, schedules.gpipe(RANKS, MICROBATCHES)),
+        "torch ScheduleGPipe": partial(training.torch, ScheduleGPipe),
+        "torchgpipe": training.torchgpipe,
     }
-    return training.contenders(runs, waiting=RANKS - 1)
+    return training.contenders(make, waiting=RANKS - 1)
 
 
 def one_f_one_b(group, width):
     training = Training(width, group)
-    runs = {
-        "naranhi": training.naranhi(schedules.one_f_one_b(RANKS, MICROBATCHES)),
-        "torch Schedule1F1B": training.torch(Schedule1F1B),
-        "DeepSpeed": training.deepspeed(),
+    make = {
+        "naranhi": partial(training.naranhi, schedules.one_f_one_b(RANKS, MICROBATCHES)),
+        "torch Schedule1F1B": partial(training.torch, Schedule1F1B),
+        "DeepSpeed": training.deepspeed,
     }
-    return training.contenders(runs, waiting=RANKS - 1)
+    return training.contenders(make, waiting=RANKS - 1)
 
 
 def interleaved(group, width):
     training = Training(width, group, chunks=2)
-    runs = {
-        "naranhi": training.naranhi(schedules.interleaved(RANKS, MICROBATCHES, 2)),
-        "torch ScheduleInterleaved1F1B": training.torch(ScheduleInterleaved1F1B),
+    make = {
+        "naranhi": partial(training.naranhi, schedules.interleaved(RANKS, MICROBATCHES, 2)),
+        "torch ScheduleInterleaved1F1B": partial(training.torch, ScheduleInterleaved1F1B),
     }
-    return training.contenders(runs, waiting=(RANKS - 1) / 2)
+    return training.contenders(make, waiting=(RANKS - 1) / 2)
 
 
 def zero_bubble(group, width):
     training = Training(width, group)
-    runs = {
-        "naranhi H1": training.naranhi(schedules.zero_bubble_h1(RANKS, MICROBATCHES), splittable),
-        "naranhi H2": training.naranhi(schedules.zero_bubble_h2(RANKS, MICROBATCHES), splittable),
-        "torch ScheduleInterleavedZeroBubble": training.torch(ScheduleInterleavedZeroBubble),
+    h1, h2 = (schedule(RANKS, MICROBATCHES)
+              for schedule in (schedules.zero_bubble_h1, schedules.zero_bubble_h2))
+    make = {
+        "naranhi H1": partial(training.naranhi, h1, splittable),
+        "naranhi H2": partial(training.naranhi, h2, splittable),
+        "torch ScheduleInterleavedZeroBubble":
+            partial(training.torch, ScheduleInterleavedZeroBubble),
     }
-    return training.contenders(runs, waiting=(RANKS - 1) / 3)
+    return training.contenders(make, waiting=(RANKS - 1) / 3)
 
 
 class Training:
@@ -89,10 +93,10 @@ class Training:
         self.inputs, self.targets = torch.randn(2, ROWS, width)
         self.count, self.stages = ROWS * width, RANKS * chunks
 
-    def contenders(self, runs, waiting):
+    def contenders(self, make, waiting):
         """waiting: for how many micro-batches' time a rank has nothing to do, at least."""
         scale = (MICROBATCHES + waiting) / (MICROBATCHES * RANKS)
-        return Contenders(runs, self.alone, tolerance=1e-6, limit_scale=scale)
+        return Contenders(make, self.alone, tolerance=1e-6, limit_scale=scale)
 
     def mine(self):
         """The rank's parts of a copy of the model, {virtual stage: module}."""

@@ -13,6 +13,7 @@ hide these. Those of the backward can be hidden, behind the gradients of weights
 """
 
 import copy
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -76,8 +77,9 @@ def contenders(group, inputs, ours, theirs, own):
         compute()
         move()
 
-    runs = {"naranhi": step(ours, inputs), "torch parallelize_module": step(theirs, inputs)}
-    return Contenders(runs, limit, tolerance=1e-6)
+    make = {"naranhi": partial(step, ours, inputs),
+            "torch parallelize_module": partial(step, theirs, inputs)}
+    return Contenders(make, limit, tolerance=1e-6)
 
 
 def step(blocks, inputs):

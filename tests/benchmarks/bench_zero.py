@@ -19,6 +19,7 @@ own has `fully_shard` applied to the same units.
 
 import copy
 import os
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -44,25 +45,26 @@ def works():
 def contenders(group, width):
     training = Sharded(width, group)
     return beside_limit(group, training, {
-        "naranhi, small blocks joined": training.naranhi(joined),
-        "naranhi, a unit for each block": training.naranhi(list),
-        "torch fully_shard": training.torch(list),
-        "DeepSpeed stage 3, sharding all": training.deepspeed({
+        "naranhi, small blocks joined": partial(training.naranhi, joined),
+        "naranhi, a unit for each block": partial(training.naranhi, list),
+        "torch fully_shard": partial(training.torch, list),
+        "DeepSpeed stage 3, sharding all": partial(training.deepspeed, {
             "stage3_param_persistence_threshold": 0,
             "stage3_max_reuse_distance": 0,
             "stage3_max_live_parameters": 2 * training.block,
             "stage3_prefetch_bucket_size": training.block}),
-        "DeepSpeed stage 3": training.deepspeed({}),
+        "DeepSpeed stage 3": partial(training.deepspeed, {}),
     })
 
 
 def both_joined(group, width):
     training = Sharded(width, group)
     return beside_limit(group, training, {
-        "naranhi": training.naranhi(joined), "torch fully_shard": training.torch(joined)})
+        "naranhi": partial(training.naranhi, joined),
+        "torch fully_shard": partial(training.torch, joined)})
 
 
-def beside_limit(group, training, runs):
+def beside_limit(group, training, make):
     gather, scatter = (shift(name, training.bytes, group)
                        for name in ("all_gather", "reduce_scatter"))
 
@@ -71,7 +73,7 @@ def beside_limit(group, training, runs):
         gather()
         scatter()
 
-    return Contenders(runs, larger(training.alone(), moving, group), tolerance=1e-7)
+    return Contenders(make, larger(training.alone(), moving, group), tolerance=1e-7)
 
 
 class Sharded(Training):

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from naranhi import measure
 from tests.benchmarks.memory import peak_bytes
@@ -26,14 +25,15 @@ SECONDS = 6.0  # of a work: of what is short, a median of the fewest repetitions
 
 @dataclass
 class Contenders:
-    """What one rank measures. Each of `runs` returns its result, a tensor or a list of them, or a
-    function that gives it, for which no time is counted; and `limit` anything.
+    """What one rank measures. Each of `make` prepares a contender and returns its run; a run
+    returns its result, a tensor or a list of them, or a function that gives it, for which no time
+    is counted; and `limit` anything.
 
     `limit` does only what no contender can avoid, and its time, times `limit_scale`, is the limit.
     `tolerance` is the largest difference allowed between any result and the first one's.
     """
 
-    runs: dict[str, Callable[[], object]]
+    make: dict[str, Callable[[], Callable[[], object]]]
     limit: Callable[[], object]
     tolerance: float = 0.0
     limit_scale: float = 1.0
@@ -43,7 +43,7 @@ class Contenders:
 class Work:
     """`contenders(group, *args)`, a function of a module's top level, gives a rank's Contenders.
 
-    With `memory`, what each contender holds at most on rank 0 is measured too, in new processes.
+    With `memory`, what each contender holds at most is measured too, in new processes.
     """
 
     name: str
@@ -67,7 +67,7 @@ def measured(works, repeats=REPEATS, report=lambda text: None, seconds=0.0) -> l
     Each work is repeated at least `repeats` times, and for about `seconds`, but not over MOST.
     median_s and min_s are over these `repetitions`, limit_s is the median of the limit, measured in
     the same turns, and ratio_to_best_peer is median_s over the smallest median of the peers. A work
-    with `memory` has peak_bytes, too: what a contender's run holds at most on rank 0. Raises
+    with `memory` has peak_bytes, too: the most that a contender holds on any rank. Raises
     AssertionError when two contenders of a work do not give the same result.
     """
     rows, world = [], None
@@ -81,10 +81,9 @@ def measured(works, repeats=REPEATS, report=lambda text: None, seconds=0.0) -> l
             times = world.call(on_a_rank, work, repeats, seconds)[0]
             rows += _rows(work.name, times)
             if work.memory:
-                world.close()
-                for name, peak in world.call(memory_on_a_rank, work)[0].items():
-                    row = next(row for row in rows[-len(times):] if row["contender"] == name)
-                    row["peak_bytes"] = peak
+                for row in rows[-len(times):]:
+                    world.close()  # a process for each: what others have left cannot disturb
+                    row["peak_bytes"] = max(world.call(memory_on_a_rank, work, row["contender"]))
                 world.close()
     finally:
         if world:
@@ -96,7 +95,8 @@ def on_a_rank(work, repeats, seconds=0.0):
     """{contender: seconds of each repetition}, and the limit's under None."""
     with measure.unchecked_group() as group:
         contenders = work.contenders(group, *work.args)
-        results = {name: copy.deepcopy(result(run)) for name, run in contenders.runs.items()}
+        made = {name: make() for name, make in contenders.make.items()}
+        results = {name: copy.deepcopy(result(run)) for name, run in made.items()}
         first = next(iter(results))
         for name, found in results.items():
             torch.testing.assert_close(
@@ -106,7 +106,7 @@ def on_a_rank(work, repeats, seconds=0.0):
                 atol=contenders.tolerance,
                 msg=lambda text, name=name: f"{work.name}: {name} is not {first}\n{text}",
             )
-        runs = {**contenders.runs, None: contenders.limit}
+        runs = {**made, None: contenders.limit}
         turn = sum(time for time, in measure.interleaved(runs, repeats=1, group=group).values())
         repeats = max(repeats, min(MOST, int(seconds / turn)))
         times = measure.interleaved(runs, repeats=repeats, warmup=0, group=group)
@@ -119,14 +119,10 @@ def result(run):
     return found() if callable(found) else found
 
 
-def memory_on_a_rank(work):
-    """{contender: bytes that its run holds at most, beyond those held before it}."""
+def memory_on_a_rank(work, name):
+    """Return the bytes that this contender holds at most, see `memory.peak_bytes`."""
     with measure.unchecked_group() as group:
-        found = {}
-        for name, run in work.contenders(group, *work.args).runs.items():
-            dist.barrier(group)
-            found[name] = peak_bytes(run)
-        return found
+        return peak_bytes(work.contenders(group, *work.args).make[name])
 
 
 def _rows(name, times):

@@ -1,33 +1,53 @@
-"""How many bytes a run holds at most, beyond what was held before it: as the kernel counts them.
+"""How many bytes a contender holds at most: every allocation and every free of the process.
 
-Nothing that runs is changed or watched, so engines that allocate in threads of their own, or in
-C++, are counted too. Linux with glibc only.
+memray records them all, those of other threads and of C++ too, so tensors, the engines' buffers and
+those of the messages are counted alike, to the byte. Blocks below `SMALLEST` are left out: they are
+Python's objects, not tensors.
 """
 
-import ctypes
 import gc
-import re
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
-M_MMAP_THRESHOLD = -3  # from malloc.h
+from memray import AllocatorType, FileReader, Tracker
+
+SMALLEST = 16 * 2**10  # bytes
+FREES = {AllocatorType.FREE, AllocatorType.MUNMAP}
+BLOCKS = {AllocatorType.MALLOC, AllocatorType.CALLOC, AllocatorType.REALLOC,
+          AllocatorType.POSIX_MEMALIGN, AllocatorType.ALIGNED_ALLOC, AllocatorType.MEMALIGN}
 
 
-def peak_bytes(run) -> int:
-    """The largest resident memory while `run()` runs, less that before it. OSError if not Linux.
+def peak_bytes(make: Callable[[], Callable[[], object]]) -> int:
+    """Return the most bytes held at once while what `make()` returns is called twice.
 
-    From the first call on, every block of 64 KiB or more is given back to the system as soon as it
-    is freed, which makes allocations slow: do not measure time in a process that has called this.
+    What `make` has allocated and still holds is counted, what it needed meanwhile is not. Slow: do
+    not measure time in this call.
     """
-    libc = ctypes.CDLL(None)
-    libc.mallopt(M_MMAP_THRESHOLD, 65536)
-    run()  # what a first run makes and keeps is no part of the second
-    gc.collect()
-    libc.malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # begins the count of VmHWM anew: man 5 proc
-    before = _status("VmRSS")
-    run()
-    return _status("VmHWM") - before
+    with tempfile.TemporaryDirectory() as folder:
+        made, steps = Path(folder, "made"), Path(folder, "steps")
+        with Tracker(made):
+            run = make()
+            gc.collect()
+        with Tracker(steps):
+            for _ in range(2):
+                run()
+                gc.collect()
+        held, _ = _replay(made, {})
+        _, peak = _replay(steps, held)
+    return peak
 
 
-def _status(field):
-    return 1024 * int(re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
+def _replay(path, held):
+    """Return {address: bytes} held at the end, and the most held at once, from `held` on."""
+    held = dict(held)
+    now = peak = sum(held.values())
+    for record in FileReader(path).get_allocation_records():
+        kind = AllocatorType(record.allocator)
+        if kind in FREES:
+            now -= held.pop(record.address, 0)
+        elif kind in BLOCKS and record.size >= SMALLEST:
+            now += record.size - held.pop(record.address, 0)
+            held[record.address] = record.size
+            peak = max(peak, now)
+    return held, peak
