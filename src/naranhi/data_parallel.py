@@ -61,7 +61,7 @@ def sum_gradients(model, group=None):
     """
     for parameter in with_gradient(model, group):
         parameter.grad = parameter.grad.contiguous()
-        all_reduce(parameter.grad, group)
+        all_reduce(parameter.grad, group, algorithm="ring")
 
 
 # --- 2: in buckets -------------------------------------------------------------------------------
@@ -72,7 +72,7 @@ def sum_in_buckets(model, group=None, bucket_bytes=BUCKET):
     for bucket in buckets(with_gradient(model, group), bucket_bytes):
         gradients = [parameter.grad for parameter in bucket]
         flat = pack(gradients)
-        all_reduce(flat, group)
+        all_reduce(flat, group, algorithm="ring")
         unpack(flat, gradients)
 
 
