@@ -1,5 +1,8 @@
 """A model cut into stages: which layers each has, and whether they can do what a schedule asks."""
 
+from torch import nn
+from torch.nn.parameter import is_lazy
+
 from naranhi.partition import uniform
 from naranhi.split_backward import not_splittable
 from naranhi.tied import tied_parameters
@@ -31,7 +34,9 @@ def check_kinds(schedule, parts, optimizer, replicas=None):
 
     parts: by stage, its layers. optimizer, replicas: None if there are none.
     """
-    kinds, tied = {}, tied_parameters(parts, range(len(parts)))  # with the stages that use each
+    kinds = {}
+    tied = [stages for _, parameter, stages in tied_parameters(parts, range(len(parts)))
+            if parameter.requires_grad]
     for row in schedule:
         for action in row:
             kinds.setdefault((action.stage, action.kind), action)
@@ -51,5 +56,19 @@ def check_kinds(schedule, parts, optimizer, replicas=None):
                 f"{action} cannot be run: the gradients of replicas are added up at a step's end")
         if kind == "U" and tied:
             raise ValueError(
-                f"{action} cannot be run: stages {' and '.join(map(str, tied[0][1]))} share a tied "
+                f"{action} cannot be run: stages {' and '.join(map(str, tied[0]))} share a tied "
                 f"parameter, and would update it at different times")
+
+
+def check_layers(layers):
+    """Raise ValueError for a layer that a pipeline cannot have; the error says what to do."""
+    for number, layer in enumerate(layers):
+        for name, module in layer.named_modules():
+            where = f"layer {number} ({type(layer).__name__})" + f", {name}" * bool(name)
+            kind = type(module).__name__
+            if any(map(is_lazy, module.parameters(recurse=False))):
+                raise ValueError(f"{where}: the parameters of {kind} have no shape yet; run the "
+                                 "layers on a micro-batch once, on every rank")
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+                raise ValueError(f"{where}: {kind} with sparse=True has sparse gradients, which a "
+                                 "pipeline cannot sum; make it with sparse=False")

@@ -3,6 +3,19 @@
 Each channel (from a rank, to a rank, activations or gradients) has a process group of its own, so
 that a receive that was posted ahead stands in nobody's way: on one NCCL communicator it would hold
 up the sends issued after it. Sends are started and not waited for.
+
+# Note [The first steps between GPUs]
+A message by NCCL waits on the GPU: its kernel spins until the peer's kernel runs. CUDA loads a
+kernel when it is first launched (CUDA_MODULE_LOADING=LAZY, the default), and to load one it may
+wait until the GPU has finished everything else, pending messages included. If these cannot finish
+before the new kernel has run, and the peer has sent what follows from it, both ranks wait for ever.
+That is so for a receive posted ahead, and for a send that the peer is not ready to receive.
+PipeDream deadlocked so at its first update. Hence the first steps of a kind, in which its kernels
+are loaded, send by way of the CPUs: gloo waits there, and the GPU is never kept waiting.
+Sources: NVIDIA, "CUDA programming guide", "Lazy loading", on concurrent execution; and
+github.com/meta-pytorch/torchcomms/pull/2334, which reproduces the wait. It is the same with
+whatever else waits for the whole GPU: in a step, wait for a stream, not by
+`torch.cuda.synchronize()`.
 """
 
 from collections import deque
@@ -12,7 +25,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+AGREEMENT = "agreement"  # purpose of the group of all ranks of a pipeline
 AHEAD = 2  # receives posted ahead on a channel: one arrives while the one before it is worked on
+BY_CPU = 2  # see [The first steps between GPUs]; an optimizer's second update has other kernels
 
 
 def meet(mine, timeout):
@@ -22,24 +37,30 @@ def meet(mine, timeout):
     which all but the next two must be the same. "replicas": the ranks in the world that have the
     same stages in other pipelines, or None; on these all but the first and the last must be the
     same. "place in the pipeline". "groups": those that the ranks of the pipeline need among them,
-    as pairs (ranks in the world, purpose). Or "error". Empty for a rank in no pipeline.
-    timeout: seconds, of each message.
+    as pairs (ranks in the world, purpose). "copies": see `tied.copies`. Or "error". Empty for a
+    rank in no pipeline. timeout: seconds, of each message.
 
     Returns {(ranks, purpose): group}. Torch makes a group on all ranks at once, members or not, and
     in one order: so every rank makes those of all pipelines. Raises the error of any rank, and
-    ValueError where ranks of a pipeline, or replicas, were given different things.
+    ValueError where ranks of a pipeline, or replicas, were given different things, or copies that
+    are not equal.
     """
     told = [None] * dist.get_world_size()
     dist.all_gather_object(told, mine)
     for one in (mine, *told):
         if "error" in one:
             raise one["error"]
-    _compare(told, "pipeline", "of one pipeline", {"replicas", "place in the pipeline"})
-    _compare(told, "replicas", "replicas of one another", {"pipeline", "groups"})
-    groups = {}
+    for which, called, but in (
+            ("pipeline", "of one pipeline", {"replicas", "place in the pipeline", "copies"}),
+            ("replicas", "replicas of one another", {"pipeline", "groups", "copies"})):
+        _compare(told, which, called, but)
+        _compare_copies(told, which, called)
+    groups, both = {}, "cpu:gloo,cuda:nccl" if dist.get_backend() == "nccl" else "gloo"
     for ranks, purpose in dict.fromkeys(pair for one in told for pair in one.get("groups", ())):
         group = dist.new_group(
-            list(ranks), timeout=timedelta(seconds=timeout), group_desc="unchecked")
+            list(ranks), timeout=timedelta(seconds=timeout), group_desc="unchecked",
+            # The ranks agree on their CPUs, which would otherwise wait for their GPUs.
+            backend="gloo" if purpose == AGREEMENT else both)
         if (ranks, purpose) in mine.get("groups", ()):
             groups[ranks, purpose] = group
     return groups
@@ -62,6 +83,26 @@ def _compare(told, which, called, but):
                     + f": {given.get(what)} and {one[what]}" * short)
 
 
+def _compare_copies(gathered, which, called):
+    """Raise ValueError if two ranks that belong together have different values of a tensor."""
+    first = {}
+    for rank, given in enumerate(gathered):
+        for name, digest in given.get("copies", {}).get(which, {}).items():
+            other, expected = first.setdefault((given[which], name), (rank, digest))
+            if digest != expected:
+                raise ValueError(
+                    f"rank {other} and rank {rank}, {called}, have different values of {name}: "
+                    "give both the same, by one seed or one checkpoint")
+
+
+def carrier(device, earlier):
+    """Return the device whose memory the messages of a step go through, on their way to `device`.
+
+    earlier: how many steps of the same kind there have been. See [The first steps between GPUs].
+    """
+    return device if earlier >= BY_CPU else torch.device("cpu")
+
+
 class Sender:
     """The end of a channel that sends; a message is a list of tensors, which may be empty.
 
@@ -70,18 +111,18 @@ class Sender:
     """
 
     def __init__(self, group, peer, device):
-        self.group, self.peer = group, peer
+        self.group, self.peer, self.carrier = group, peer, device
         self.pending = deque()
         # Gloo does not say whether a send is done, other than by waiting: a thread does that.
-        gloo = dist.get_backend(group) == "gloo"
-        self.thread = ThreadPoolExecutor(1) if gloo else None
+        self.thread = ThreadPoolExecutor(1)
         dist.send(torch.zeros(1, device=device), peer, group)
 
     def send(self, tensors):
         """Start sending. The tensors are held until they are sent, and must not be changed."""
-        tensors = [tensor.contiguous() for tensor in tensors]
-        works = [dist.isend(one, self.peer, self.group) for one in tensors]
-        if self.thread:
+        tensors = [tensor.resolve_conj().resolve_neg().contiguous().to(self.carrier)
+                   for tensor in tensors]
+        works = [dist.isend(tensor, self.peer, self.group) for tensor in tensors]
+        if self.carrier.type == "cpu":
             self.pending.append(self.thread.submit(_wait, works, tensors))
         else:
             self.pending.append(_Polled(works, tensors))
@@ -94,9 +135,11 @@ class Sender:
             self.pending.popleft().result()
 
     def close(self):
-        """End the thread, which may be waiting for a peer that is gone: until the deadline."""
-        if self.thread:
-            self.thread.shutdown(wait=False)
+        """Let go of the group, and end the thread; it may be waiting for a peer that is gone, until
+        the deadline."""
+        self.group = None
+        self.pending.clear()
+        self.thread.shutdown(wait=False)
 
 
 def _wait(works, tensors):
@@ -122,7 +165,7 @@ class Receiver:
     """The end that receives, into buffers of which at most `AHEAD` wait for their message."""
 
     def __init__(self, group, peer, device):
-        self.group, self.peer, self.device = group, peer, device
+        self.group, self.peer, self.device, self.carrier = group, peer, device, device
         dist.recv(torch.zeros(1, device=device), peer, group)
         self.coming, self.posted = iter(()), deque()
 
@@ -135,9 +178,9 @@ class Receiver:
     def _post(self):
         message = next(self.coming, None)
         if message is not None:
-            tensors = [torch.empty(shape, dtype=dtype, device=self.device)
+            tensors = [torch.empty(shape, dtype=dtype, device=self.carrier)
                        for shape, dtype in message]
-            works = [dist.irecv(one, self.peer, self.group) for one in tensors]
+            works = [dist.irecv(tensor, self.peer, self.group) for tensor in tensors]
             self.posted.append((works, tensors))
 
     def take(self):
@@ -145,10 +188,12 @@ class Receiver:
         works, tensors = self.posted.popleft()
         _wait(works, tensors)
         self._post()
-        return tensors
+        return [tensor.to(self.device) for tensor in tensors]
 
     def flush(self):
         """Everything that was expected has been taken."""
 
     def close(self):
-        """Nothing to end."""
+        """Let go of the group, and of messages that will not come."""
+        self.group = None
+        self.posted.clear()

@@ -43,7 +43,7 @@ class Paced(Splittable):
     def done(self, start, what):
         """Return when `what` has taken its time since `start`."""
         if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
+            torch.cuda.current_stream().synchronize()  # not for messages on other streams
         left = start + self.times[what] - perf_counter()
         self.late += left < 0
         sleep(max(0.0, left))

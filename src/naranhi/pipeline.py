@@ -10,19 +10,22 @@ parallelism" (2019).
 """
 
 import hashlib
+import weakref
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from naranhi import shapes
-from naranhi.cutting import check_kinds, cut
+from naranhi.boundaries import Boundaries
+from naranhi.cutting import check_kinds, check_layers, cut
 from naranhi.data_parallel import sum_in_buckets
-from naranhi.messages import Receiver, Sender, meet
+from naranhi.messages import AGREEMENT, Receiver, Sender, carrier, meet
+from naranhi.microbatches import Microbatches
+from naranhi.replicas import broadcast_buffers
 from naranhi.schedules import Channel, channels, check, check_versions
 from naranhi.stage import Stage
 from naranhi.stashed import Stashed
-from naranhi.tied import Tied, tied_parameters
+from naranhi.tied import Tied, copies, tied_parameters
 from naranhi.weight_versions import releases
 
 
@@ -55,6 +58,14 @@ class Pipeline:
     stash: see `stashed.Stashed`. False gives wrong gradients.
     versions: the most versions of its weights that a stage may hold, or a list by virtual stage.
     timeout: after how many seconds a message that does not come is an error.
+    trial: how to find out what each stage returns, before a step whose circumstances are new: other
+        shapes of a micro-batch; another autocast, grad mode, inference mode or default dtype; other
+        modes (`train`, `eval`), or dtypes, shapes or `requires_grad` of parameters. Copies of the
+        layers are tried, each stage on its rank: on "shapes", that is on tensors without values, or
+        on "data", the first micro-batch. Choose "data" for layers that look at values (`if` on a
+        tensor, `.item()`, `.numpy()`, a mask as an index); it needs the memory of the copies. A
+        trial changes nothing in the layers. What is outside of them it may change, such as a list
+        that a hook appends to.
 
     Make it on every rank of the world at the same time, each in its own pipeline (several may stand
     side by side), and close it; a rank that is in none calls `stand_aside`. Raises, on every rank
@@ -62,40 +73,51 @@ class Pipeline:
     stage would hold more `versions`; ValueError for a balance that does not fit (see `cut`), for a
     group of another size, for ranks of a pipeline, or replicas, that were given different schedules
     or balances, for a backward to be split on a layer that is not `split_backward.splittable`, for
-    updates without an optimizer, with replicas, or with a parameter that two stages share.
+    updates without an optimizer, with replicas, or with a parameter that two stages share; for a
+    layer without shapes or with sparse gradients; for tied parameters or replicas that are not
+    equal, to the bit.
 
     Attributes: `stages`, {virtual stage: Stage} of this rank.
     """
 
     def __init__(self, layers, schedule, loss, balance=None, group=None, optimizer=None, stash=True,
-                 versions=None, timeout=60.0, replicas=None):
+                 versions=None, timeout=60.0, replicas=None, trial="shapes"):
         self.group = dist.group.WORLD if group is None else group
         self.rank, self.schedule, layers = dist.get_rank(self.group), schedule, list(layers)
+        gpu = dist.get_backend(self.group) == "nccl"
+        self.device = torch.device(*("cuda", torch.cuda.current_device()) if gpu else ("cpu",))
         self.replicas = replicas if replicas and dist.get_world_size(replicas) > 1 else None
         mine = {
             "pipeline": tuple(dist.get_process_group_ranks(self.group)),
             "replicas": self.replicas and tuple(dist.get_process_group_ranks(self.replicas)),
             "number of replicas": self.replicas and dist.get_world_size(self.replicas),
             "place in the pipeline": self.rank, "micro-batches": schedule.microbatches,
-            "layers": len(layers), "balance": balance and list(balance),
+            "layers": len(layers), "balance": balance and list(balance), "trial": trial,
             "schedule": hashlib.sha256(str(schedule).encode()).hexdigest()}
         try:
             check(schedule)
             if len(schedule) != dist.get_world_size(self.group):
                 raise ValueError(f"a schedule of {len(schedule)} ranks on "
                                  f"{dist.get_world_size(self.group)}")
+            if trial not in ("shapes", "data"):
+                raise ValueError(f'trial is "shapes" or "data", not {trial!r}')
             parts = cut(layers, schedule.virtual_stages, balance,
                         schedule.virtual_stages // len(schedule))
-            tied = tied_parameters(parts, schedule.placement)
             check_kinds(schedule, parts, optimizer, self.replicas)
+            check_layers(layers)
             if versions is not None:
                 check_versions(schedule, versions)
+            tied = tied_parameters(parts, schedule.placement)
             self._messages = channels(schedule)
-            purposes = [*self._messages, *dict.fromkeys(ranks for _, ranks in tied)]
+            purposes = [AGREEMENT, *self._messages, *dict.fromkeys(ranks for _, _, ranks in tied)]
             mine["groups"] = [self._group_of(purpose) for purpose in purposes]
+            mine["copies"] = copies(parts, schedule.placement, self.rank, self.replicas)
         except ValueError as error:
             mine["error"] = error
-        self._groups = meet(mine, timeout)
+        groups = meet(mine, timeout)
+        self._ends, users = {}, []
+        self._let_go = weakref.finalize(self, _let_go, users, groups)
+        self._let_go.atexit = False  # the process ends then, and all of this with it
 
         self.last = len(parts) - 1
         self.stages = {
@@ -105,10 +127,15 @@ class Pipeline:
         if any(action.kind == "U" for action in schedule[self.rank]):
             for stage in self.stages.values():
                 stage.weights = Stashed(stage, optimizer, stash)
-        self._boundaries = {}  # by that of a micro-batch: what each stage takes, the last included
-        self._ends = self._open_channels()
-        self._tied = [Tied(parameter, self._groups[self._group_of(ranks)])
-                      for parameter, ranks in tied if self.rank in ranks]
+        self._tied = [Tied(name, parameter, groups[self._group_of(ranks)])
+                      for name, parameter, ranks in tied if self.rank in ranks]
+        self._boundaries = Boundaries(self.stages, schedule.placement,
+                                      groups[self._group_of(AGREEMENT)], trial, self._tied)
+        users += [self._boundaries, *self._tied]
+        for channel in self._messages:
+            if self.rank in channel[:2]:
+                self._ends[channel] = self._end(channel, groups[self._group_of(channel)])
+                users.append(self._ends[channel])
 
     def __enter__(self):
         return self
@@ -117,12 +144,11 @@ class Pipeline:
         self.close()
 
     def close(self):
-        """Close the channels, when every rank is done with them."""
-        for end in self._ends.values():
-            end.close()
-        for group in self._groups.values():
-            dist.destroy_process_group(group)
-        self._ends, self._groups = {}, {}
+        """Close the channels and groups, when every rank is done with them.
+
+        A Pipeline that nobody refers to any more is closed too.
+        """
+        self._let_go()
 
     def parameters(self):
         """This rank's parameters, each once, to be given to an optimizer."""
@@ -131,7 +157,9 @@ class Pipeline:
     def step(self, inputs, targets, count, recorder=None):
         """Every action of the schedule, on one batch. Adds the gradients to `.grad`, and returns
         the loss, a scalar tensor, on the rank of the last stage, and None on the others. Beside
-        replicas, gradients are those of the whole batch, the loss is this pipeline's part of it.
+        replicas, gradients are those of the whole batch, the loss is this pipeline's part of it,
+        and buffers become those of the first replica. Under `no_grad` or `inference_mode` only the
+        loss is computed.
 
         inputs: on every rank, a tensor or tuple of tensors whose first dimension is the batch, or
             this pipeline's share of it. Only the first stage reads them; the other ranks look at
@@ -145,30 +173,23 @@ class Pipeline:
             differ.
         recorder: a `timeline.Recorder`, to take down when each action ran.
 
-        Raises, before anything of the batch is sent, ValueError when the micro-batches do not
-        divide the batch, for a list of counts of another length and for a layer that does not take
-        what the one before it returns; and TypeError for a layer that returns anything but a tensor
-        or a tuple of tensors; beside replicas RuntimeError for a gradient of an earlier step, which
-        would be added up again. Layers are tried on shapes alone, once for each shape of a
-        micro-batch; later only the rank of the last stage sees that targets do not fit, and the
-        others wait for it until the `timeout`. After an error in the midst of a step the pipeline
-        can only be closed.
+        Raises, on every rank of the pipeline and before anything of the batch is sent: ValueError
+        when the micro-batches do not divide the batch, for a list of counts of another length, for
+        ranks that were given different shapes or circumstances, and for a layer that does not take
+        what the one before it returns or cannot be tried; TypeError for a layer that returns
+        anything but a tensor or a tuple of tensors; beside replicas RuntimeError for a gradient of
+        an earlier step, which would be added up again. A layer that returns something else than in
+        its trial is a ValueError on its rank, and the others lose their connection to it. After an
+        error in the midst of a step the pipeline can only be closed.
         """
-        inputs, rebuild = self._split("inputs", inputs)
-        counts = count if isinstance(count, (list, tuple)) else [count] * len(inputs)
-        if len(counts) != len(inputs):
-            raise ValueError(f"count: {len(counts)} numbers for {len(inputs)} micro-batches")
-        takes = self._agree_on_shapes(shapes.Boundary.of(rebuild(inputs[0])), targets)
-        if self.replicas and any(one.grad is not None for one in self.parameters()):
-            raise RuntimeError("a parameter still has a gradient of an earlier step, and that is a "
-                               "sum over the replicas already: call zero_grad() first")
-        if self.last in self.stages:
-            targets, rebuild_target = self._split("targets", targets)
+        batch, takes, earlier = self._agree(inputs, targets, count)
         for channel, end in self._ends.items():
+            end.carrier = carrier(self.device, earlier)
             if isinstance(end, Receiver):
                 end.expect([takes[max(message[:2])].message(channel.kind)
                             for message in self._messages[channel]])
-        for part in (*self.stages.values(), *self._tied):
+        tied = self._tied if torch.is_grad_enabled() else ()
+        for part in (*self.stages.values(), *tied):
             part.begin()
         here = {}  # messages between two stages of this rank
 
@@ -189,8 +210,9 @@ class Pipeline:
             number, kind, k, version = action
             if kind == "F":
                 return stage.run_forward(
-                    k, inputs[k] if number == 0 else arrived, takes[number],
-                    rebuild_target(targets[k]) if number == self.last else None, counts[k], version)
+                    k, batch.inputs[k] if number == 0 else arrived, takes[number],
+                    takes[number + 1], batch.target(k) if number == self.last else None,
+                    batch.counts[k], version)
             if kind == "B":
                 return stage.run_backward(k, arrived)
             if kind == "I":
@@ -217,74 +239,58 @@ class Pipeline:
         for end in self._ends.values():
             end.flush()
         if self.replicas:
-            sum_in_buckets(nn.ModuleList(self.stages.values()), self.replicas)
-        for tied in self._tied:  # last: whatever order replicas were added up in, copies are equal
-            tied.sum()
+            model = nn.ModuleList(self.stages.values())
+            sum_in_buckets(model, self.replicas)
+            broadcast_buffers(model, self.replicas)
+        for parameter in tied:  # last: whatever order replicas were added up in, copies are equal
+            parameter.sum()
         return self.stages[self.last].total if self.last in self.stages else None
 
-    def _split(self, name, batch):
-        """The micro-batches of a batch, each a list of tensors that are views of it; and a function
-        that makes of such a list what the batch is, a tensor or a tuple."""
-        several = isinstance(batch, tuple)
-        tensors, pieces = batch if several else (batch,), self.schedule.microbatches
-        for tensor in tensors:
-            if not isinstance(tensor, torch.Tensor) or not tensor.dim():
-                raise TypeError(f"{name}: a tensor with a first dimension to divide is needed, or "
-                                f"a tuple of them, not {type(tensor).__name__}")
-            if not len(tensor) or len(tensor) % pieces or len(tensor) != len(tensors[0]):
-                raise ValueError(f"{name}: {pieces} micro-batches of one size cannot be made of "
-                                 f"{' and '.join(str(len(one)) for one in tensors)} rows")
-        parts = zip(*(tensor.detach().chunk(pieces) for tensor in tensors), strict=True)
-        return list(parts), tuple if several else (lambda part: part[0])
-
-    def _agree_on_shapes(self, start, targets):
-        """By stage, what it takes. Each stage is tried in turn, and tells all ranks what came."""
-        if start in self._boundaries:
-            return self._boundaries[start]
-        told = [None] * len(self.schedule)
-        dist.all_gather_object(told, start, group=self.group)
-        for rank, other in enumerate(told):
-            if other != told[0]:
-                raise ValueError(
-                    f"ranks were given other inputs: a micro-batch is {told[0]} on rank 0 of the "
-                    f"pipeline, and {other} on rank {rank}")
-        takes = [start]
-        for stage, owner in enumerate(self.schedule.placement):
-            told = [None]
-            if owner == self.rank:
-                try:
-                    if stage == self.last:
-                        self._split("targets", targets)
-                    own = self.stages[stage]
-                    told = [shapes.after(own.layers, takes[stage], own.first)]
-                except (TypeError, ValueError) as error:
-                    told = [type(error)(str(error))]
-            dist.broadcast_object_list(told, group=self.group, group_src=owner)
-            if isinstance(told[0], Exception):  # raised on every rank: none goes on to wait
-                raise told[0]
-            takes += told
-        self._boundaries[start] = takes
-        return takes
+    def _agree(self, inputs, targets, count):
+        """The micro-batches, what each stage takes, and how many such steps there have been: when
+        nothing is wrong on any rank."""
+        if not self._let_go.alive:
+            raise RuntimeError("this Pipeline is closed: make a new one")
+        batch = first = error = None
+        try:
+            batch = Microbatches(inputs, targets, count, self.schedule.microbatches,
+                                 self.last in self.stages)
+            first = batch.first()
+            if (self.replicas and torch.is_grad_enabled()
+                    and any(param.grad is not None for param in self.parameters())):
+                raise RuntimeError(
+                    "a parameter still has a gradient of an earlier step, and that is a sum over "
+                    "the replicas already: call zero_grad() first")
+        except Exception as reason:  # agree() raises it on every rank
+            error = reason
+        return batch, *self._boundaries.agree(first, error)
 
     def _group_of(self, purpose):
-        """Which process group serves a Channel, or the ranks that share a parameter: its ranks in
-        the world, and the purpose."""
-        ranks = purpose[:2] if isinstance(purpose, Channel) else purpose
+        """Which process group serves AGREEMENT, a Channel, or the ranks that share a parameter: its
+        ranks in the world, and the purpose."""
+        ranks = range(len(self.schedule)) if purpose == AGREEMENT else \
+            purpose[:2] if isinstance(purpose, Channel) else purpose
         return tuple(sorted(dist.get_global_rank(self.group, rank) for rank in ranks)), purpose
 
-    def _open_channels(self):
-        """This rank's ends, {Channel: Sender or Receiver}."""
-        gpu = dist.get_backend(self.group) == "nccl"
-        device = torch.device("cuda", torch.cuda.current_device()) if gpu else "cpu"
-        ends = {}
-        for channel in self._messages:
-            if self.rank in channel[:2]:
-                sends = self.rank == channel.from_rank
-                peer = dist.get_global_rank(self.group, channel.to_rank if sends else
-                                            channel.from_rank)
-                end = Sender if sends else Receiver
-                ends[channel] = end(self._groups[self._group_of(channel)], peer, device)
-        return ends
+    def _end(self, channel, group):
+        """This rank's end of a channel: a Sender or a Receiver."""
+        sends = self.rank == channel.from_rank
+        peer = dist.get_global_rank(self.group, channel.to_rank if sends else channel.from_rank)
+        return (Sender if sends else Receiver)(group, peer, self.device)
+
+
+def _let_go(users, groups):
+    """Close the groups of a Pipeline, and make their users let go of them.
+
+    Gloo closes a connection when nothing refers to its group or its works any more, and that is how
+    the peers learn of a failure.
+    """
+    for group in groups.values():
+        if group in dist.distributed_c10d._world.pg_map:  # not destroyed with all others
+            dist.destroy_process_group(group)
+    groups.clear()
+    for user in users:
+        user.close()
 
 
 def stand_aside():

@@ -13,6 +13,7 @@ import torch
 from naranhi.activation_memory import SavedTensors
 from naranhi.partition import LayerProfile
 from naranhi.recomputation import flatten
+from naranhi.shapes import Boundary
 
 
 def profile(layers, inputs, repeats=10, warmup=2):
@@ -32,7 +33,8 @@ def profile(layers, inputs, repeats=10, warmup=2):
         that two layers share counts in both: where they are cut apart, each stage has it.
 
     Let torch have as many threads as a rank will have, and the layers be in the mode in which they
-    will train; what else a forward changes (running means, random numbers) changes here too.
+    will train; what else a forward changes (running means, random numbers) changes here too. The
+    inputs stay the same, also if the first layer works in place.
     Raises ValueError without layers and for fewer than one repetition or a negative warm-up.
     """
     layers = list(layers)
@@ -59,7 +61,7 @@ def profile(layers, inputs, repeats=10, warmup=2):
 
 def _count(layers, inputs):
     """What a forward of the whole model saves, and the bytes that each layer returns."""
-    output_bytes, value = [], inputs
+    output_bytes, value = [], _copy(inputs)
     with torch.enable_grad(), SavedTensors(layers) as saved:
         for layer in layers:
             value = layer(value)
@@ -69,11 +71,12 @@ def _count(layers, inputs):
 
 def _time(layers, inputs):
     """(forward, backward) of each layer, in seconds, in one run of the model."""
-    times, value = [], inputs
+    times, value = [], _copy(inputs)
     for layer in layers:
-        tensors, rebuild = flatten((value,))
-        tensors = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
-        (value,) = rebuild(tensors)
+        takes = Boundary.of(value)
+        tensors = [tensor.detach().requires_grad_(tensor.requires_grad)
+                   for tensor in flatten((value,))[0]]
+        value = takes.value(tensors)
         weights = [parameter for parameter in layer.parameters() if parameter.requires_grad]
         wanted = [tensor for tensor in tensors if tensor.requires_grad] + weights
         start = _now()
@@ -87,6 +90,11 @@ def _time(layers, inputs):
             torch.autograd.grad(outputs, wanted, given, allow_unused=True)
         times.append((middle - start, _now() - before))
     return times
+
+
+def _copy(inputs):
+    tensors, rebuild = flatten((inputs,))
+    return rebuild([tensor.detach().clone() for tensor in tensors])[0]
 
 
 def _now():

@@ -8,8 +8,8 @@ from contextlib import nullcontext
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
 
+from naranhi.shapes import Boundary, name_of, require_values
 from naranhi.split_backward import Splittable
 
 
@@ -37,27 +37,30 @@ class Stage(nn.Module):
     def _reading(self, version):
         return self.weights.reading(version) if self.weights else nullcontext()
 
-    def run_forward(self, microbatch, tensors, takes, target, count, version=0):
+    def run_forward(self, microbatch, tensors, takes, gives, target, count, version=0):
         """The outputs, a list of tensors without their graph; on the last stage, the loss.
 
-        tensors: the inputs, as `takes` (a `shapes.Boundary`) says. count: what the loss is divided
-        by. `losses` has the quotient by micro-batch, and `total` is their sum.
+        tensors: the inputs, as `takes` says, and the outputs are to be as `gives` says (both a
+        `shapes.Boundary`). count: what the loss is divided by. `losses` has the quotient by
+        micro-batch, and `total` is their sum.
         """
         for tensor, spec in zip(tensors, takes.specs, strict=True):
             tensor.requires_grad_(spec.requires_grad)
-        value = takes.value(tensors)
+        value = taken = takes.value(tensors)
         with self._reading(version):
-            for layer in self.layers:
+            for number, layer in enumerate(self.layers, self.first):
                 value = layer(value)
+                require_values(value, number, layer)
+        takes.note_changes(taken, tensors)
         if self.loss:
             value = self.loss(value, target) / count
             self.losses[microbatch] = one = value.detach()
             self.total = one if self.total is None else self.total + one
-        outputs = value if isinstance(value, tuple) else (value,)
-        wanted = [tensor for tensor in tensors if tensor.requires_grad]
-        edges = [get_gradient_edge(output) for output in outputs if output.requires_grad]
-        self._kept[microbatch] = wanted, edges, version
-        return [output.detach() for output in outputs]
+            gives = Boundary.of(value)
+        gives.require(value, number, layer)
+        edges, outputs = gives.edges(value), gives.detached(value)
+        self._kept[microbatch] = [x for x in tensors if x.requires_grad], edges, version
+        return outputs
 
     def run_backward(self, microbatch, gradients):
         """The gradients of the inputs; those of the weights are added to their `.grad`.
@@ -67,18 +70,30 @@ class Stage(nn.Module):
         inputs, edges, version = self._kept.pop(microbatch)
         if self.loss:
             gradients = [torch.ones_like(self.total)] * len(edges)
+        pairs = [pair for pair in zip(edges, gradients, strict=True) if pair[0]]
         own = self.weights.versions[version] if self.weights else self._own
         new = [weight for weight in own if weight.grad is None]
-        if not edges:
+        if not pairs:
             return [torch.zeros_like(one) for one in inputs]
         with self._reading(version):
-            torch.autograd.backward(edges, gradients)
+            torch.autograd.backward(*map(list, zip(*pairs, strict=True)))
             # A bias that has the input's shape may have been given the very tensor that is sent:
             # the next micro-batch's gradient must not be added to that.
-            taken = {weight.grad.untyped_storage().data_ptr() for weight in new
+            taken = {self._dense(weight).untyped_storage().data_ptr() for weight in new
                      if weight.grad is not None}
         found = [torch.zeros_like(one) if one.grad is None else one.grad for one in inputs]
         return [one.clone() if one.untyped_storage().data_ptr() in taken else one for one in found]
+
+    def _dense(self, weight):
+        """The gradient of a weight, or ValueError if it is sparse."""
+        if weight.grad.layout is not torch.strided:
+            number, name = next(
+                (number, name) for number, layer in enumerate(self.layers)
+                for name, parameter in layer.named_parameters() if parameter is weight)
+            raise ValueError(
+                f"{name_of(self.first + number, self.layers[number])}: the gradient of {name} is "
+                "sparse, which a pipeline cannot sum; compute a dense one")
+        return weight.grad
 
     def run_input_grad(self, microbatch, gradients):
         """`run_backward` without the weights' part, which `run_weight_grad` does."""

@@ -28,7 +28,7 @@ class Recorder:
 
     def __init__(self):
         self._spans = []
-        self._settle = torch.cuda.synchronize if torch.cuda.is_available() else None
+        self._settle = _finish_stream if torch.cuda.is_available() else None
 
     def begin(self):
         """An action begins now."""
@@ -59,6 +59,12 @@ class Recorder:
         zero = min((start for row in rows for _, start, _ in row), default=0.0)
         return Timeline(
             [Span(action, start - zero, end - zero) for action, start, end in row] for row in rows)
+
+
+def _finish_stream():
+    """Wait for the stream only: messages wait on others, perhaps for what follows this action (see
+    [The first steps between GPUs] in `naranhi.messages`)."""
+    torch.cuda.current_stream().synchronize()
 
 
 def clock_offset(group=None):

@@ -311,8 +311,8 @@ def failure(ranks, case):
     ("ranks", "ValueError", "a schedule of 3 ranks on 2"),
     ("targets", "ValueError", "targets: 4 micro-batches of one size cannot be made of 10 rows"),
     ("counts", "ValueError", "count: 3 numbers for 4 micro-batches"),
-    ("other inputs", "ValueError", "ranks were given other inputs: a micro-batch is torch.float32 "
-     "(2, 8) on rank 0 of the pipeline, and torch.float32 (2, 9) on rank 1"),
+    ("other inputs", "ValueError", "disagree on what they were given: a micro-batch is "
+     "torch.float32 (2, 8) on its rank 0, and torch.float32 (2, 9) on its rank 1"),
 ])
 def test_bad_input_is_refused_on_every_rank(five, case, kind, words):
     for told in five.call(failure, 2, case)[:2]:

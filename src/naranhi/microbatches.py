@@ -1,0 +1,49 @@
+"""The micro-batches of a step: views of the batch, equal parts of its first dimension."""
+
+import torch
+
+
+class Microbatches:
+    """The inputs of a step, the targets, and what each loss is divided by, by micro-batch.
+
+    inputs, targets, count: as `pipeline.Pipeline.step` takes them. number: of micro-batches.
+    with_targets: False where the targets are not needed. Raises TypeError unless inputs and targets
+    are tensors with a first dimension, or tuples of such; ValueError if the number does not divide
+    that dimension, or if the list of counts has another length.
+
+    Attributes: `inputs`, a list of tensors for each micro-batch; `counts`.
+    """
+
+    def __init__(self, inputs, targets, count, number, with_targets):
+        self.inputs, self._join_inputs = _split("inputs", inputs, number)
+        self.counts = count if isinstance(count, (list, tuple)) else [count] * number
+        if len(self.counts) != number:
+            raise ValueError(f"count: {len(self.counts)} numbers for {number} micro-batches")
+        if with_targets:
+            self._targets, self._join_targets = _split("targets", targets, number)
+
+    def first(self):
+        """Return the first micro-batch as the first layer takes it."""
+        return self._join_inputs(self.inputs[0])
+
+    def target(self, microbatch):
+        """Return the target of a micro-batch as the loss takes it."""
+        return self._join_targets(self._targets[microbatch])
+
+
+def _split(name, batch, number):
+    """The parts of a batch as lists of tensors, and a function from such a list to a part."""
+    tensors = batch if isinstance(batch, tuple) else (batch,)
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor) or not tensor.dim():
+            raise TypeError(f"{name}: a tensor with a first dimension to divide is needed, or "
+                            f"a tuple of them, not {type(tensor).__name__}")
+        if not len(tensor) or len(tensor) % number or len(tensor) != len(tensors[0]):
+            rows = " and ".join(str(len(tensor)) for tensor in tensors)
+            raise ValueError(
+                f"{name}: {number} micro-batches of one size cannot be made of {rows} rows")
+    # .data gives each part its own version counter: a layer may change one part in place while
+    # autograd has saved another.
+    parts = [[part.data for part in tensor.chunk(number)] for tensor in tensors]
+    join = tuple if isinstance(batch, tuple) else (lambda part: part[0])
+    return list(zip(*parts, strict=True)), join

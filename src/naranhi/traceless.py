@@ -1,0 +1,95 @@
+"""Run layers only to see what they return, and leave them as they were.
+
+Copies of the layers run, so what they set, count and cache goes away with the copies.
+"""
+
+import gc
+import random
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
+from itertools import chain
+from weakref import ref
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+@contextmanager
+def without_a_trace():
+    """Shield Python's random numbers, autocast, the compiler and hooks for saved tensors."""
+    random_state = random.getstate()
+    with ExitStack() as stack:
+        # Autocast caches the weights that it has cast until its block ends.
+        stack.callback(torch.clear_autocast_cache)
+        stack.callback(random.setstate, random_state)
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        # These hooks hide what is saved from the caller's hooks, which may count it. They save
+        # detached tensors: an operation that saves its own output would otherwise refer to itself
+        # through C++, where the garbage collector does not look, and never be freed.
+        stack.enter_context(saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor))
+        yield
+
+
+def copied(layers: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return copies of the layers, which share among themselves what the layers share.
+
+    An attribute that cannot be copied, such as a process group or a lock, is shared with the
+    original. Raises what copying a layer raises.
+    """
+    layers, memo = list(layers), {}
+    for module in nn.ModuleList(layers).modules():
+        for name, value in vars(module).items():
+            if name not in ("_parameters", "_buffers", "_modules"):
+                try:
+                    deepcopy(value, {})
+                except Exception:
+                    memo[id(value)] = value
+    return [deepcopy(layer, memo) for layer in layers]
+
+
+def storages(layers: Iterable[nn.Module]) -> set[torch.UntypedStorage]:
+    """Return the storages of all tensors that the layers keep, in whatever attribute."""
+    return {leaf.untyped_storage() for module in nn.ModuleList(layers).modules()
+            for leaf in tree_leaves(vars(module)) if isinstance(leaf, torch.Tensor)}
+
+
+class CreatedTensors(TorchDispatchMode):
+    """Record the tensors that operations create while the mode is entered, by weak references.
+
+    creator: who runs the operations; set it again when somebody else does.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, creator: str):
+        super().__init__()
+        self.creator, self._references = creator, []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **(kwargs or {}))
+        self.record(tree_leaves(result))
+        return result
+
+    def record(self, values: Iterable[object]):
+        """Record the tensors among some values."""
+        self._references += [(ref(value), self.creator) for value in values
+                             if isinstance(value, torch.Tensor)]
+
+    def record_layers(self, layers: Sequence[nn.Module]):
+        """Record the parameters and buffers of some layers."""
+        module = nn.ModuleList(layers)
+        self.record(chain(module.parameters(), module.buffers()))
+
+    def survivor(self) -> tuple[torch.Tensor, str] | None:
+        """Return the last recorded tensor that is still alive, and its creator.
+
+        The last: its graph may keep earlier ones alive.
+        """
+        if any(reference() is not None for reference, _ in self._references):
+            gc.collect()
+        alive = ((reference(), creator) for reference, creator in reversed(self._references))
+        return next(((tensor, creator) for tensor, creator in alive if tensor is not None), None)
