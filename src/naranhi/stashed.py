@@ -12,6 +12,7 @@ section 3.3, "weight stashing".
 
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 
 
@@ -59,7 +60,9 @@ class Stashed:
         finally:
             self._put(self.newest)
         for one, newest in zip(view, self.newest, strict=True):
-            if one.grad is not None and newest.grad is None:
+            if one.grad is not None and _has_hooks(newest):
+                torch.autograd.backward(newest.view_as(newest), one.grad)  # which calls them
+            elif one.grad is not None and newest.grad is None:
                 newest.grad = one.grad
             elif one.grad is not None:
                 newest.grad += one.grad
@@ -70,15 +73,22 @@ class Stashed:
             setattr(owner, name, parameters[n])
 
     def update(self, version, last_use):
-        """Make that version of the one before it: in place if this is the last use of that."""
-        if self.stash and not last_use:
-            for one in self.newest:
-                one.data = one.data.clone()
-        if self.optimizer:
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+        """Make that version of the one before it: in place if this is the last use of that. Without
+        gradients (`no_grad`, `inference_mode`) both are the same."""
+        if torch.is_grad_enabled():
+            if self.stash and not last_use:
+                for one in self.newest:
+                    one.data = one.data.clone()
+            if self.optimizer:
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            torch.clear_autocast_cache()  # or it keeps what it has cast of every version
         self.versions[version] = self._view()
 
     def release(self, version):
         """Nobody needs that version any more."""
         del self.versions[version]
+
+
+def _has_hooks(parameter):
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
