@@ -5,13 +5,16 @@ that a receive that was posted ahead stands in nobody's way: on one NCCL communi
 up the sends issued after it. Sends are started and not waited for.
 
 # Note [The first steps between GPUs]
-A message by NCCL waits on the GPU: its kernel spins until the peer's kernel runs. CUDA loads a
-kernel when it is first launched (CUDA_MODULE_LOADING=LAZY, the default), and to load one it may
-wait until the GPU has finished everything else, pending messages included. If these cannot finish
-before the new kernel has run, and the peer has sent what follows from it, both ranks wait for ever.
-That is so for a receive posted ahead, and for a send that the peer is not ready to receive.
-PipeDream deadlocked so at its first update. Hence the first steps of a kind, in which its kernels
-are loaded, send by way of the CPUs: gloo waits there, and the GPU is never kept waiting.
+A message by NCCL waits on the GPU: its kernel spins until the peer's kernel runs. The first launch
+of another kernel may itself wait until the GPU has finished everything else, pending messages
+included: CUDA loads kernels when they are first launched, and libraries such as cuBLAS set up
+handles and memory at their first call (so CUDA_MODULE_LOADING=EAGER is no cure). If the pending
+messages cannot finish before the new kernel has run, both ranks wait for ever. That is so for a
+receive posted ahead, and for a send that the peer is not ready to receive. On two ranks of an H100
+(torch 2.11, NCCL 2.28), PipeDream deadlocked so at the first product of a layer, and, with its
+layers' kernels loaded before, at one of the next steps. Hence the first steps of a kind, in which
+its kernels are loaded, send by way of the CPUs: gloo waits there, and the GPU is never kept
+waiting.
 Sources: NVIDIA, "CUDA programming guide", "Lazy loading", on concurrent execution; and
 github.com/meta-pytorch/torchcomms/pull/2334, which reproduces the wait. It is the same with
 whatever else waits for the whole GPU: in a step, wait for a stream, not by
