@@ -14,6 +14,7 @@ import io
 import json
 import os
 import pickle
+import re
 from itertools import chain
 from pathlib import Path
 
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from naranhi.shards import shard_size
 
 FORMAT = 1
+OWN = re.compile(r"rank-\d+-[0-9a-f]{16}\.pt(\.part)?")  # the files that save() writes
 
 
 class StateError(ValueError):
@@ -32,8 +34,10 @@ class StateError(ValueError):
 def save(zero, folder, optimizer):
     """Write the state of a `zero.Zero` and its optimizer; every rank calls it, between steps.
 
+    Deletes the files of earlier saves, and touches nothing else in the folder.
+
     Raises StateError on every rank, and leaves what was saved there before, where a rank cannot
-    write, or keeps something that `load` could not read.
+    write, keeps something that `load` could not read, or finds a manifest that is not a save's.
     """
     folder = Path(folder)
     files = _on_all_ranks(zero, lambda: _write_shards(zero, folder, optimizer))
@@ -44,6 +48,7 @@ def save(zero, folder, optimizer):
 def _write_shards(zero, folder, optimizer):
     """This rank's file; its name and digest."""
     folder.mkdir(parents=True, exist_ok=True)
+    _require_own(folder / "manifest.json")
     rank, flats = dist.get_rank(zero.group), _flats(zero)
     buffer = io.BytesIO()
     torch.save({
@@ -71,9 +76,22 @@ def _write_manifest(zero, folder, optimizer, files):
         manifest = {"format": FORMAT, "model": _layout(zero), "files": files,
                     "optimizer": _kind(optimizer)}
         _write(folder / "manifest.json", json.dumps(manifest, indent=1).encode())
-        for old in folder.glob("rank-*"):
-            if old.name not in {one["name"] for one in files}:
+        keep = {file["name"] for file in files}
+        for old in folder.iterdir():
+            if OWN.fullmatch(old.name) and old.name not in keep and old.is_file():
                 old.unlink()
+
+
+def _require_own(manifest):
+    """StateError if there is a manifest that `save` has not written, which would be overwritten."""
+    if manifest.exists():
+        try:
+            own = json.loads(manifest.read_text()).keys() >= {"format", "model", "files"}
+        except (ValueError, AttributeError):
+            own = False
+        if not own:
+            raise StateError(f"{manifest} was not written by save: pass another folder, or move "
+                             "the file away")
 
 
 def _on_all_ranks(zero, function):

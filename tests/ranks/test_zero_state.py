@@ -171,6 +171,46 @@ def test_a_save_that_is_interrupted_leaves_the_one_before(five, tmp_path):
     assert {one.suffix for one in state.glob("rank-*")} == {".pt"}
 
 
+def refused_save(folder):
+    """What `save` says on each rank, or None."""
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return None
+    model = nn.Linear(3, 3)
+    zero = Zero(model, 2, [], group=group)
+    optimizer = torch.optim.SGD(zero.groups, lr=0.1)
+    try:
+        zero.save(folder, optimizer)
+    except StateError as error:
+        return str(error)
+    return None
+
+
+def test_save_deletes_its_own_files_only(five, tmp_path):
+    """Neither what looks like them, nor a folder; a manifest of something else stops the save."""
+    folder = tmp_path / "state"
+    foreign = ["rank-0.log", "rank-3-notes.pt", "rank-1-0123456789abcdef.pt.bak", "rank-0/model.pt",
+               "rank-2-0123456789abcdef.pt/within"]
+    own = ["rank-4-0123456789abcdef.pt", "rank-4-fedcba9876543210.pt.part"]  # of an earlier save
+    for name in [*foreign, *own]:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("precious")
+    assert five.call(refused_save, str(folder))[:2] == [None, None]
+    assert all((folder / name).read_text() == "precious" for name in foreign)
+    assert not any((folder / name).exists() for name in own)
+    assert len(list(folder.glob("rank-?-????????????????.pt"))) == 3  # a folder is one of them
+
+    other = tmp_path / "other"
+    other.mkdir()
+    for text in '{"name": "a web page"}', "[]", "not json":
+        (other / "manifest.json").write_text(text)
+        told = five.call(refused_save, str(other))[:2]
+        assert told == [f"{other / 'manifest.json'} was not written by save: pass another folder, "
+                        "or move the file away"] * 2
+        assert (other / "manifest.json").read_text() == text
+        assert [path.name for path in other.iterdir()] == ["manifest.json"]
+
+
 def test_a_state_that_cannot_be_right_is_refused(five, tmp_path):
     state = tmp_path / "state"
     five.call(written, str(state))
