@@ -40,6 +40,7 @@ import torch.distributed as dist
 from naranhi import sharded_state
 from naranhi.collectives import all_gather
 from naranhi.collectives.chunks import overlap
+from naranhi.gradient_norm import norm_power, total_norm
 from naranhi.held import held
 from naranhi.nests import _AfterBackward, _map, _tensors, _to_bf16, _to_fp32
 from naranhi.prefetch import Prefetch
@@ -357,23 +358,29 @@ class Zero:
 
     # --- step ------------------------------------------------------------------------------------
 
-    def clip(self, largest):
+    def shard_gradients(self):
+        """The gradients of this rank's shards, sums over the ranks: scaled in place, they are what
+        `step` works with. Every element of a gradient is in one shard of one rank of `group`."""
+        self._require_sums()
+        return [flat.gradient for flat in self.flats]
+
+    def norm_power(self, norm_type=2.0):
+        """What this rank's shards add to the norm of all: see `gradient_norm.norm_power`."""
+        return norm_power(self.shard_gradients(), norm_type)
+
+    def clip(self, largest, norm_type=2.0):
         """Scale the gradients down to a global norm of at most `largest`; the norm they had.
 
         The norm of all of them, over all ranks' shards, as `torch.nn.utils.clip_grad_norm_` has it.
         Raises FloatingPointError on every rank, before anything is scaled, where it is not finite.
         """
-        self._require_sums()
-        gradients = [flat.gradient for flat in self.flats]
-        mine = torch.stack([torch.linalg.vector_norm(one, dtype=torch.float32)
-                            for one in gradients]).square().sum()
-        table = mine.new_empty(dist.get_world_size(self.group))
-        all_gather(table, mine, self.group)
-        norm = table.sum().sqrt().item()
+        if not largest > 0:
+            raise ValueError(f"a norm is clipped to a number above 0, not to {largest!r}")
+        norm = total_norm(self.norm_power(norm_type), norm_type, self.group)
         if not isfinite(norm):
             raise FloatingPointError(f"the gradients' norm is {norm}")
-        for one in gradients:
-            one.mul_(min(1.0, largest / (norm + 1e-6)))
+        for gradient in self.shard_gradients():
+            gradient.mul_(min(1.0, largest / (norm + 1e-6)))
         return norm
 
     def step(self, optimizer):

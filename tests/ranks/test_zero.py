@@ -292,6 +292,60 @@ def test_a_layer_of_several_recomputed_regions_and_dataclasses(five, stage, how)
     five.call(shared, stage, how)
 
 
+class Kinds(nn.Module):
+    """Parameters of four dtypes, each in the loss; the last has very large gradients."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.fp32, self.fp64 = nn.Linear(3, 5), nn.Linear(3, 5).double()
+        self.complex64 = nn.Parameter(torch.randn(7, dtype=torch.complex64))
+        self.bf16 = nn.Parameter(torch.randn(6, dtype=torch.bfloat16))
+
+    def forward(self, x):
+        return (self.fp32(x).sum() + self.fp64(x.double()).sum()
+                + (self.complex64 * (1 + 2j)).sum().abs() + self.bf16.square().sum() * 1e10)
+
+
+def norms(stage, norm_type):
+    """The norm of each subset of the kinds, and of all: ours, and torch's in one process."""
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return None
+    found = []
+    for kind in "fp32", "fp64", "complex64", "bf16", "":
+        model, one = Kinds(), Kinds()
+        for module in model, one:
+            for name, param in module.named_parameters():
+                param.requires_grad_(name.startswith(kind))
+        zero = Zero(model, stage, group=group)
+        with zero.summing():
+            model(torch.full((2, 3), 1.0 + rank)).backward()
+        for value in 1.0, 2.0:
+            one(torch.full((2, 3), value)).backward()
+        grads = [param.grad for param in one.parameters() if param.grad is not None]
+        expected = nn.utils.get_total_norm([grad.to(torch.complex128) if grad.is_complex() else
+                                            grad.double() for grad in grads], norm_type)
+        power = zero.norm_power(norm_type)
+        parts = [torch.empty_like(power) for _ in range(2)]
+        dist.all_gather(parts, power, group=group)
+        total = max(parts) if norm_type == float("inf") else sum(parts) ** (1 / norm_type)
+        limit = float(expected) / 4
+        norm = zero.clip(limit, norm_type)
+        clipped = zero.clip(1e30, norm_type)
+        found.append((float(expected), norm, total.item(), clipped / limit))
+    return found
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_norm_of_gradients_of_any_dtype(five, stage, norm_type):
+    for found in five.call(norms, stage, norm_type)[:2]:
+        for expected, norm, total, clipped in found:
+            assert norm == total == pytest.approx(expected, rel=1e-2 if expected > 1e6 else 1e-6)
+            assert clipped == pytest.approx(1, rel=1e-2)
+
+
 # --- mixed precision -----------------------------------------------------------------------------
 
 
@@ -643,6 +697,7 @@ def misuse():
     two = model()
     zero = Zero(two, 3, group=group)
     found["nan norm"] = message(step, float("nan") if rank else 1.0, 1, True)
+    found["limit"] = message(zero.clip, -1.0)
     return found
 
 
@@ -678,4 +733,5 @@ def test_misuse_is_told(five):
                  "already: call step() first, and run one backward only in a summing block",
         "nan": "FloatingPointError: the gradient of parameter 0.weight is not finite: so it is in "
                "the shard of rank 0, 1",
-        "nan norm": "FloatingPointError: the gradients' norm is nan"}
+        "nan norm": "FloatingPointError: the gradients' norm is nan",
+        "limit": "ValueError: a norm is clipped to a number above 0, not to -1.0"}
