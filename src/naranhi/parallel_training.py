@@ -9,6 +9,7 @@ it keeps its shard of its stage; of each batch it takes the rows of its pipeline
     gradients of replicas          are added up, once the pipeline is empty
     gradients of tied weights      are added up over first and last stage, which so stay equal
     gradients outside the shards,  where the sequence is split, are added up in the tensor group
+    their norm is clipped          that of the whole model, if asked for
     the optimizer's step           on each rank for what it keeps
 
 So the result is that of one process, whatever the mesh, but for the rounding of sums.
@@ -106,7 +107,10 @@ class Training:
     def __iter__(self):
         for step, batch in enumerate(islice(self._batches, self.options.steps)):
             start = perf_counter()
-            loss = self._step(batch)
+            try:
+                loss = self._step(batch)
+            except FloatingPointError as error:  # of `clip_grad_norm_`, on every rank
+                raise Mistake(f"step {step}: {error}: a lower --rate may help") from None
             if not math.isfinite(loss):
                 raise Mistake(f"the loss of step {step} is {loss}: a lower --rate may help")
             yield Step(step, loss, batch.count, batch.padding, round(perf_counter() - start, 6))
@@ -118,6 +122,8 @@ class Training:
         self.optimizer.zero_grad()
         loss = self.pipeline.step(share.inputs, share.targets, batch.count)
         sum_sequence_gradients(nn.ModuleList(self.pipeline.stages.values()))
+        if self.options.clip:
+            self.pipeline.clip_grad_norm_(self.options.clip)
         self.optimizer.step()
         has_loss = loss is not None and self.mesh.place.tensor == 0  # once in a tensor group
         total = loss.clone() if has_loss else torch.zeros((), device=self.device)

@@ -19,6 +19,7 @@ from torch import nn
 from naranhi.boundaries import Boundaries
 from naranhi.cutting import check_kinds, check_layers, cut
 from naranhi.data_parallel import sum_in_buckets
+from naranhi.gradient_norm import clip_grad_norm_
 from naranhi.messages import AGREEMENT, Receiver, Sender, carrier, meet
 from naranhi.microbatches import Microbatches
 from naranhi.replicas import broadcast_buffers
@@ -153,6 +154,17 @@ class Pipeline:
     def parameters(self):
         """This rank's parameters, each once, to be given to an optimizer."""
         return nn.ModuleList(self.stages.values()).parameters()
+
+    def clip_grad_norm_(self, max_norm, norm_type=2.0):
+        """Scale the gradients to a norm of at most `max_norm`, and return the norm they had, a
+        float on every rank: that of all stages' gradients, see `gradient_norm.clip_grad_norm_`.
+
+        Every rank of the pipeline calls this, and of all pipelines whose ranks share layers, after
+        `step` and before the optimizer's.
+        """
+        later_copies = [tied.parameter for tied in self._tied if dist.get_rank(tied.group)]
+        return clip_grad_norm_(nn.ModuleList(self.stages.values()), max_norm, norm_type,
+                               groups=[self.group], counted_elsewhere=later_copies)
 
     def step(self, inputs, targets, count, recorder=None):
         """Every action of the schedule, on one batch. Adds the gradients to `.grad`, and returns

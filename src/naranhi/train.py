@@ -58,8 +58,10 @@ def parse(arguments=None):
         "default: 4")
     add("--batch", type=_whole(1), default=8, metavar="N", help="passages in a step; default: 8")
     add("--steps", type=_whole(1), default=300, metavar="N", help="default: 300")
-    add("--rate", type=_rate, metavar="R", help="Adam's learning rate; default: "
+    add("--rate", type=_positive, metavar="R", help="Adam's learning rate; default: "
         f"{RATE['random']:g}, with --model {RATE['trained']:g}")
+    add("--clip", type=_positive, metavar="NORM", help="scale the gradients of a step down to this "
+        "norm, that of the whole model; by default they stay as they are")
     add("--seed", type=_whole(0), default=0, metavar="N",
         help="of the weights and of the batches; default: 0")
     add("--dropout", type=_probability, default=0.0, metavar="P", help="default: 0, for then any "
@@ -98,10 +100,10 @@ def _balance(text):
     return [_whole(1)(part) for part in text.split(",")]
 
 
-def _rate(text):
-    if not (rate := float(text)) > 0:
+def _positive(text):
+    if not (number := float(text)) > 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not above 0")
-    return rate
+    return number
 
 
 def _probability(text):
