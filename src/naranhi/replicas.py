@@ -10,6 +10,8 @@ from naranhi.buckets import buckets, pack, unpack
 from naranhi.collectives import broadcast, ring
 from naranhi.collectives.chunks import overlap
 
+ABSENT, DENSE, SPARSE = 0, 1, 2  # gradients, in the table that ranks compare
+
 
 def make_equal(model, group=None):
     """Give every rank the parameters and buffers of rank 0, in place.
@@ -59,18 +61,22 @@ def _broadcast(tensors, group):
 def with_gradient(model, group):
     """The parameters that have a gradient, in order, when they are the same on every rank.
 
-    Raises RuntimeError on every rank where a parameter has one on some ranks only; it names the
-    parameter and the ranks.
+    Raises on every rank, and names the parameter and the ranks: RuntimeError where a parameter has
+    one on some ranks only, TypeError where one is sparse.
     """
     named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
-    same_on_all_ranks({name: one.grad is not None for name, one in named}, group,
+    same_on_all_ranks({name: _flag(one.grad) for name, one in named}, group,
                       next((one.device for _, one in named), "cpu"))
     return [one for _, one in named if one.grad is not None]
 
 
+def _flag(gradient):
+    return ABSENT if gradient is None else DENSE if gradient.layout is torch.strided else SPARSE
+
+
 def same_on_all_ranks(has, group, device):
-    """RuntimeError, as `with_gradient`'s, unless has: {parameter's name: whether it has a gradient}
-    is the same on all ranks. Messages travel from `device`."""
+    """The errors of `with_gradient`, unless has: {parameter's name: a flag of its gradient} is the
+    same on all ranks, and no gradient is sparse. Messages travel from `device`."""
     if not has:
         return
     table, kernel = have_gradients(list(has.values()), group or dist.group.WORLD, device)
@@ -80,7 +86,7 @@ def same_on_all_ranks(has, group, device):
 
 def have_gradients(mine, group, device):
     """(table, a kernel that fills it: see `collectives`). A row for each rank, of one flag for each
-    parameter: whether it has a gradient there. `mine`, a list, is this rank's."""
+    parameter: ABSENT, DENSE or SPARSE (or False, True). `mine`, a list, is this rank's."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     table = torch.empty(ranks, len(mine), dtype=torch.uint8, device=device)
     table[rank] = table.new_tensor(mine)
@@ -88,11 +94,16 @@ def have_gradients(mine, group, device):
 
 
 def require_same_gradients(names, table):
-    """RuntimeError, as `with_gradient`'s, unless all rows of the table are the same."""
+    """The errors of `with_gradient`, unless all rows of the table are the same and no gradient is
+    sparse."""
     busy = table.any(1).tolist()
     hint = (f"; rank {_list(busy, False)} has none of any parameter: without a sample, run the "
             "model on rows that do not count") if not all(busy) else ""
     for name, column in zip(names, table.T.tolist(), strict=True):
+        if SPARSE in column:
+            raise TypeError(
+                f"parameter {name} has a sparse gradient on rank {_list(column, SPARSE)}, which is "
+                "not summed over the ranks: use dense gradients (sparse=False)")
         if 0 < sum(column) < len(column):
             raise RuntimeError(
                 f"parameter {name} has a gradient on rank {_list(column, True)}, but none on rank "

@@ -2,6 +2,7 @@
 
 import copy
 import re
+from contextlib import nullcontext
 from itertools import chain, product
 
 import pytest
@@ -31,17 +32,16 @@ SMALL = 3000  # bytes of a bucket: several, of several parameters each
 
 def by_sum(model, group):
     replicas.make_equal(model, group)
-    return None, lambda: sum_gradients(model, group)
+    return nullcontext, lambda: sum_gradients(model, group)
 
 
 def by_buckets(model, group):
     replicas.make_equal(model, group)
-    return None, lambda: sum_in_buckets(model, group, SMALL)
+    return nullcontext, lambda: sum_in_buckets(model, group, SMALL)
 
 
 def overlapped(model, group):
-    parallel = Overlapped(model, group, SMALL)
-    return parallel.summing, None
+    return Overlapped(model, group, SMALL).no_sync, lambda: None
 
 
 WAYS = {"sum": by_sum, "buckets": by_buckets, "overlapped": overlapped}
@@ -49,16 +49,13 @@ WAYS = {"sum": by_sum, "buckets": by_buckets, "overlapped": overlapped}
 
 def backward(way, microbatches, model, loss, count):
     """The backwards of a step on a rank; way is what a function of WAYS returned."""
-    block, after = way
-    for inputs, targets, _ in microbatches[:-1]:
-        (loss(model(inputs), targets) / count).backward()
-    inputs, targets, _ = microbatches[-1]
-    if block:
-        with block():
+    no_sync, after = way
+    with no_sync():
+        for inputs, targets, _ in microbatches[:-1]:
             (loss(model(inputs), targets) / count).backward()
-    else:
-        (loss(model(inputs), targets) / count).backward()
-        after()
+    inputs, targets, _ = microbatches[-1]
+    (loss(model(inputs), targets) / count).backward()
+    after()
 
 
 def training(ranks, work, optimizer):
@@ -148,30 +145,30 @@ def order_of_events():
     inputs, targets, _ = share("mlp", 0, rank)
     dist.all_reduce = counted
     try:
-        loss(model(inputs), targets).backward()
+        with parallel.no_sync():
+            loss(model(inputs), targets).backward()
         assert not told and not sums  # this one talks to nobody
         local = [one.grad.clone() for one in model.parameters()]
-        with parallel.summing():
-            loss(model(inputs), targets).backward()
-            inside = len(told)
+        loss(model(inputs), targets).backward()
     finally:
         dist.all_reduce = original
     assert len(sums) == len(parallel.buckets)
     assert not torch.equal(local[0] * 2, next(model.parameters()).grad)
     parallel.close()
     model.zero_grad()
+    before = len(told)
     loss(model(inputs), targets).backward()  # and nobody listens any more
-    assert len(told) == inside + len(parallel.buckets)
-    names = [[parallel.names[one] for one in bucket.views] for bucket in parallel.buckets]
-    return told, inside, names
+    assert len(told) == before
+    return told, [[parallel.names[one] for one in bucket.views] for bucket in parallel.buckets]
 
 
 def test_the_first_bucket_starts_before_the_backward_ends(five):
-    for told, inside, names in five.call(order_of_events)[:2]:
+    for told, names in five.call(order_of_events)[:2]:
         assert len(names) >= 2
         assert list(chain(*names)) == [name for name, _ in mlp()[0].named_parameters()][::-1]
         gradients = [place for place, (event, _) in enumerate(told) if event == "gradient"]
         starts = [place for place, (event, _) in enumerate(told) if event == "start"]
+        inside = len(told) - len(names)
         assert starts[0] < gradients[-1] < starts[-1] < inside
         assert [what for event, what in told if event == "start"] == list(range(len(names)))
         for i, bucket in enumerate(names):  # each as soon as it is full, and no sooner
@@ -213,22 +210,19 @@ def no_gradient_anywhere():
             for use in uses:
                 for x in xs:
                     alone(x, use).square().sum().backward()
-            block, after = way
-            for use in uses[:-1]:
-                model(xs[rank], use).square().sum().backward()
-            if block:
-                with block():
-                    model(xs[rank], uses[-1]).square().sum().backward()
-            else:
-                model(xs[rank], uses[-1]).square().sum().backward()
-                after()
+            no_sync, after = way
+            with no_sync():
+                for use in uses[:-1]:
+                    model(xs[rank], use).square().sum().backward()
+            model(xs[rank], uses[-1]).square().sum().backward()
+            after()
             for (name, one), other in zip(
                     model.named_parameters(), alone.parameters(), strict=True):
                 assert (one.grad is None) == (other.grad is None), (name, uses)
                 if one.grad is not None:
                     torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-6)
             assert model.unused.grad is None
-            if block:  # its end gives all ranks rank 0's buffers
+            if make_way is overlapped:  # its end gives all ranks rank 0's buffers
                 mean = [torch.empty(3) for _ in range(3)]
                 dist.all_gather(mean, model.norm.running_mean, group=group)
                 assert torch.equal(mean[0], mean[1]) and torch.equal(mean[0], mean[2])
@@ -253,20 +247,19 @@ def gradient_on_some(way):
     if rank >= 3:
         return None
     model = Branches()
-    block, after = WAYS[way](model, group)
+    no_sync, after = WAYS[way](model, group)
     x, found = torch.randn(4, 3), []
     for uses in ("ab" if rank == 2 else "a"), ("" if rank == 1 else "a"):
         model.zero_grad()
 
         def step(uses=uses):
             total = model(x, uses).square().sum()
-            if block:
-                with block():
-                    if uses:
-                        total.backward()
+            if uses:
+                total.backward()
+                after()
+            elif way == "overlapped":
+                no_sync.__self__.synchronize()
             else:
-                if uses:
-                    total.backward()
                 after()
 
         found.append(message(step))
@@ -321,29 +314,28 @@ def misuse():
     x = torch.ones(2, 8)
 
     def step(factor=1.0, backwards=1):
-        with parallel.summing():
-            for _ in range(backwards):
-                (model(x) * factor).sum().backward()
+        for _ in range(backwards):
+            (model(x) * factor).sum().backward()
 
     found = [message(step), message(step)]
     model.zero_grad(set_to_none=False)
     found.append(message(lambda: model(x).sum().backward()))
     model.zero_grad()
     found.append(message(step, 1.0, 2))
+    found.append(message(parallel.synchronize))
     model.zero_grad()
     found.append(message(step, float("nan") if rank else 1.0))
     model.zero_grad()
     found += [message(step), message(total_count, 0, group)]
-    found.append(message(Overlapped, model, group, 0))
+    found.append(message(Overlapped, mlp()[0], group, 0))
     return found
 
 
 def test_misuse_is_told(five):
     left = "RuntimeError: parameter 2.down.bias still has the gradient of the step before"
-    again = "RuntimeError: parameter 2.down.bias got a second gradient in one summing block"
     for found in five.call(misuse)[:2]:
         for text, wanted in zip(found, [
-                None, left, left, again,
+                None, *[left] * 4,
                 "FloatingPointError: the gradient of parameter 0.up.weight (and of 11 more) is not "
                 "finite", None, "ValueError: no rank has anything valid in this step",
                 "ValueError: bucket_bytes must be positive, not 0"], strict=True):
@@ -358,12 +350,11 @@ def beside_torch():
     torch.manual_seed(0)
     ours, loss = tied_gpt2()
     theirs = DistributedDataParallel(copy.deepcopy(ours), process_group=group)
-    parallel = Overlapped(ours, group, SMALL)
+    Overlapped(ours, group, SMALL)  # which the model keeps
     inputs, targets, valid = share("tied gpt2", 0, rank)
     count = total_count(valid, group)
     (2 * loss(theirs(inputs), targets) / count).backward()
-    with parallel.summing():
-        (loss(ours(inputs), targets) / count).backward()
+    (loss(ours(inputs), targets) / count).backward()
     for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=1e-6)
 
