@@ -4,6 +4,8 @@ from collections import Counter
 
 import torch
 
+from naranhi.elsewhere import Elsewhere
+
 
 def held(zero, optimizer=None):
     """{kind: bytes} of the model state on this rank now, each piece of memory counted once.
@@ -37,7 +39,7 @@ def held(zero, optimizer=None):
             if flat.gradient is not None:
                 add("gradients", flat.gradient, mine)
             for one in flat.parameters:
-                if one.grad is not None:
+                if one.grad is not None and not isinstance(one.grad, Elsewhere):
                     add("gradients", one.grad, one.grad.numel())
             for number, piece in flat.pieces.items():
                 start = flat.mine.start + flat.spans[number].start

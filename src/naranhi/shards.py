@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from naranhi.collectives import chunks, ring
+from naranhi.elsewhere import Elsewhere
 
 ALIGN = 8  # numbers: parameters begin where a processor loads 16 bytes (in bf16) at once
 
@@ -29,8 +30,8 @@ class Flat:
     tag: a number of its own, above 0.
     dtype: what is computed with; where it is not that of the parameters, `master` keeps theirs.
 
-    whole, gradients: the rows. A parameter is a view of the first, its gradient of the second.
-        What is freed is the memory under them: a view that autograd keeps would keep it alive.
+    whole, gradients: the rows. A parameter is a view of the first; its gradient is moved into the
+        second. What is freed is the memory under them: a view that autograd keeps would keep it.
     shard, master: this rank's piece, in `dtype` and in the parameters' own.
     pieces: {group's number: its part of the master, as a parameter for an optimizer}; empty where
         the group lies in other ranks' shards. spans: where these lie in the shard; starts: where
@@ -43,6 +44,7 @@ class Flat:
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.names = [name for name, _ in named]
         self.parameters = [one for _, one in named]
+        self.name_of = {param: name for name, param in named}
         self.trained = self.parameters[0].requires_grad
         self.shapes, self.places, end = [one.shape for one in self.parameters], [], 0
         for one in self.parameters:
@@ -69,22 +71,16 @@ class Flat:
                 self.pieces[number] = nn.Parameter(self.master[self.spans[number]])
 
         self._nothing = self.whole.new_empty(0)
-        self._views = self._cut(self.whole)
+        self._views = self.cut(self.whole)
         self._rows = self.whole.view(self.ranks, -1).unbind()
-        for one, view in zip(self.parameters, self._views, strict=True):
-            one.data = view
-        # Autograd's nodes for the parameters remember a shape: let them be made now, and last.
-        self._nodes = [torch.autograd.graph.get_gradient_edge(one)
-                       for one in self.parameters if self.trained]
-        if stage == 3:
-            self.free()
+        self.hide()
 
         self.gradient = None
         self.seen = set()  # parameters that got a gradient in this step, on this rank
-        self._filled = set()  # those whose gradient is in the row
+        self._stand_ins = {}  # by parameter, for `.grad` when the gradients are summed
         if self.trained:
             self.gradients = torch.zeros_like(self.whole)
-            self._gradient_of = dict(zip(self.parameters, self._cut(self.gradients), strict=True))
+            self._gradient_of = dict(zip(self.parameters, self.cut(self.gradients), strict=True))
             self._gradient_rows = self.gradients.view(self.ranks, -1).unbind()
             ends = [*(place.start for place in self.places[1:]), len(self.gradients)]
             self._gaps = [self.gradients[place.stop:end]
@@ -96,7 +92,8 @@ class Flat:
         return sum(max(0, min(place.stop, stop) - max(place.start, start))
                    for place in self.places)
 
-    def _cut(self, row):
+    def cut(self, row):
+        """Views of a row, one for each parameter and of its shape."""
         return [row[place].view(shape)
                 for place, shape in zip(self.places, self.shapes, strict=True)]
 
@@ -123,49 +120,48 @@ class Flat:
         yield
         chunks.finish(works)
 
-    def show(self):
-        """Let the parameters be views of the row, which has been gathered."""
-        for one, view in zip(self.parameters, self._views, strict=True):
+    def show(self, row=None):
+        """Let the parameters be views of a row; by default of `whole`, which has been gathered."""
+        views = self._views if row is None else self.cut(row)
+        for one, view in zip(self.parameters, views, strict=True):
             one.data = view
 
+    def hide(self):
+        """Let the parameters be what they are between two steps: at stage 3, nothing."""
+        self.show()
+        # Autograd's nodes for the parameters remember a shape and a dtype: made now, they last.
+        self._nodes = [torch.autograd.graph.get_gradient_edge(one)
+                       for one in self.parameters if self.trained]
+        if self.stage == 3:
+            self.free()
+
     def free(self):
-        """Give the row's memory back. The parameters are empty then, which is found out sooner than
-        memory that is not there."""
+        """Give the row's memory back. Parameters become empty, so any use fails with an error about
+        their shape."""
         for one in self.parameters:
             one.data = self._nothing
         _free(self.whole)
 
     # --- gradients -------------------------------------------------------------------------------
 
-    def take(self, parameter):
-        """Move a parameter's gradient into the row, to what is there of it already."""
-        view = self._gradient_of[parameter]
-        if parameter.grad is view:
-            return  # and the backward has added to it there
-        if not self.gradients.untyped_storage().nbytes():
-            _allocate(self.gradients)
-            for gap in self._gaps:
-                gap.zero_()
-        if parameter in self._filled:
-            view.add_(parameter.grad)
-        else:
-            view.copy_(parameter.grad)
-            self._filled.add(parameter)
-            self.seen.add(parameter)
-        parameter.grad = view if self.stage == 1 else None
+    def take(self):
+        """Move the parameters' gradients into the row. A missing one counts as zeros."""
+        _allocate(self.gradients)
+        for gap in self._gaps:
+            gap.zero_()
+        for param, view in self._gradient_of.items():
+            if param.grad is None:
+                view.zero_()
+            else:
+                view.copy_(param.grad)
+                param.grad = None
+                self.seen.add(param)
 
     def reducing(self):
         """Kernels that add the ranks' rows up, each rank its own piece; then call `reduced`.
 
-        Sums replace what has been sent on already, which takes the least memory. A gradient that
-        there is not counts as zeros.
+        Sums replace what has been sent on already, which takes the least memory.
         """
-        if not self._filled:
-            _allocate(self.gradients)
-            self.gradients.zero_()
-        for one in self.parameters:
-            if one not in self._filled:
-                self._gradient_of[one].zero_()
         return [ring.reduce_scatter([row[piece] for row in self._gradient_rows], None,
                                      self.group, self.rank, self.ranks)
                 for piece in chunks.cut(self._gradient_rows[self.rank])]
@@ -179,7 +175,6 @@ class Flat:
             self.gradient = total.clone() if self.stage > 1 else total
         if self.stage > 1:
             _free(self.gradients)
-            self._filled.clear()
 
     def not_finite(self):
         """The names of parameters in this rank's piece whose gradient is infinite or no number."""
@@ -200,13 +195,23 @@ class Flat:
             piece.grad = (self.gradient[self.spans[number]].to(piece.dtype)
                           if number in with_gradient else None)
 
+    def hide_gradients(self):
+        """Let every use of `.grad` fail: the sums are in `gradient`, a shard on each rank."""
+        for param in self.seen:
+            stand_in = self._stand_ins.get(param)
+            if stand_in is None or stand_in.shape != param.shape:
+                stand_in = self._stand_ins[param] = Elsewhere(param, (
+                    f"the gradient of parameter {self.name_of[param]} is summed and sharded over "
+                    "the ranks: use clip() or shard_gradients() of Zero for it, and step() or "
+                    "zero_grad() before another backward"))
+            param.grad = stand_in
+
     def forget_gradients(self):
         """After a step: none anywhere."""
         for one in [*self.pieces.values(), *self.parameters]:
             one.grad = None
         self.gradient = None
         self.seen.clear()
-        self._filled.clear()
         if self.trained:
             _free(self.gradients)
 

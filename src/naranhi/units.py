@@ -19,11 +19,12 @@ SMALL = 2**15  # numbers: of fewer, a message costs its start rather than its le
 class Unit:
     """Modules and their parameters, in one `Flat` for each of their dtypes, and apart where frozen.
 
-    The rest is the state of a step; `zero.Zero` says what it means.
+    number: its place among the units. The rest is the state of a step; `zero.Zero` says what it
+    means.
     """
 
-    def __init__(self, name, modules, flats):
-        self.name, self.modules, self.flats = name, modules, flats
+    def __init__(self, number, name, modules, flats):
+        self.number, self.name, self.modules, self.flats = number, name, modules, flats
         self.trained = [flat for flat in flats if flat.trained]
         self.flat_of = {one: flat for flat in self.trained for one in flat.parameters}
         self.gathered, self._arriving = False, None
@@ -70,6 +71,10 @@ class Unit:
 
     # --- gradients -------------------------------------------------------------------------------
 
+    def take(self):
+        for flat in self.trained:
+            flat.take()
+
     def reduce(self, *beside):
         """Start to: a Transfer, also of the kernels `beside`."""
         return Transfer([*(kernel for flat in self.trained for kernel in flat.reducing()), *beside])
@@ -107,6 +112,8 @@ def cut(model, units, groups, stage, precision, group):
     group_of, options = _groups(groups, named, name_of)
     names, root = _names(model, runs), (model,)
     owner = _owners(runs, root)
+    if precision == "mixed":
+        _require_mixed(model)
     computes_in = {one: _computes_in(precision, name, one) for name, one in named.items()}
     where = {one: name for name, one in model.named_modules()}
     require_same(group, stage=stage, precision=precision,
@@ -121,7 +128,7 @@ def cut(model, units, groups, stage, precision, group):
         flats = [Flat(some, group_of, stage, computes_in[some[0][1]], group, next(tags))
                  for some in kinds.values()]
         if flats or run == root:
-            units.append(Unit(names.get(run, "root"), run, flats))
+            units.append(Unit(len(units), names.get(run, "root"), run, flats))
     return units, options
 
 
@@ -201,6 +208,19 @@ def _groups(groups, named, name_of):
     if missing is not None:
         raise ValueError(f"parameter {name_of[missing]} requires a gradient and is in no group")
     return group_of, groups
+
+
+def _require_mixed(model):
+    """ValueError for what cannot compute in bf16 with buffers in fp32."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine:
+            mean = module.running_mean
+            if mean is not None and mean.dtype == torch.float32:
+                raise ValueError(
+                    f"{name or 'the model'} is a {type(module).__name__} with running statistics "
+                    "in float32, beside which its weight cannot be in bf16: convert the statistics "
+                    "to bf16, make it without them (track_running_stats=False), or use "
+                    "precision='fp32', under autocast")
 
 
 def _computes_in(precision, name, parameter):

@@ -6,10 +6,10 @@ Every rank still computes with the whole model on its share of the batch, as in 
 
     zero = Zero(model, stage=3)
     optimizer = torch.optim.AdamW(zero.groups, lr=1e-3)    # after sharding, over the shards
-    for inputs, targets in shares[:-1]:                    # micro-batches, if there are several
-        (loss(model(inputs), targets) / count).backward()
-    with zero.summing():                                   # the last
-        (loss(model(inputs), targets) / count).backward()
+    with zero.no_sync():                                   # micro-batches, if there are several
+        for inputs, targets in shares[:-1]:
+            (loss(model(inputs), targets) / count).backward()
+    (loss(model(inputs), targets) / count).backward()      # the last
     zero.clip(1.0)                                         # if wanted
     zero.step(optimizer)                                   # or zero.zero_grad(), to leave one out
 
@@ -21,8 +21,9 @@ The model is cut into *units*, each of them moved as one row of numbers (`shards
     step       each rank changes its own shards
 
 At stage 2 parameters stay whole, and are gathered once, after the step; at stage 1 gradients stay
-whole too, and are summed in the `summing` block only. Messages match by order: all ranks have to
-run the same units in the same order.
+whole too, and are summed by the last backward of a step only. That is any backward that begins
+outside of `no_sync()`; there is one in a step. Messages match by order: all ranks have to run the
+same units in the same order.
 
 Sources: Rajbhandari et al., "ZeRO: Memory optimizations toward training trillion parameter models"
 (2020); Zhao et al., "PyTorch FSDP: Experiences on scaling fully sharded data parallel" (2023), for
@@ -31,26 +32,24 @@ the hooks and for gathering ahead. In production: `fully_shard`, and DeepSpeed.
 
 import os
 from contextlib import contextmanager
-from functools import partial
 from math import isfinite
 
 import torch
 import torch.distributed as dist
 
 from naranhi import sharded_state
-from naranhi.collectives import all_gather
+from naranhi.agreement import require_same
 from naranhi.collectives.chunks import overlap
 from naranhi.gradient_norm import norm_power, total_norm
 from naranhi.held import held
-from naranhi.nests import _AfterBackward, _map, _tensors, _to_bf16, _to_fp32
+from naranhi.hooks import Backward, Handles, Hook, ModuleHook
+from naranhi.nests import _map, _tensors, _to_bf16, _to_fp32, _watch, _write_back
 from naranhi.prefetch import Prefetch
-from naranhi.replicas import (
-    broadcast_buffers,
-    have_gradients,
-    make_equal,
-    require_same_gradients,
-)
+from naranhi.replicas import broadcast_buffers, have_gradients, make_equal, require_same_gradients
+from naranhi.step_checks import require_all, require_finite, require_own, require_trained
+from naranhi.supported import require_gradient, require_same_parameters, require_supported
 from naranhi.units import cut
+from naranhi.whole import Whole
 
 
 class Zero:
@@ -68,17 +67,26 @@ class Zero:
         gradients are summed too, while an optimizer works on a copy in fp32. The model then still
         takes and returns fp32.
     buffers: whether `broadcast_buffers` ends each step.
-    finite: whether the end of `summing` raises FloatingPointError, naming a parameter, where a
-        gradient is infinite or no number. (`clip` finds that out in any case.)
+    finite: whether the last backward of a step raises FloatingPointError, naming a parameter, where
+        a gradient is infinite or NaN. (`clip` finds that out in any case.)
     tell: called as tell(event, name of the unit): "gather" and "gathered" when it begins and when
         it is known to have been, "compute" before its forward and before its backward, "free";
         "reduce" and "reduced" when its gradients begin to be summed and are known to have been.
 
-    groups: the shards, for an element-wise optimizer of torch's.
-
     A parameter that gets no gradient in a step, on any rank, is left alone by the optimizer if the
     others of its unit and parameter group get none either; else its gradient is zero (so that its
     weight decays, and goes on with the momentum it had).
+
+    Whole weights are read, saved, copied and loaded in a block:
+
+        with zero.gathered():
+            state = model.state_dict()
+        with zero.gathered(write=True):
+            model.load_state_dict(state)
+
+    Hooks of others see what they would see without ZeRO: a module's run while its unit is gathered,
+    a gradient's before it is summed. After that `.grad` is no gradient, and says so when it is used
+    (`elsewhere`): `torch.nn.utils.clip_grad_norm_` would be wrong, and `clip` is right.
 
     What a unit takes and gives back may be nested in tuples, lists, dicts and dataclasses. Tensors
     in other objects are not seen: at stage 3 a backward through them finds no parameters.
@@ -93,55 +101,65 @@ class Zero:
         self.group = group or dist.group.WORLD
         self.model, self.stage, self.precision, self.buffers = model, stage, precision, buffers
         self.finite = finite
-        self.tell = tell or _nothing
+        self.tell = tell or (lambda event, unit: None)
         self.names = {one: name for name, one in model.named_parameters() if one.requires_grad}
         if not self.names:
             raise ValueError("no parameter of this model requires a gradient")
+        require_supported(model, self.group)
         make_equal(model, self.group)
+        require_same(self.group, buffers=buffers, finite=finite)
         self.units, options = cut(model, units, groups, stage, precision, self.group)
         self.root = self.units[-1]
         self.flats = [flat for unit in self.units for flat in unit.trained]
         self._device = self.flats[0].shard.device
-        self.groups = [
-            {"params": [flat.pieces[number] for flat in self.flats if number in flat.pieces],
-             **option} for number, option in enumerate(options)]
+        self._options = options  # of each parameter group
 
         self._order = Prefetch()
         # Those with gradients, in the order in which these are summed.
         self._sums = [unit for unit in (*self.units[-2::-1], self.root) if unit.trained]
         self._summed = 0  # how many of these in this backward
-        self._reduction = None  # the unit and the Transfer under way
-        self._in_backward = self._in_block = self._complete = False
-        self._hooks = [hook for unit in self.units for hook in self._listen(unit)]
+        self._reduction = None  # the unit and the Transfer in flight
+        self._backward = Backward()
+        self._sync = True  # outside of no_sync()
+        self._last = False  # whether this backward is the last of its step
+        self._complete = False  # whether this step's gradients are sums over the ranks
+        self._met = False
+        self._whole = Whole(self)
+        self._copies = []  # of what modules are given that are in their forward now
+        self._handles = Handles(others=self._whole.hooks())
+        self._listen(copying=self._whole.require_readable)
 
-    def _listen(self, unit):
-        for module in unit.modules:
-            yield module.register_forward_pre_hook(
-                partial(self._before_forward, unit), with_kwargs=True)
-            yield module.register_forward_hook(
-                partial(self._after_forward, unit), with_kwargs=True)
-        if unit is self.root and self.stage == 3:
-            yield self.model.register_state_dict_pre_hook(self._refuse_state_dict)
-        for parameter in unit.flat_of:
-            yield parameter.register_post_accumulate_grad_hook(partial(self._arrived, unit))
+    def _listen(self, **options):
+        for unit in self.units:
+            for module in unit.modules:
+                keep = unit is self.root  # the model keeps this object, until it is closed
+                self._handles.first.append(module.register_forward_pre_hook(
+                    ModuleHook(self._before_forward, unit, keep=keep, **options),
+                    prepend=True, with_kwargs=True))
+                self._handles.last.append(module.register_forward_hook(
+                    ModuleHook(self._after_forward, unit, **options), with_kwargs=True))
+            for parameter in unit.flat_of:
+                self._handles.last.append(parameter.register_post_accumulate_grad_hook(
+                    Hook(self._arrived, unit.number)))
 
-    def _refuse_state_dict(self, module, prefix, keep_vars):
-        if not all(unit.gathered for unit in self.units if unit.flats):
-            raise RuntimeError(
-                "this model is sharded: read it inside of Zero.gathered(), or use Zero.save()")
+    @property
+    def groups(self):
+        """The shards as parameter groups, for an element-wise optimizer of torch's. New dicts each
+        time, because an optimizer writes its defaults into those that it is given."""
+        return [{"params": [flat.pieces[number] for flat in self.flats if number in flat.pieces],
+                 **options} for number, options in enumerate(self._options)]
 
     # --- forward ---------------------------------------------------------------------------------
 
     def _before_forward(self, unit, module, args, kwargs):
         self._require_end()
-        if unit is self.root and not self._in_backward:
-            self._order.begin(torch.is_grad_enabled())
-            if self.precision == "mixed":
-                args, kwargs = _map(_to_bf16, (args, kwargs))
-            if self._in_block and torch.is_grad_enabled():
-                self._meet(True)
+        if unit is self.root and not self._backward.running:
+            self._begin_forward(torch.is_grad_enabled())
+        inputs, copies = (args, kwargs), []
+        if self.precision == "mixed" and not self._whole.state:
+            inputs = _map(_to_bf16, inputs, copies)
         self._need(unit, module is unit.modules[0])
-        if self._in_backward:  # computed again; and if not recorded before, nothing else will tell
+        if self._backward.running:  # computed again; if not recorded before, nothing else tells
             if torch.is_grad_enabled() and unit.hidden[module]:
                 unit.hidden[module] -= 1
                 # Also what is frozen, whose gradient never comes: then the unit stays to the end.
@@ -149,26 +167,29 @@ class Zero:
                 unit.awaited.update(
                     one for flat in unit.flats for one in flat.parameters if one in own)
         elif torch.is_grad_enabled() and unit is not self.root:
-            args, kwargs = self._watch(unit, module, args, kwargs)
-        return args, kwargs
+            used = Hook(self._used, unit.number, module is unit.modules[0])
+            inputs = _watch(used, inputs, copies)
+        self._copies.append(copies)
+        return inputs
 
-    def _watch(self, unit, module, args, kwargs):
-        """What a module of the unit takes, passed through `_AfterBackward`."""
-        inputs = [one for one in _tensors((args, kwargs)) if one.requires_grad]
-        if not inputs:
-            return args, kwargs
-        new = _AfterBackward.apply(partial(self._used, unit, module), *inputs)
-        new = dict(zip(map(id, inputs), new, strict=True))
-        return _map(lambda one: new.get(id(one), one), (args, kwargs))
+    def _begin_forward(self, recording):
+        self._whole.require_forward(recording)
+        self._handles.order()
+        self._order.begin(recording)
+        self._copies.clear()  # of a forward that has failed
+        if self._sync and recording and not self._complete:
+            self._meet(True)
 
     def _after_forward(self, unit, module, args, kwargs, output):
-        if self._in_backward:
+        _write_back(self._copies.pop())
+        if self._backward.running:
             return output
         recorded = watched = False
         if torch.is_grad_enabled():
+            before = Hook(self._before_backward, unit.number, module is unit.modules[-1])
             for one in _tensors(output):
-                if one.requires_grad:
-                    one.register_hook(partial(self._before_backward, unit, module))
+                if one.grad_fn is not None:
+                    one.register_hook(before)
                     recorded = True
             watched = unit is not self.root and any(
                 one.requires_grad for one in _tensors((args, kwargs)))
@@ -180,46 +201,49 @@ class Zero:
             return output
         if not recorded:
             self._end_pass()
-        return _map(_to_fp32, output) if self.precision == "mixed" else output
+        mixed = self.precision == "mixed" and not self._whole.state
+        return _map(_to_fp32, output) if mixed else output
 
     # --- backward --------------------------------------------------------------------------------
 
-    def _before_backward(self, unit, module, gradient):
+    def _before_backward(self, number, last, gradient):
         self._begin_backward()
-        self._need(unit, module is unit.modules[-1])
+        self._need(self.units[number], last)
 
     def _begin_backward(self):
-        if not self._in_backward:
-            if self._in_block:
-                self._meet(True)  # its forward may have been before the block
-            self._in_backward = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        if self._backward.running:
+            return
+        self._require_end()
+        self._last = self._sync and not self._complete
+        if self._last:
+            require_same_parameters(self.model, self.names, "Zero")
+            if not self._met:  # its forward was in no_sync()
+                self._meet(True)
+        self._handles.order()
+        self._backward.begin(self._end_backward)
 
-    def _arrived(self, unit, parameter):
+    def _arrived(self, number, parameter):
         """The backward has a parameter's gradient."""
         self._begin_backward()
+        unit = self.units[number]
         if unit.done:
             raise RuntimeError(
                 f"parameter {self.names[parameter]} gets a gradient when its unit's backward is "
                 "over: what uses it outside of the forward has to come after the forward")
-        if self._complete and self.stage == 1:
-            raise RuntimeError(
-                f"parameter {self.names[parameter]} gets a gradient, but this step's are summed "
-                "already: call step() first, and run one backward only in a summing block")
-        unit.flat_of[parameter].take(parameter)
-        if self._reduction and self._reduction[1].steps < dist.get_world_size(self.group) - 1:
-            self._reduction[1].advance()
+        require_gradient(self.names[parameter], parameter.grad)
+        self._reduction_goes_on()
         if parameter in unit.awaited:
             unit.awaited.remove(parameter)
             if unit.over:
                 self._finish(unit)
 
-    def _used(self, unit, module):
+    def _used(self, number, first):
         """One use of a module of a unit has been gone back through."""
+        unit = self.units[number]
         unit.uses -= 1
         if unit.over:
             self._finish(unit)
-        elif module is unit.modules[0]:
+        elif first:
             self._free(unit)
 
     def _finish(self, unit):
@@ -236,15 +260,17 @@ class Zero:
         self._sum_finish()
         for unit in self.units:
             unit.settle()
-        self._summed, self._in_backward = 0, False
-        self._complete = self._in_block
+        self._summed = 0
         self._end_pass()
+        if self._last:
+            self._end_of_sums()
+        self._backward.end()
 
     # --- parameters ------------------------------------------------------------------------------
 
     def _need(self, unit, first=True):
         """Have a unit's parameters here; if it begins, those of the next one on their way."""
-        if self.stage == 3 and unit.flats:  # the root may have none
+        if self.stage == 3 and unit.flats and not self._whole.state:  # the root may have none
             if not unit.held:
                 self._gather(unit)
             if first:
@@ -284,59 +310,79 @@ class Zero:
     # --- gradients -------------------------------------------------------------------------------
 
     @contextmanager
-    def summing(self):
-        """Around the last backward of a step. At its end gradients are sums over the ranks."""
-        if self._complete:
-            raise RuntimeError("this step's gradients are summed already: call step() or "
-                               "zero_grad() first")
-        self._require_end()
-        self._in_block, self._complete, self._met = True, False, False
+    def no_sync(self):
+        """Backwards that begin inside add to this step's gradients, and are not its last. At stage
+        1 they send nothing; at stages 2 and 3 sums are due all the same, as no rank keeps more."""
+        before, self._sync = self._sync, False
         try:
             yield
-            self._meet(False)
-            if not self._complete:  # no backward here
-                self._end_backward()
         finally:
-            self._in_block = False
+            self._sync = before
+
+    def synchronize(self):
+        """End the step's sums, if that is still to be done, since all its backwards were in
+        `no_sync()` (or, on a rank, there was none). `clip` and `step` call it, on every rank."""
+        self._require_end()
+        if not self._complete:
+            self._last = True
+            require_same_parameters(self.model, self.names, "Zero")
+            self._meet(False)
+            self._backward.begin(None)
+            self._end_backward()
+        if not self._complete:
+            raise RuntimeError("no parameter has a gradient in this step, on any rank: run a "
+                               "backward first")
+
+    def _end_of_sums(self):
+        """All ranks know by now who has which gradient."""
         require_same_gradients(self.names.values(), self._seen)
+        if not any(flat.seen for flat in self.flats):  # torch.autograd.grad, say: nobody has any
+            self._forget()
+            return
+        require_trained(self.flats)
         if self.buffers:
             broadcast_buffers(self.model, self.group)
         if self.finite:
-            self._require_finite()
+            require_finite(self.flats, self.group)
+        self._complete = True
+        for flat in self.flats:
+            flat.hide_gradients()
 
     def _meet(self, here):
-        """At stage 3, before a block's first forward: RuntimeError on all ranks where one has none,
-        for whose shards the others would wait."""
-        if self._met or self.stage < 3:
-            return
-        self._met = True
-        mine = torch.tensor([here], dtype=torch.uint8, device=self._device)
-        table = mine.new_empty(dist.get_world_size(self.group), 1)
-        all_gather(table, mine, self.group)
-        absent = [str(rank) for rank, one in enumerate(table.flatten().tolist()) if not one]
-        if absent:
-            raise RuntimeError(
-                f"rank {', '.join(absent)} runs no forward in this summing block: without a "
-                "sample, run the model on rows that do not count")
+        """At stage 3, before the messages of a step's last forward: a rank without one is told to
+        all, who would wait for its shards."""
+        if self.stage == 3:
+            require_all(here, self.group, self._device)
+            self._met = True
 
     def _sum_done(self):
         """Sum the gradients of units that are done, in one order on all ranks."""
-        if self.stage == 1 and not self._in_block:
+        if self._complete or (self.stage == 1 and not self._last):
             return
         while self._summed < len(self._sums) and self._sums[self._summed].done:
             unit = self._sums[self._summed]
             self._summed += 1
             self._sum_finish()
+            unit.take()
             self.tell("reduce", unit.name)
             self._reduction = unit, unit.reduce(*self._telling())
 
     def _telling(self):
         """Kernels beside a sum: beside a step's last, that tells who has which gradient."""
-        if self._in_block and self._summed == len(self._sums):
+        if self._last and self._summed == len(self._sums):
             seen = {one for flat in self.flats for one in flat.seen}
             self._seen, kernel = have_gradients(
                 [one in seen for one in self.names], self.group, self._device)
             yield kernel
+
+    def _reduction_goes_on(self):
+        """While another unit computes. When all but the last message of the sum have come, it is
+        ended: its row is freed before the other unit has all its gradients."""
+        if self._reduction:
+            if self._reduction[1].steps < dist.get_world_size(self.group) - 1:
+                self._reduction[1].advance()
+            elif self.stage > 1:
+                self._sum_finish()
 
     def _sum_finish(self):
         if self._reduction:
@@ -346,22 +392,12 @@ class Zero:
             self.tell("reduced", unit.name)
             self._reduction = None
 
-    def _require_finite(self):
-        bad = next((name for flat in self.flats for name in flat.not_finite()), None)
-        told = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(told, bad, group=self.group)
-        ranks = [str(rank) for rank, name in enumerate(told) if name]
-        if ranks:
-            raise FloatingPointError(
-                f"the gradient of parameter {next(filter(None, told))} is not finite: so it is in "
-                f"the shard of rank {', '.join(ranks)}")
-
     # --- step ------------------------------------------------------------------------------------
 
     def shard_gradients(self):
         """The gradients of this rank's shards, sums over the ranks: scaled in place, they are what
         `step` works with. Every element of a gradient is in one shard of one rank of `group`."""
-        self._require_sums()
+        self.synchronize()
         return [flat.gradient for flat in self.flats]
 
     def norm_power(self, norm_type=2.0):
@@ -385,108 +421,82 @@ class Zero:
 
     def step(self, optimizer):
         """Let the optimizer change this rank's shards, and the model follow."""
-        self._check(optimizer)
-        self._require_sums()
+        require_own(optimizer, self.flats)
+        self._whole.require_outside("step()")
+        self.synchronize()
         for flat in self.flats:
             flat.give_gradients()
         optimizer.step()
-        for flat in self.flats:
-            flat.forget_gradients()
-        self._complete = False
+        self._forget()
         self.follow()
 
     def zero_grad(self):
         """Forget the gradients of this step, and what a forward or backward that has failed left
         behind. Call it on every rank, at the same point of the step."""
         self._sum_finish()
-        for flat in self.flats:
-            flat.forget_gradients()
+        self._forget()
         for unit in self.units:
             unit.settle()
-        self._summed, self._in_backward, self._complete = 0, False, False
+        self._backward.end()
+        self._summed = 0
         self._order.begin(True)
+        self.free()
+
+    def _forget(self):
+        for flat in self.flats:
+            flat.forget_gradients()
+        self._complete = self._met = False
+
+    def free(self):
+        """Let no unit be gathered: there may be the root, of a forward without a backward."""
         for unit in self.units:
             self._free(unit)
 
     def _require_end(self):
-        if self._in_backward and torch._C._current_graph_task_id() == -1:
+        if self._backward.failed:
             raise RuntimeError("the last backward did not come to its end: call zero_grad() first")
-
-    def _require_sums(self):
-        if not self._complete:
-            raise RuntimeError("the gradients of this step are not summed over the ranks: run its "
-                               "last backward in a summing block")
 
     def follow(self):
         """Let the model follow the masters, which have changed."""
         for flat in self.flats:
             flat.refresh()
-        for unit in self.units:
-            self._free(unit)  # there may be the root, of a forward that no backward followed
+        self.free()
         if self.stage < 3:
             overlap(flat.gathering() for flat in self.flats)
-
-    def _check(self, optimizer):
-        """RuntimeError or TypeError unless the optimizer works on these shards, by element."""
-        of_shape = next((one.__name__ for one in type(optimizer).__mro__
-                         if one.__name__ in _OF_A_SHAPE), None)
-        if of_shape:
-            raise TypeError(f"{of_shape} needs the shapes of parameters, which shards do not have")
-        theirs = {id(one) for group in optimizer.param_groups for one in group["params"]}
-        if theirs != {id(one) for flat in self.flats for one in flat.pieces.values()}:
-            raise RuntimeError("this optimizer does not work on the shards of this model: make it "
-                               "after Zero, of its groups")
 
     # --- between steps ---------------------------------------------------------------------------
 
     def save(self, folder, optimizer):
         """Write the state of model and optimizer; see `sharded_state.save`."""
-        self._check(optimizer)
+        require_own(optimizer, self.flats)
         sharded_state.save(self, folder, optimizer)
 
     def load(self, folder, optimizer):
         """Read it, also on another number of ranks; see `sharded_state.load`."""
-        self._check(optimizer)
+        require_own(optimizer, self.flats)
+        self._whole.require_outside("load()")
         sharded_state.load(self, folder, optimizer)
 
     def held(self, optimizer=None):
         """{kind: bytes of model state that this rank holds now}; see `held.held`."""
         return held(self, optimizer)
 
-    @contextmanager
-    def gathered(self):
-        """Inside, the model's parameters are whole, to be read; changes are lost. Call it on every
-        rank. At stages 1 and 2 they always are."""
-        if self.stage == 3:
-            self._gather_all()
-        try:
-            yield
-        finally:
-            for unit in self.units:
-                self._free(unit)
+    def gathered(self, write=False):
+        """A block in which the model's parameters are whole. Call it on every rank.
 
-    def _gather_all(self):
-        for unit in self.units:
-            if unit.flats and not unit.held:
-                self._gather(unit)
-            if unit.flats and not unit.gathered:
-                self._wait(unit)
+        In mixed precision they are the masters then, in fp32. What is taken out (a `state_dict`, a
+        copy of the model) stays valid. With `write` what the block changes in them is kept; all
+        ranks have to change the same, or ValueError names a parameter and nothing is changed.
+        Without, changes are lost, but at stages 1 and 2 in fp32, where parameters are always whole.
+        """
+        return self._whole.gathered(write)
 
     def close(self):
-        """Leave the model alone from now on, with all its parameters whole. Call it on every
-        rank."""
-        if self.stage == 3:
-            self._gather_all()
-        for hook in self._hooks:
-            hook.remove()
+        """Leave the model alone from now on, with all its parameters whole and as they were trained
+        (in mixed precision, in fp32 again). Call it on every rank."""
+        self._whole.gather()
+        self._handles.remove()
+        self._forget()
 
-
-# Of torch's and of others': optimizers that see more than single numbers.
-_OF_A_SHAPE = {
-    "Adafactor", "LBFGS", "Muon", "SparseAdam", "Lamb", "LAMB", "LARS", "Shampoo", "SOAP"}
 
 _give_way = getattr(os, "sched_yield", lambda: None)  # which Windows lacks
-
-
-def _nothing(event, what):
-    pass

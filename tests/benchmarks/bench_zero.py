@@ -93,8 +93,7 @@ class Sharded(Training):
         optimizer = torch.optim.SGD(sharded.groups, lr=RATE)
 
         def run():
-            with sharded.summing():
-                self.loss(model).backward()
+            self.loss(model).backward()
             sharded.step(optimizer)
             optimizer.zero_grad()
             return whole

@@ -43,9 +43,8 @@ def train(zero, model, loss, optimizer, work, steps, rank, clip=None):
     for step in steps:
         inputs, targets, valid = share(work, step, rank)
         count = total_count(valid, zero.group)
-        with zero.summing():
-            total = loss(model(inputs), targets)
-            (total / count).backward()
+        total = loss(model(inputs), targets)
+        (total / count).backward()
         if clip:
             norm = zero.clip(clip)
             assert norm > clip
@@ -124,11 +123,11 @@ def accumulation(stage):
                 parameter.grad = parameter.grad + part
         steppers[0].step()
 
-        for inputs, targets, _ in shares[rank][:-1]:
-            (loss(model(inputs), targets) / 100).backward()
+        with zero.no_sync():
+            for inputs, targets, _ in shares[rank][:-1]:
+                (loss(model(inputs), targets) / 100).backward()
         inputs, targets, _ = shares[rank][-1]
-        with zero.summing():
-            (loss(model(inputs), targets) / 100).backward()
+        (loss(model(inputs), targets) / 100).backward()
         zero.step(steppers[1])
     with zero.gathered():
         for (name, a), b in zip(model.named_parameters(), one.parameters(), strict=True):
@@ -196,8 +195,7 @@ def strange(stage, ranks, how):
             model.eval()
             model(xs[rank], skip)
             model.train()
-        with zero.summing():
-            model(xs[rank], skip)["out"].square().sum().backward()
+        model(xs[rank], skip)["out"].square().sum().backward()
         zero.step(ours)
     with zero.gathered():
         for (name, a), b in zip(model.named_parameters(), one.named_parameters(), strict=True):
@@ -278,8 +276,7 @@ def shared(stage, how):
             loss = model(xs[rank]).square().sum()
             with torch.no_grad():
                 model(xs[rank])
-            with zero.summing():
-                loss.backward()
+            loss.backward()
             zero.step(ours)
         with zero.gathered():
             for (name, a), b in zip(model.named_parameters(), one.parameters(), strict=True):
@@ -319,8 +316,7 @@ def norms(stage, norm_type):
             for name, param in module.named_parameters():
                 param.requires_grad_(name.startswith(kind))
         zero = Zero(model, stage, group=group)
-        with zero.summing():
-            model(torch.full((2, 3), 1.0 + rank)).backward()
+        model(torch.full((2, 3), 1.0 + rank)).backward()
         for value in 1.0, 2.0:
             one(torch.full((2, 3), value)).backward()
         grads = [param.grad for param in one.parameters() if param.grad is not None]
@@ -372,14 +368,13 @@ def mixed(stage):
             one.grad = (both[0] + both[1]).float()
         theirs.step()
         inputs, targets, _ = shares[rank]
-        with zero.summing():
-            output = model(inputs)
-            assert output.dtype == torch.float32
-            (loss(output, targets) / 100).backward()
+        output = model(inputs)
+        assert output.dtype == torch.float32
+        (loss(output, targets) / 100).backward()
         zero.step(ours)
     with zero.gathered():
         for one, other in zip(model.parameters(), masters.parameters(), strict=True):
-            assert torch.equal(one, other.bfloat16())
+            assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -399,8 +394,7 @@ def untouched_and_beside():
         zero = Zero(model, 2, map(model.get_submodule, units), group=group)
         optimizer = torch.optim.SGD(zero.groups, lr=0.1, weight_decay=0.5)
         before = model["b"].weight.detach().clone()
-        with zero.summing():
-            model(torch.ones(1, 8)).sum().backward()
+        model(torch.ones(1, 8)).sum().backward()
         zero.step(optimizer)
         found.append((model["b"].weight / before).mean().item())
     return found
@@ -438,9 +432,10 @@ def gradient_on_some(stage):
         zero = Zero(model, stage, [] if stage == 3 else None, group=group)
 
         def step(uses=uses, zero=zero, model=model):
-            with zero.summing():
-                if uses:
-                    model(torch.ones(4, 3), uses).square().sum().backward()
+            if uses:
+                model(torch.ones(4, 3), uses).square().sum().backward()
+            else:
+                zero.synchronize()
 
         found.append(message(step))
     return found
@@ -448,8 +443,8 @@ def gradient_on_some(stage):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_gradient_on_some_ranks_only_is_named(five, stage):
-    nothing = ("RuntimeError: rank 1 runs no forward in this summing block: without a sample, run "
-               "the model on rows that do not count" if stage == 3 else
+    nothing = ("RuntimeError: rank 1 has no forward in this step: without a sample, run the model "
+               "on rows that do not count" if stage == 3 else
                "RuntimeError: parameter a.weight has a gradient on rank 0, 2, but none on rank 1; "
                "rank 1 has none of any parameter: without a sample, run the model on rows that do "
                "not count")
@@ -460,8 +455,8 @@ def test_a_gradient_on_some_ranks_only_is_named(five, stage):
 
 
 def absent(precision, with_root, joins):
-    """A block without a forward on rank 1 of three, in the first step and in a later one: what each
-    says. The steps between are those of one that has never failed."""
+    """No forward on rank 1 of three, in the first step and in a later one: what each says. The
+    steps between are those of one that has never failed."""
     group, rank = first_ranks(3), dist.get_rank()
     if rank >= 3:
         return None
@@ -479,14 +474,12 @@ def absent(precision, with_root, joins):
     (zero, optimizer), (fine, optimizer_of_fine) = sharded(model), sharded(other)
 
     def step(zero, optimizer):
-        with zero.summing():
-            zero.model(torch.ones(rank + 1, 4)).square().sum().backward()
+        zero.model(torch.ones(rank + 1, 4)).square().sum().backward()
         zero.step(optimizer)
 
     def fails():
         if rank == 1:
-            with zero.summing():
-                pass
+            zero.step(optimizer)
         else:
             step(zero, optimizer)
 
@@ -505,8 +498,8 @@ def absent(precision, with_root, joins):
 @pytest.mark.parametrize("precision", ["fp32", "mixed"])
 @pytest.mark.parametrize("with_root, joins", [(False, False), (True, False), (False, True)])
 def test_a_rank_without_a_forward_is_told_to_all(five, precision, with_root, joins):
-    told = ("RuntimeError: rank 1 runs no forward in this summing block: without a sample, run the "
-            "model on rows that do not count")
+    told = ("RuntimeError: rank 1 has no forward in this step: without a sample, run the model on "
+            "rows that do not count")
     assert five.call(absent, precision, with_root, joins)[:3] == [[told] * 2] * 3
 
 
@@ -524,12 +517,11 @@ def early_and_late_terms(stage):
         zero = Zero(model, stage, group=group)
 
         def norm(before=before, model=model, zero=zero):
-            with zero.summing():
-                weights = sum(p.square().sum() for p in model.parameters()) if before else 0
-                loss = model(torch.ones(1, 4)).sum()
-                if not before:
-                    weights = sum(p.square().sum() for p in model.parameters())
-                (loss + weights).backward()
+            weights = sum(p.square().sum() for p in model.parameters()) if before else 0
+            loss = model(torch.ones(1, 4)).sum()
+            if not before:
+                weights = sum(p.square().sum() for p in model.parameters())
+            (loss + weights).backward()
             return zero.clip(1e9)
 
         if before:
@@ -589,20 +581,15 @@ def failing(stage):
     optimizer = torch.optim.SGD(zero.groups, lr=0.1)
 
     def attempt(where=None, factor=1.0, step=True):
-        with zero.summing():
-            (model(torch.ones(1, 4), where) * factor).square().sum().backward()
+        (model(torch.ones(1, 4), where) * factor).square().sum().backward()
         zero.clip(1e9)
         if step:
             zero.step(optimizer)
 
     found.append(message(attempt, "forward"))
-    def empty():
-        with zero.summing():
-            pass
-
     found.append(message(attempt, "backward"))
     found.append(message(attempt))
-    found.append(message(empty))
+    found.append(message(zero.synchronize))
     zero.zero_grad()
     found.append(message(zero.clip, 1.0))
     found.append(message(attempt, factor=float("nan")))
@@ -628,11 +615,12 @@ def test_after_what_fails_the_next_step_is_right_or_refused(five, stage):
             "ValueError: a backward fails",
             *2 * ["RuntimeError: the last backward did not come to its end: call zero_grad() "
                   "first"],
-            "RuntimeError: the gradients of this step are not summed over the ranks: run its last "
-            "backward in a summing block",
+            "RuntimeError: no parameter has a gradient in this step, on any rank: run a backward "
+            "first",
             "FloatingPointError: the gradients' norm is nan",
-            *["RuntimeError: this step's gradients are summed already: call step() or zero_grad() "
-              "first"] * 2]
+            *["RuntimeError: the gradient of parameter c.bias is summed and sharded over the "
+              "ranks: use clip() or shard_gradients() of Zero for it, and step() or zero_grad() "
+              "before another backward"] * 2]
 
 
 def misuse():
@@ -651,6 +639,8 @@ def misuse():
     half = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3).double())
     found["double"] = message(Zero, half, 3, precision="mixed", group=group)
     assert half[0].weight.shape == (4, 3), "nothing has been changed"
+    norm = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    found["norm"] = message(Zero, norm, 3, precision="mixed", group=group)
     one = model()
     found["units"] = message(Zero, one, 1, [one[rank]], group=group)
     found["empty"] = message(Zero, one, 1, [[]], group=group)
@@ -674,18 +664,15 @@ def misuse():
         pass
 
     found["subclass"] = message(zero.step, Mine(zero.groups))
-    optimizer = torch.optim.AdamW(zero.groups)
-    one(torch.ones(1, 3)).sum().backward()
-    found["not summed"] = message(zero.step, optimizer)
+    found["no backward"] = message(zero.step, torch.optim.AdamW(zero.groups))
     found["state_dict"] = message(one.state_dict)
 
     two = model()
     zero = Zero(two, 1, group=group)
 
     def step(factor=1.0, backwards=1, clip=False):
-        with zero.summing():
-            for _ in range(backwards):
-                (two(torch.ones(1, 3)) * factor).sum().backward()
+        for _ in range(backwards):
+            (two(torch.ones(1, 3)) * factor).sum().backward()
         if clip:
             zero.clip(1.0)
         zero.step(torch.optim.SGD(zero.groups, lr=0.1))
@@ -714,6 +701,9 @@ def test_misuse_is_told(five):
         "frozen": "ValueError: no parameter of this model requires a gradient",
         "double": "ValueError: mixed precision is for parameters in float32, 1.weight is in "
                   "torch.float64",
+        "norm": "ValueError: 1 is a BatchNorm1d with running statistics in float32, beside which "
+                "its weight cannot be in bf16: convert the statistics to bf16, make it without "
+                "them (track_running_stats=False), or use precision='fp32', under autocast",
         "empty": "ValueError: a unit has no module",
         "twice a unit": "ValueError: module 1 is in the units twice",
         "nested": "ValueError: unit 0.0 lies in unit 0",
@@ -725,12 +715,13 @@ def test_misuse_is_told(five):
         **{kind: f"TypeError: {kind} needs the shapes of parameters, which shards do not have"
            for kind in ("Adafactor", "Muon", "LBFGS")},
         "subclass": "TypeError: Adafactor needs the shapes of parameters, which shards do not have",
-        "not summed": "RuntimeError: the gradients of this step are not summed over the ranks: run "
-                      "its last backward in a summing block",
+        "no backward": "RuntimeError: no parameter has a gradient in this step, on any rank: run a "
+                       "backward first",
         "state_dict": "RuntimeError: this model is sharded: read it inside of Zero.gathered(), or "
                       "use Zero.save()",
-        "twice": "RuntimeError: parameter 1.bias gets a gradient, but this step's are summed "
-                 "already: call step() first, and run one backward only in a summing block",
+        "twice": "RuntimeError: the gradient of parameter 1.bias is summed and sharded over the "
+                 "ranks: use clip() or shard_gradients() of Zero for it, and step() or zero_grad() "
+                 "before another backward",
         "nan": "FloatingPointError: the gradient of parameter 0.weight is not finite: so it is in "
                "the shard of rank 0, 1",
         "nan norm": "FloatingPointError: the gradients' norm is nan",

@@ -1,0 +1,40 @@
+"""A gradient that is not where torch would look for it.
+
+Under ZeRO, `.grad` of a model's parameter is not the gradient once it is summed: each rank has a
+shard of the sum. With None in `.grad`, `torch.nn.utils.clip_grad_norm_` would return a norm of 0.0
+and clip nothing, silently. What stands in `.grad` instead has the shape, dtype and device of a
+gradient, takes no memory, and raises an error when it is used.
+"""
+
+import torch
+
+
+class Elsewhere(torch.Tensor):
+    """`Elsewhere(parameter, text)`: any operation on it raises RuntimeError(text)."""
+
+    @staticmethod
+    def __new__(cls, parameter, text):
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        self.text = text
+        return self
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        first = next(arg for arg in _flat((args, kwargs or {})) if isinstance(arg, cls))
+        raise RuntimeError(first.text)
+
+    def __repr__(self, **options):
+        return f"<{self.text}>"
+
+
+def _flat(value):
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, tuple | list):
+        yield value
+        return
+    for item in value:
+        yield from _flat(item)

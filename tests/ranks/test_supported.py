@@ -1,0 +1,168 @@
+"""What data parallelism and ZeRO refuse to train, before anything is sent and on all ranks."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from gloo_ranks import first_ranks
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from naranhi.data_parallel import Overlapped, sum_gradients, sum_in_buckets
+from naranhi.zero import Zero
+
+
+def overlapped(model, group):
+    return Overlapped(model, group)
+
+
+def zero_1(model, group):
+    return Zero(model, 1, group=group)
+
+
+def zero_3(model, group):
+    return Zero(model, 3, group=group)
+
+
+LISTENERS = {"Overlapped": overlapped, "Zero 1": zero_1, "Zero 3": zero_3}
+
+
+def words(**options):
+    return nn.Sequential(nn.Embedding(5, 3, **options), nn.Linear(3, 3))
+
+
+def distributed():
+    model = words()
+    mesh = DeviceMesh("cpu", [dist.get_rank()], mesh_dim_names=("own",))
+    weight = DTensor.from_local(torch.ones(3, 3), mesh, [Replicate()])
+    model[1].weight = nn.Parameter(weight)
+    return model
+
+
+def lazy():
+    return nn.Sequential(nn.Linear(3, 3), nn.LazyLinear(3))
+
+
+def on_meta():
+    model = words()
+    model[1].to("meta")
+    return model
+
+
+def other_gradients():
+    model = words().bfloat16()
+    model[1].bias.grad_dtype = torch.float32
+    return model
+
+
+MODELS = {
+    "sparse": lambda: words(sparse=True),
+    "bag": lambda: nn.Sequential(nn.EmbeddingBag(5, 3, sparse=True, mode="sum")),
+    "norm": lambda: words(max_norm=1.0),
+    "subclass": distributed, "lazy": lazy, "meta": on_meta, "grad_dtype": other_gradients}
+REASONS = {
+    "sparse": "embedding 0 has sparse gradients, which are not summed over the ranks: make it with "
+              "sparse=False",
+    "bag": "embedding 0 has sparse gradients, which are not summed over the ranks: make it with "
+           "sparse=False",
+    "norm": "embedding 0 has max_norm=1.0, with which its forward changes the rows that this "
+            "rank's share reads: the ranks' weights would part",
+    "subclass": "parameter 1.weight is a DTensor, not a plain parameter",
+    "lazy": "parameter 1.weight is not initialised: run a forward of the lazy module first",
+    "meta": "parameter 1.weight is on the meta device and has no values: materialise it first",
+    "grad_dtype": "parameter 1.bias of torch.bfloat16 accumulates its gradient in torch.float32: "
+                  "leave grad_dtype as it is"}
+
+
+def refusals(listener):
+    """What each model is refused with; then one that is refused on the last rank only."""
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return None
+
+    def told(model):
+        try:
+            LISTENERS[listener](model, group)
+        except TypeError as error:
+            return str(error)
+        return None
+
+    found = {kind: told(make()) for kind, make in MODELS.items()}
+    return found, told(words(sparse=rank == 1)), told(words())
+
+
+@pytest.mark.parametrize("listener", LISTENERS)
+def test_models_that_cannot_be_trained_are_refused_by_name(five, listener):
+    for found, on_one, plain in five.call(refusals, listener)[:2]:
+        assert found == REASONS
+        assert on_one == "on rank 1 " + REASONS["sparse"]
+        assert plain is None
+
+
+def twice(first, second):
+    """A model that is in a listener already; and when that is closed, or its model frozen."""
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return None
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    listener, found = LISTENERS[first](model, group), []
+    for part in model, model[1]:
+        try:
+            LISTENERS[second](part, group)
+        except TypeError as error:
+            found.append(str(error))
+    model(torch.ones(1, 3))  # and the first is not disturbed
+    listener.close()
+    LISTENERS[second](model, group)
+    return found
+
+
+@pytest.mark.parametrize("first", LISTENERS)
+@pytest.mark.parametrize("second", LISTENERS)
+def test_a_model_is_listened_to_by_one_only(five, first, second):
+    for found in five.call(twice, first, second)[:2]:
+        assert found == [
+            f"parameter {name} belongs to another {first.split()[0]}, which sums its gradient as "
+            "well: call close() on that first" for name in ("0.weight", "weight")]
+
+
+class Functional(nn.Module):
+    """A sparse gradient that cannot be seen before it comes."""
+
+    def __init__(self, sparse):
+        super().__init__()
+        self.weight, self.sparse = nn.Parameter(torch.ones(5, 3)), sparse
+
+    def forward(self, words):
+        return nn.functional.embedding(words, self.weight, sparse=self.sparse)
+
+
+def sparse_gradients():
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return None
+    found = []
+    for way in sum_gradients, sum_in_buckets:
+        for model in words(sparse=rank == 1), Functional(sparse=True):
+            model(torch.tensor([rank])).sum().backward()
+            try:
+                way(model, group)
+            except TypeError as error:
+                found.append(str(error))
+    for listener in LISTENERS.values():
+        model = Functional(sparse=True)
+        listener(model, group)
+        try:
+            model(torch.tensor([rank])).sum().backward()
+        except TypeError as error:
+            found.append(str(error))
+    return found
+
+
+def test_sparse_gradients_are_refused_by_name(five):
+    end = "which is not summed over the ranks: use dense gradients (sparse=False)"
+    for found in five.call(sparse_gradients)[:2]:
+        assert found == [
+            *[f"parameter 0.weight has a sparse gradient on rank 1, {end}",
+              f"parameter weight has a sparse gradient on rank 0, 1, {end}"] * 2,
+            *[f"parameter weight has a gradient of layout torch.sparse_coo, {end}"] * 3]

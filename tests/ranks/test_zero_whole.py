@@ -1,0 +1,278 @@
+"""A sharded model as a whole: what is taken out of a block stays, what is written in one is
+trained, and at other times both are refused."""
+
+import copy
+import io
+import pickle
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+from gloo_ranks import first_ranks
+from torch import nn
+
+from naranhi.units import children
+from naranhi.zero import Zero
+
+KINDS = list(product([1, 2, 3], ["fp32", "mixed"]))
+
+
+def message(function, *args, **kwargs):
+    try:
+        function(*args, **kwargs)
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def layers(seed=0):
+    torch.manual_seed(seed)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)), nn.LayerNorm(4))
+    model[1].weight.requires_grad_(False)
+    model.register_buffer("table", torch.randn(4))
+    return model
+
+
+def same(values, model):
+    return all(torch.equal(value, model.state_dict()[name]) for name, value in values.items())
+
+
+def taken_out(stage, precision):
+    """All that can be taken out of a block: used after it, and after what follows."""
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return
+    model, one = layers(), layers()
+    zero = Zero(model, stage, precision=precision, group=group)
+    with zero.gathered():
+        state = model.state_dict()
+        views = {name: param.detach() for name, param in model.named_parameters()}
+        part, copied = model[0].state_dict(), copy.deepcopy(model)
+        pickled = pickle.loads(pickle.dumps(model))
+        late = copy.copy(state)
+    deep, saved = copy.deepcopy(late), io.BytesIO()
+    torch.save(state, saved)
+    saved.seek(0)
+    loaded = torch.load(saved)
+    assert all(value.dtype == torch.float32 for value in state.values())
+    for values in state, loaded, deep, copied.state_dict(), pickled.state_dict():
+        assert same(values, one)
+    assert same({f"0.{name}": value for name, value in part.items()}, one)
+    assert same(views, one)
+    x = torch.randn(4, 4)
+    torch.testing.assert_close(copied(x), one(x))  # an ordinary model
+
+    optimizer = torch.optim.SGD(zero.groups, lr=0.1)
+    model(x).square().sum().backward()
+    zero.step(optimizer)
+    with zero.gathered():
+        assert not torch.equal(model[0].weight, one[0].weight)
+    if stage == 3 or precision == "mixed":  # else they are the parameters' own, as in any model
+        assert same(state, one)
+
+
+@pytest.mark.parametrize("stage, precision", KINDS)
+def test_what_is_taken_out_of_a_block_stays(five, stage, precision):
+    five.call(taken_out, stage, precision)
+
+
+def forward_inside(stage, precision):
+    """Forwards in a block, with a backward in it or after it; the block does not end by them."""
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return None
+    model, one, found = layers(), layers(), []
+    zero = Zero(model, stage, precision=precision, group=group)
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(rank))
+    with zero.gathered():
+        with torch.no_grad():
+            output = model(x)
+        torch.testing.assert_close(output, one(x))  # with the masters
+        assert same({name: p.detach() for name, p in model.named_parameters()}, one)
+        with zero.gathered():
+            pass
+        assert same({name: p.detach() for name, p in model.named_parameters()}, one)
+        if precision == "mixed":
+            found.append(message(model, x))
+        found.append(message(zero.gathered(write=True).__enter__))
+        found.append(message(zero.step, torch.optim.SGD(zero.groups, lr=0.1)))
+    if precision == "mixed":
+        return found
+    for within in True, False:
+        with zero.gathered():
+            loss = model(x).square().sum()
+            if within:
+                loss.backward()
+        if not within:
+            loss.backward()
+        norm = zero.clip(1e9)
+        one.zero_grad()
+        for other in 0, 1:
+            other = torch.randn(4, 4, generator=torch.Generator().manual_seed(other))
+            one(other).square().sum().backward()
+        expected = nn.utils.get_total_norm([p.grad for p in one.parameters() if p.requires_grad])
+        assert norm == pytest.approx(expected.item(), rel=1e-5)
+        zero.zero_grad()
+    loss = model(x).square().sum()  # and a block between forward and backward
+    with zero.gathered():
+        assert same({name: p.detach() for name, p in model.named_parameters()}, one)
+    loss.backward()
+    assert zero.clip(1e9) == pytest.approx(expected.item(), rel=1e-5)
+    return found
+
+
+@pytest.mark.parametrize("stage, precision", KINDS)
+def test_a_forward_does_not_end_a_block(five, stage, precision):
+    masters = ["RuntimeError: inside of gathered() parameters are the masters in fp32: leave the "
+               "block before a forward that is to be trained"] * (precision == "mixed")
+    assert five.call(forward_inside, stage, precision)[:2] == [[
+        *masters,
+        "RuntimeError: this model is gathered to be read: leave that block first",
+        "RuntimeError: step() inside of a gathered() block: leave the block first"]] * 2
+
+
+def loaded(stage, precision, how):
+    """Weights that are written in a block, and a step from there, beside one process."""
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return None
+    model, one = layers(), layers(seed=1)
+    zero = Zero(model, stage, precision=precision, group=group)
+    optimizer = torch.optim.SGD(zero.groups, lr=0.125)
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(rank))
+    model(x).square().sum().backward()  # there is a step before
+    zero.step(optimizer)
+
+    if how == "load_state_dict":
+        with zero.gathered(write=True):
+            model.load_state_dict(one.state_dict())
+    elif how == "in place":
+        with zero.gathered(write=True), torch.no_grad():
+            for param, other in zip(model.parameters(), one.parameters(), strict=True):
+                param.copy_(other)
+    elif how == "data":
+        with zero.gathered(write=True):
+            for param, other in zip(model.parameters(), one.parameters(), strict=True):
+                param.data = other.detach().clone()
+    elif how == "a part":
+        with zero.gathered(write=True):
+            for part, other in zip(model, one, strict=True):
+                part.load_state_dict(other.state_dict())
+    else:
+        model.load_state_dict(one.state_dict())  # in fp32 at stages 1 and 2
+    with zero.gathered():
+        assert same({name: p.detach() for name, p in model.named_parameters()}, one)
+    model(x).square().sum().backward()
+    norm = zero.clip(1e9)
+    low = one if precision == "fp32" else copy.deepcopy(one).bfloat16()
+    total = 0
+    for place in 0, 1:
+        x = torch.randn(4, 4, generator=torch.Generator().manual_seed(place))
+        total = total + low(x.to(low[0].weight.dtype)).float().square().sum()
+    total.backward()
+    expected = nn.utils.get_total_norm([p.grad for p in low.parameters() if p.requires_grad])
+    assert norm == pytest.approx(expected.item(), rel=1e-5 if precision == "fp32" else 0.05)
+    zero.step(torch.optim.SGD(zero.groups, lr=0.0))
+    with zero.gathered():
+        assert same({name: p.detach() for name, p in model.named_parameters()}, one)
+
+
+@pytest.mark.parametrize("stage, precision, how", [
+    *product([1, 2, 3], ["fp32", "mixed"], ["load_state_dict", "in place", "data", "a part"]),
+    (1, "fp32", ""), (2, "fp32", "")])
+def test_what_is_written_in_a_block_is_trained(five, stage, precision, how):
+    five.call(loaded, stage, precision, how)
+
+
+def refused(stage, precision):
+    """Reading, loading and copying where that would go wrong; ranks that do not write the same."""
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return None
+    model, one = layers(), layers()
+    zero = Zero(model, stage, precision=precision, group=group)
+    state = layers(seed=1).state_dict()
+    found = {"state_dict": message(model.state_dict), "part": message(model[0].state_dict),
+             "deepcopy": message(copy.deepcopy, model), "pickle": message(pickle.dumps, model),
+             "load": message(model.load_state_dict, one.state_dict()),
+             "load part": message(model[0].load_state_dict, one[0].state_dict()),
+             "assign": message(model.load_state_dict, one.state_dict(), assign=True)}
+    with zero.gathered():
+        found["load in read"] = message(model.load_state_dict, one.state_dict())
+        model.state_dict()
+    with zero.gathered(write=True):
+        found["assign in write"] = message(model.load_state_dict, state, assign=True)
+
+    def other():
+        with zero.gathered(write=True):
+            if rank == 1:
+                model[2].load_state_dict(layers(seed=1)[2].state_dict())
+
+    def wrong():
+        with zero.gathered(write=True):
+            model.load_state_dict({**state, "0.weight": torch.ones(5, 5)})
+
+    found["ranks differ"] = message(other)
+    if stage == 3 or precision == "mixed":  # else there is no other memory to write into
+        with zero.gathered():
+            assert same({name: p.detach() for name, p in model.named_parameters()}, one)
+        found["raises"] = message(wrong).splitlines()[0]
+        with zero.gathered():
+            assert same({name: p.detach() for name, p in model.named_parameters()}, one)
+    return found
+
+
+@pytest.mark.parametrize("stage, precision", KINDS)
+def test_reading_and_loading_is_refused_where_it_would_go_wrong(five, stage, precision):
+    for found in five.call(refused, stage, precision)[:2]:
+        what = ("this model is sharded" if stage == 3 else
+                "this model's parameters are copies in bf16 of the masters in fp32")
+        fine = stage < 3 and precision == "fp32"
+        reading = None if fine else (
+            f"RuntimeError: {what}: read it inside of Zero.gathered(), or use Zero.save()")
+        loading = None if fine else (
+            f"RuntimeError: {what}: load into it inside of Zero.gathered(write=True), or use "
+            "Zero.load()")
+        assign = ("RuntimeError: load_state_dict(assign=True) would replace the parameters that "
+                  "Zero has sharded: load without assign")
+        error = ("RuntimeError: Error(s) in loading state_dict for Sequential:",)
+        assert found == {
+            **dict.fromkeys(["state_dict", "part", "deepcopy", "pickle"], reading),
+            **dict.fromkeys(["load", "load part", "load in read"], loading),
+            **dict.fromkeys(["assign", "assign in write"], assign),
+            "ranks differ": "ValueError: rank 0 and rank 1 have different parameter 2.weight",
+            **({} if fine else {"raises": error[0]})}
+
+
+def closed(stage, precision):
+    """A closed model is an ordinary one: whole, in fp32, with all that was trained."""
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return
+    model, one = layers(), layers()
+    zero = Zero(model, stage, list(children(model))[:2], precision=precision, group=group)
+    optimizer = torch.optim.SGD(zero.groups, lr=0.1)
+    x = torch.randn(4, 4)
+    model(x).square().sum().backward()
+    zero.step(optimizer)
+    with zero.gathered():
+        state = copy.deepcopy(model.state_dict())
+    model(x).square().sum().backward()  # and gradients that nobody wants
+    zero.close()
+    assert all(param.grad is None for param in model.parameters())
+    one.load_state_dict(state)
+    for name, param in model.named_parameters():
+        assert param.dtype == torch.float32 and torch.equal(param, state[name])
+    for m in model, one, copy.deepcopy(model):
+        m(x).square().sum().backward()
+    for param, other in zip(model.parameters(), one.parameters(), strict=True):
+        assert (param.grad is None) == (other.grad is None)
+        assert param.grad is None or torch.equal(param.grad, other.grad)
+    model.load_state_dict(layers(seed=1).state_dict(), assign=True)
+    Zero(model, stage, precision=precision, group=group)
+
+
+@pytest.mark.parametrize("stage, precision", KINDS)
+def test_a_closed_model_is_an_ordinary_one(five, stage, precision):
+    five.call(closed, stage, precision)
