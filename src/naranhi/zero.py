@@ -30,11 +30,9 @@ Sources: Rajbhandari et al., "ZeRO: Memory optimizations toward training trillio
 the hooks and for gathering ahead. In production: `fully_shard`, and DeepSpeed.
 """
 
-import os
 from contextlib import contextmanager
 from math import isfinite
 
-import torch
 import torch.distributed as dist
 
 from naranhi import sharded_state
@@ -42,17 +40,14 @@ from naranhi.agreement import require_same
 from naranhi.collectives.chunks import overlap
 from naranhi.gradient_norm import norm_power, total_norm
 from naranhi.held import held
-from naranhi.hooks import Backward, Handles, Hook, ModuleHook
-from naranhi.nests import _map, _tensors, _to_bf16, _to_fp32, _watch, _write_back
-from naranhi.prefetch import Prefetch
-from naranhi.replicas import broadcast_buffers, have_gradients, make_equal, require_same_gradients
-from naranhi.step_checks import require_all, require_finite, require_own, require_trained
-from naranhi.supported import require_gradient, require_same_parameters, require_supported
+from naranhi.replicas import broadcast_buffers, make_equal, require_same_gradients
+from naranhi.step_checks import require_finite, require_own, require_trained
+from naranhi.supported import require_same_parameters, require_supported
 from naranhi.units import cut
-from naranhi.whole import Whole
+from naranhi.zero_passes import Passes
 
 
-class Zero:
+class Zero(Passes):
     """The model sharded over the ranks; see the module for how a step goes.
 
     model: made on every rank alike; construction calls `make_equal`.
@@ -111,36 +106,8 @@ class Zero:
         self.units, options = cut(model, units, groups, stage, precision, self.group)
         self.root = self.units[-1]
         self.flats = [flat for unit in self.units for flat in unit.trained]
-        self._device = self.flats[0].shard.device
         self._options = options  # of each parameter group
-
-        self._order = Prefetch()
-        # Those with gradients, in the order in which these are summed.
-        self._sums = [unit for unit in (*self.units[-2::-1], self.root) if unit.trained]
-        self._summed = 0  # how many of these in this backward
-        self._reduction = None  # the unit and the Transfer in flight
-        self._backward = Backward()
-        self._sync = True  # outside of no_sync()
-        self._last = False  # whether this backward is the last of its step
-        self._complete = False  # whether this step's gradients are sums over the ranks
-        self._met = False
-        self._whole = Whole(self)
-        self._copies = []  # of what modules are given that are in their forward now
-        self._handles = Handles(others=self._whole.hooks())
-        self._listen(copying=self._whole.require_readable)
-
-    def _listen(self, **options):
-        for unit in self.units:
-            for module in unit.modules:
-                keep = unit is self.root  # the model keeps this object, until it is closed
-                self._handles.first.append(module.register_forward_pre_hook(
-                    ModuleHook(self._before_forward, unit, keep=keep, **options),
-                    prepend=True, with_kwargs=True))
-                self._handles.last.append(module.register_forward_hook(
-                    ModuleHook(self._after_forward, unit, **options), with_kwargs=True))
-            for parameter in unit.flat_of:
-                self._handles.last.append(parameter.register_post_accumulate_grad_hook(
-                    Hook(self._arrived, unit.number)))
+        super().__init__()
 
     @property
     def groups(self):
@@ -148,164 +115,6 @@ class Zero:
         time, because an optimizer writes its defaults into those that it is given."""
         return [{"params": [flat.pieces[number] for flat in self.flats if number in flat.pieces],
                  **options} for number, options in enumerate(self._options)]
-
-    # --- forward ---------------------------------------------------------------------------------
-
-    def _before_forward(self, unit, module, args, kwargs):
-        self._require_end()
-        if unit is self.root and not self._backward.running:
-            self._begin_forward(torch.is_grad_enabled())
-        inputs, copies = (args, kwargs), []
-        if self.precision == "mixed" and not self._whole.state:
-            inputs = _map(_to_bf16, inputs, copies)
-        self._need(unit, module is unit.modules[0])
-        if self._backward.running:  # computed again; if not recorded before, nothing else tells
-            if torch.is_grad_enabled() and unit.hidden[module]:
-                unit.hidden[module] -= 1
-                # Also what is frozen, whose gradient never comes: then the unit stays to the end.
-                own = set(module.parameters())
-                unit.awaited.update(
-                    one for flat in unit.flats for one in flat.parameters if one in own)
-        elif torch.is_grad_enabled() and unit is not self.root:
-            used = Hook(self._used, unit.number, module is unit.modules[0])
-            inputs = _watch(used, inputs, copies)
-        self._copies.append(copies)
-        return inputs
-
-    def _begin_forward(self, recording):
-        self._whole.require_forward(recording)
-        self._handles.order()
-        self._order.begin(recording)
-        self._copies.clear()  # of a forward that has failed
-        if self._sync and recording and not self._complete:
-            self._meet(True)
-
-    def _after_forward(self, unit, module, args, kwargs, output):
-        _write_back(self._copies.pop())
-        if self._backward.running:
-            return output
-        recorded = watched = False
-        if torch.is_grad_enabled():
-            before = Hook(self._before_backward, unit.number, module is unit.modules[-1])
-            for one in _tensors(output):
-                if one.grad_fn is not None:
-                    one.register_hook(before)
-                    recorded = True
-            watched = unit is not self.root and any(
-                one.requires_grad for one in _tensors((args, kwargs)))
-        unit.uses += recorded or watched
-        unit.hidden[module] += self._order.recording and not torch.is_grad_enabled()
-        if unit is not self.root:
-            if module is unit.modules[-1]:
-                self._free(unit)
-            return output
-        if not recorded:
-            self._end_pass()
-        mixed = self.precision == "mixed" and not self._whole.state
-        return _map(_to_fp32, output) if mixed else output
-
-    # --- backward --------------------------------------------------------------------------------
-
-    def _before_backward(self, number, last, gradient):
-        self._begin_backward()
-        self._need(self.units[number], last)
-
-    def _begin_backward(self):
-        if self._backward.running:
-            return
-        self._require_end()
-        self._last = self._sync and not self._complete
-        if self._last:
-            require_same_parameters(self.model, self.names, "Zero")
-            if not self._met:  # its forward was in no_sync()
-                self._meet(True)
-        self._handles.order()
-        self._backward.begin(self._end_backward)
-
-    def _arrived(self, number, parameter):
-        """The backward has a parameter's gradient."""
-        self._begin_backward()
-        unit = self.units[number]
-        if unit.done:
-            raise RuntimeError(
-                f"parameter {self.names[parameter]} gets a gradient when its unit's backward is "
-                "over: what uses it outside of the forward has to come after the forward")
-        require_gradient(self.names[parameter], parameter.grad)
-        self._reduction_goes_on()
-        if parameter in unit.awaited:
-            unit.awaited.remove(parameter)
-            if unit.over:
-                self._finish(unit)
-
-    def _used(self, number, first):
-        """One use of a module of a unit has been gone back through."""
-        unit = self.units[number]
-        unit.uses -= 1
-        if unit.over:
-            self._finish(unit)
-        elif first:
-            self._free(unit)
-
-    def _finish(self, unit):
-        """A unit's backward is over."""
-        unit.done = True
-        self._free(unit)
-        self._sum_done()
-
-    def _end_backward(self):
-        for unit in self.units:
-            unit.done = True
-            self._free(unit)
-        self._sum_done()
-        self._sum_finish()
-        for unit in self.units:
-            unit.settle()
-        self._summed = 0
-        self._end_pass()
-        if self._last:
-            self._end_of_sums()
-        self._backward.end()
-
-    # --- parameters ------------------------------------------------------------------------------
-
-    def _need(self, unit, first=True):
-        """Have a unit's parameters here; if it begins, those of the next one on their way."""
-        if self.stage == 3 and unit.flats and not self._whole.state:  # the root may have none
-            if not unit.held:
-                self._gather(unit)
-            if first:
-                following = self._order.after(unit)
-                if following and not following.held:
-                    self._gather(following)
-            if not unit.gathered:
-                self._wait(unit)
-        if first:
-            self.tell("compute", unit.name)
-            # The backend's threads may wait for a core, and other ranks for what they would send.
-            _give_way()
-
-    def _gather(self, unit):
-        self.tell("gather", unit.name)
-        unit.gather()
-
-    def _wait(self, unit):
-        try:
-            unit.wait()
-        except RuntimeError as error:
-            raise RuntimeError(f"unit {unit.name} could not be gathered: do all ranks run the same "
-                               "units in the same order?") from error
-        self.tell("gathered", unit.name)
-
-    def _free(self, unit):
-        if self.stage == 3 and unit.held:
-            unit.free()
-            self.tell("free", unit.name)
-
-    def _end_pass(self):
-        """A forward alone, or a backward, is over."""
-        self._order.end()
-        for unit in self.units:
-            self._free(unit)
 
     # --- gradients -------------------------------------------------------------------------------
 
@@ -335,7 +144,7 @@ class Zero:
 
     def _end_of_sums(self):
         """All ranks know by now who has which gradient."""
-        require_same_gradients(self.names.values(), self._seen)
+        require_same_gradients(self.names.values(), self._reductions.seen)
         if not any(flat.seen for flat in self.flats):  # torch.autograd.grad, say: nobody has any
             self._forget()
             return
@@ -347,50 +156,6 @@ class Zero:
         self._complete = True
         for flat in self.flats:
             flat.hide_gradients()
-
-    def _meet(self, here):
-        """At stage 3, before the messages of a step's last forward: a rank without one is told to
-        all, who would wait for its shards."""
-        if self.stage == 3:
-            require_all(here, self.group, self._device)
-            self._met = True
-
-    def _sum_done(self):
-        """Sum the gradients of units that are done, in one order on all ranks."""
-        if self._complete or (self.stage == 1 and not self._last):
-            return
-        while self._summed < len(self._sums) and self._sums[self._summed].done:
-            unit = self._sums[self._summed]
-            self._summed += 1
-            self._sum_finish()
-            unit.take()
-            self.tell("reduce", unit.name)
-            self._reduction = unit, unit.reduce(*self._telling())
-
-    def _telling(self):
-        """Kernels beside a sum: beside a step's last, that tells who has which gradient."""
-        if self._last and self._summed == len(self._sums):
-            seen = {one for flat in self.flats for one in flat.seen}
-            self._seen, kernel = have_gradients(
-                [one in seen for one in self.names], self.group, self._device)
-            yield kernel
-
-    def _reduction_goes_on(self):
-        """While another unit computes. When all but the last message of the sum have come, it is
-        ended: its row is freed before the other unit has all its gradients."""
-        if self._reduction:
-            if self._reduction[1].steps < dist.get_world_size(self.group) - 1:
-                self._reduction[1].advance()
-            elif self.stage > 1:
-                self._sum_finish()
-
-    def _sum_finish(self):
-        if self._reduction:
-            unit, transfer = self._reduction
-            transfer.finish()
-            unit.reduced()
-            self.tell("reduced", unit.name)
-            self._reduction = None
 
     # --- step ------------------------------------------------------------------------------------
 
@@ -433,13 +198,13 @@ class Zero:
     def zero_grad(self):
         """Forget the gradients of this step, and what a forward or backward that has failed left
         behind. Call it on every rank, at the same point of the step."""
-        self._sum_finish()
+        self._reductions.finish()
         self._forget()
         for unit in self.units:
             unit.settle()
         self._backward.end()
-        self._summed = 0
-        self._order.begin(True)
+        self._reductions.reset()
+        self._gathering.order.begin(True)
         self.free()
 
     def _forget(self):
@@ -449,12 +214,7 @@ class Zero:
 
     def free(self):
         """Let no unit be gathered: there may be the root, of a forward without a backward."""
-        for unit in self.units:
-            self._free(unit)
-
-    def _require_end(self):
-        if self._backward.failed:
-            raise RuntimeError("the last backward did not come to its end: call zero_grad() first")
+        self._gathering.free_all()
 
     def follow(self):
         """Let the model follow the masters, which have changed."""
@@ -497,6 +257,3 @@ class Zero:
         self._whole.gather()
         self._handles.remove()
         self._forget()
-
-
-_give_way = getattr(os, "sched_yield", lambda: None)  # which Windows lacks
