@@ -116,6 +116,10 @@ class Passes:
     def _arrived(self, number, parameter):
         """The backward has a parameter's gradient."""
         self._begin_backward()
+        if self._complete:
+            raise RuntimeError(
+                f"parameter {self.names[parameter]} gets a gradient, but this step's are summed "
+                "already: call step() or zero_grad() of Zero before another backward")
         unit = self.units[number]
         if unit.done:
             raise RuntimeError(

@@ -259,6 +259,35 @@ def test_torchs_clipping_is_refused(five, stage):
     assert five.call(torchs_clipping, stage)[:2] == [{f"RuntimeError: {text}", f"<{text}>"}] * 2
 
 
+def zeroed_by_the_model(stage):
+    """Leave a step out with the model's zero_grad(), which does not know of the sums; then with
+    Zero's."""
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return None
+    model = layers()
+    zero = Zero(model, stage, group=group)
+    model(rows(rank)).square().sum().backward()
+    model.zero_grad()
+    error = message(lambda: model(rows(rank)).square().sum().backward())
+    zero.zero_grad()
+    norms = []
+    for _ in range(2):
+        model(rows(rank)).square().sum().backward()
+        norms.append(zero.clip(1e9))
+        zero.zero_grad()
+    assert norms[0] == norms[1] > 0
+    return error
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_backward_beside_sums_of_the_step_is_refused(five, stage):
+    for error in five.call(zeroed_by_the_model, stage)[:2]:
+        assert error == (
+            "RuntimeError: parameter 2.bias gets a gradient, but this step's are summed already: "
+            "call step() or zero_grad() of Zero before another backward")
+
+
 # --- hooks and parametrizations ------------------------------------------------------------------
 
 
