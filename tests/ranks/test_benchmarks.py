@@ -69,6 +69,16 @@ def test_data_parallel_and_zero_engines_agree():
         "naranhi", "torch fully_shard"]
 
 
+def test_zero_3_holds_no_more_than_fully_shard():
+    work = harness.Work("small", 2, bench_zero.contenders, (256,))
+    peaks = {}
+    for name in "naranhi, a unit for each block", "torch fully_shard":
+        with harness.Ranks(2, deadline=120.0) as world:
+            peaks[name] = max(world.call(harness.memory_on_a_rank, work, name))
+    ours, theirs = peaks.values()
+    assert ours <= theirs, peaks
+
+
 def test_tensor_parallel_engines_agree():
     kinds = bench_tensor_parallel.mlp, bench_tensor_parallel.attention
     rows = harness.measured([harness.Work(kind.__name__, 2, kind, (16,)) for kind in kinds], 1)
