@@ -131,7 +131,7 @@ def load(zero, folder, optimizer):
         flat.master[:len(master)].copy_(master)
     for one, saved in zip(zero.model.buffers(), buffers, strict=True):
         one.copy_(saved)
-    zero.follow()
+    zero.follow(flats)  # what is frozen, too
 
 
 def _read(zero, folder, optimizer):

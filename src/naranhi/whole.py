@@ -50,7 +50,7 @@ class Whole:
             for flat in rows:
                 flat.hide()
         if write:
-            self.zero.follow()
+            self.zero.follow(list(rows))  # what is frozen, too
 
     def gather(self):
         """Make the model whole; {flat: its row}. Stages 1 and 2 have it whole in fp32."""
@@ -70,8 +70,8 @@ class Whole:
         return rows
 
     def _keep(self, rows):
-        """Put what was written into the masters. ValueError on every rank, and nothing is changed,
-        unless all have written the same. (At stages 1 and 2 in fp32 it is there already.)"""
+        """Put what was written into the masters. ValueError on every rank, and they stay as they
+        were, unless all have written the same. (At stages 1 and 2 in fp32 it is there already.)"""
         values = {}
         for flat, row in rows.items():
             views = flat.cut(row)

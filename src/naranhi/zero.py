@@ -216,13 +216,15 @@ class Zero(Passes):
         """Let no unit be gathered: there may be the root, of a forward without a backward."""
         self._gathering.free_all()
 
-    def follow(self):
-        """Let the model follow the masters, which have changed."""
-        for flat in self.flats:
+    def follow(self, flats=None):
+        """Let the model follow the masters of these flats, by default all trained ones, which have
+        changed."""
+        flats = self.flats if flats is None else flats
+        for flat in flats:
             flat.refresh()
         self.free()
         if self.stage < 3:
-            overlap(flat.gathering() for flat in self.flats)
+            overlap(flat.gathering() for flat in flats)
 
     # --- between steps ---------------------------------------------------------------------------
 
@@ -245,9 +247,10 @@ class Zero(Passes):
         """A block in which the model's parameters are whole. Call it on every rank.
 
         In mixed precision they are the masters then, in fp32. What is taken out (a `state_dict`, a
-        copy of the model) stays valid. With `write` what the block changes in them is kept; all
-        ranks have to change the same, or ValueError names a parameter and nothing is changed.
-        Without, changes are lost, but at stages 1 and 2 in fp32, where parameters are always whole.
+        copy of the model) stays valid. With `write`, what the block changes in them is kept; all
+        ranks have to change the same, or ValueError names a parameter. Otherwise, and after that
+        error, changes are lost. (At stages 1 and 2 in fp32 parameters are always whole, in memory
+        of their own: changes are made at once.)
         """
         return self._whole.gathered(write)
 

@@ -169,6 +169,30 @@ def test_a_save_that_is_interrupted_leaves_the_one_before(five, tmp_path):
     assert {one.suffix for one in state.glob("rank-*")} == {".pt"}
 
 
+def with_frozen(folder, stage, precision):
+    """Save a model with frozen weights and load it into another: both give the same outputs."""
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return
+    outputs = []
+    for seed in 0, 1:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        model[0].requires_grad_(False)
+        zero = Zero(model, stage, group=group, precision=precision)
+        optimizer = torch.optim.SGD(zero.groups, lr=0.1)
+        (zero.load if seed else zero.save)(folder, optimizer)
+        with torch.no_grad():
+            outputs.append(model(torch.ones(1, 3)))
+    assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "mixed"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_is_frozen_is_loaded_too(five, tmp_path, stage, precision):
+    five.call(with_frozen, str(tmp_path / "state"), stage, precision)
+
+
 def refused_save(folder):
     """What `save` says on each rank, or None."""
     group, rank = first_ranks(2), dist.get_rank()

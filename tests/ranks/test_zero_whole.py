@@ -163,9 +163,11 @@ def loaded(stage, precision, how):
         model.load_state_dict(one.state_dict())  # in fp32 at stages 1 and 2
     with zero.gathered():
         assert same({name: p.detach() for name, p in model.named_parameters()}, one)
+    low = one if precision == "fp32" else copy.deepcopy(one).bfloat16()
+    with torch.no_grad():  # with what is frozen, too
+        torch.testing.assert_close(model(x), low(x.to(low[0].weight.dtype)).float())
     model(x).square().sum().backward()
     norm = zero.clip(1e9)
-    low = one if precision == "fp32" else copy.deepcopy(one).bfloat16()
     total = 0
     for place in 0, 1:
         x = torch.randn(4, 4, generator=torch.Generator().manual_seed(place))
