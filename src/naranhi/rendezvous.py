@@ -14,12 +14,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from naranhi._ranks import processes
+
 
 def join(timeout=300.0, folder=None):
     """Join the default process group: NCCL where each rank of this host has a GPU, else gloo.
 
-    Under ``torchrun`` the launcher has arranged the meeting. Under ``srun`` rank 0 listens on a
-    port of the system's choice and leaves its address in a file that all can read.
+    Under ``torchrun`` the launcher has arranged the meeting, and the kernel kills this process when
+    the launcher ends. Under ``srun`` rank 0 listens on a port of the system's choice and leaves its
+    address in a file that all can read. Ranks on one machine meet and talk over its loopback.
 
     Args:
         timeout: the deadline of the meeting and of every collective, in seconds.
@@ -37,6 +40,12 @@ def join(timeout=300.0, folder=None):
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            processes.die_with_parent(os.getppid())
+            if local_size == world_size:
+                # The launcher gives its host's name, which without a network means nothing.
+                os.environ["MASTER_ADDR"] = "127.0.0.1"
+                _loopback_only()
         meeting = {}  # torch reads the launcher's environment itself
     elif "SLURM_STEP_ID" in os.environ:
         rank, world_size = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
@@ -57,6 +66,12 @@ def join(timeout=300.0, folder=None):
     return device
 
 
+def _loopback_only():
+    """Nothing needs to listen beyond this machine."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+
+
 def _tasks_on_this_node():
     """Slurm writes tasks per node as ``4(x2),3``: four on each of two nodes, then three."""
     counts = []
@@ -70,9 +85,8 @@ def _slurm_store(rank, world_size, deadline, folder):
     """The store that rank 0 keeps; the others learn its address from a file that lives briefly."""
     file = folder / "naranhi-{SLURM_JOB_ID}-{SLURM_STEP_ID}.address".format(**os.environ)
     alone = int(os.environ["SLURM_STEP_NUM_NODES"]) == 1
-    if alone:  # nothing needs to listen beyond this machine
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    if alone:
+        _loopback_only()
     if rank > 0:
         host, port = _read(file, deadline)
         store = dist.TCPStore(host, port, is_master=False, timeout=deadline)

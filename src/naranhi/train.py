@@ -4,7 +4,8 @@
     torchrun --nproc-per-node 8 -m naranhi.train --tensor 2 --pipeline 2 --data 2
 
 Rank 0 prints the loss, that of the whole step whatever the mesh, and writes the log. What is done
-in a step is in naranhi.parallel_training.
+in a step is in naranhi.parallel_training. Where there is no network, or nobody knows this machine
+by its name, torchrun itself needs --local-addr=127.0.0.1.
 """
 
 import argparse
@@ -14,16 +15,18 @@ import re
 import shlex
 import signal
 import sys
-from time import perf_counter
+from time import perf_counter, sleep
 
 import torch.distributed as dist
 
 from naranhi import rendezvous, schedules
+from naranhi._ranks import peers
 from naranhi.parallel_training import RATE, Mistake, Training, actions_of, together
 from naranhi.train_log import Log
 
 EVERY = 10  # steps between two printed losses
 PATIENCE = 1800.0  # seconds; a rank may be fetching weights while the others wait for it
+LAUNCHER = 5.0  # seconds; a launcher that sees the first to end blames it, and then ends the others
 LOST = re.compile("closed by peer|reset by peer|[Bb]roken pipe|[Tt]imed out|[Tt]imeout")
 
 
@@ -70,6 +73,8 @@ def parse(arguments=None):
         help="give the head weights of its own instead of the embedding's")
     add("--recompute", action="store_true",
         help="keep only each block's input for the backward, and compute the rest again")
+    add("--silence", type=_positive, default=60.0, metavar="S", help="seconds after which a rank "
+        "that does not answer is given up, and the training ends; default: 60")
     add("--log-file", "--log", dest="log", metavar="FILE", help="write a JSON object for each "
         "step, a line each, replacing what is in FILE; on the machine of rank 0. (torchrun "
         "takes --log for one of its own options, unless -- stands before naranhi.train)")
@@ -144,8 +149,6 @@ def losses(arguments=""):
 
 def main(arguments=None):
     """What `python -m naranhi.train` does on each rank."""
-    # Ctrl-C ends a rank at once and in silence, wherever it is: each line of the log is whole.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
     wrong = None
     try:
         options = parse(arguments)
@@ -160,10 +163,18 @@ def main(arguments=None):
         if wrong:
             raise wrong
 
+    others = peers.Peers(60.0 if wrong else options.silence, give_up=lambda cause: end(
+        f"rank {dist.get_rank()} ends the training: {cause}", others))
+    # Ctrl-C ends a rank at once and in silence, wherever it is: each line of the log is whole. A
+    # rank that is stopped does not hear it.
+    peers.on_signals([signal.SIGINT, signal.SIGTERM], others.kill_stopped)
     try:
         together(no_mistake)
         train(options, device)
+        others.close()
+        dist.barrier()
     except Mistake as mistake:  # on every rank
+        others.close()
         if dist.get_rank() == 0:
             for line in str(mistake).splitlines():
                 print(f"naranhi.train: error: {line}", file=sys.stderr, flush=True)
@@ -172,11 +183,19 @@ def main(arguments=None):
     except RuntimeError as error:
         if not LOST.search(str(error)):
             raise
+        gone = others.gone()
+        lost = f"lost rank {', '.join(map(str, gone))}" if gone else "lost another rank"
         cause = str(error).strip().partition("\n")[0].partition(". ")[0]
-        print(f"naranhi.train: rank {dist.get_rank()} has lost another rank, and ends: {cause}",
-              file=sys.stderr, flush=True)
-        os._exit(1)  # a thread may be waiting for what another rank will never take
+        end(f"rank {dist.get_rank()} ends as a consequence, for it has {lost}: {cause}", others)
     dist.destroy_process_group()
+
+
+def end(sentence, others):
+    """Say why this rank ends, and end: killed by the launcher, if it is quick to see the cause."""
+    print(f"naranhi.train: {sentence}", file=sys.stderr, flush=True)
+    others.kill_stopped()
+    sleep(LAUNCHER)
+    os._exit(1)  # a thread may be waiting for what another rank will never take
 
 
 if __name__ == "__main__":

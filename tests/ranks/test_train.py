@@ -97,11 +97,11 @@ def test_a_loss_that_is_no_number_is_told(small, tmp_path):
 
 @pytest.fixture
 def endless(small, tmp_path):
-    """A training on two ranks that has written some lines: (its launcher, its log)."""
+    """A training on two ranks that has written some lines: its launcher, its log, its ranks."""
     log = tmp_path / "log.jsonl"
     launcher = subprocess.Popen(
-        command(2, *small, "--steps", 10**6, "--log-file", log), start_new_session=True, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        command(2, *small, "--steps", 10**6, "--silence", 4, "--log-file", log), text=True,
+        start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         env={**os.environ, "OMP_NUM_THREADS": "1"})
     try:
         end = time.monotonic() + 60
@@ -109,15 +109,25 @@ def endless(small, tmp_path):
             assert launcher.poll() is None, launcher.stderr.read()
             assert time.monotonic() < end
             time.sleep(0.02)
-        yield launcher, log
+        yield launcher, log, pids_of_ranks(launcher)
     finally:
         if launcher.poll() is None:
             os.killpg(launcher.pid, signal.SIGKILL)
         launcher.communicate()
 
 
+def pids_of_ranks(launcher):
+    """In rank order."""
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text()
+    pids = {}
+    for pid in children.split():
+        entries = Path(f"/proc/{pid}/environ").read_text().split("\0")
+        pids.update({int(entry[5:]): int(pid) for entry in entries if entry.startswith("RANK=")})
+    return [pids[rank] for rank in sorted(pids)]
+
+
 def test_ctrl_c_leaves_a_readable_log_and_no_flood(endless):
-    launcher, log = endless
+    launcher, log, _ = endless
     os.killpg(launcher.pid, signal.SIGINT)  # what a terminal does
     _, stderr = launcher.communicate(timeout=30)
     assert len(read(log)) >= 20
@@ -126,20 +136,68 @@ def test_ctrl_c_leaves_a_readable_log_and_no_flood(endless):
     assert "SignalException" in stderr
 
 
-def test_a_killed_rank_leaves_a_readable_log_and_is_missed_in_a_line(endless):
-    launcher, log = endless
-    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text()
-    ranks = [int(one) for one in children.split()]
-    first = next(
-        pid for pid in ranks if "\0RANK=0\0" in "\0" + Path(f"/proc/{pid}/environ").read_text())
-    os.kill(first, signal.SIGKILL)
+def test_ctrl_c_ends_a_rank_that_is_stopped_as_well(endless):
+    launcher, log, pids = endless
+    os.kill(pids[1], signal.SIGSTOP)
+    start = time.monotonic()
+    os.killpg(launcher.pid, signal.SIGINT)
+    launcher.communicate(timeout=60)
+    assert time.monotonic() - start < 15
+    assert not Path(f"/proc/{pids[1]}").exists()
+    assert len(read(log)) >= 20
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_killed_rank_is_blamed_by_all_and_leaves_a_readable_log(endless, killed):
+    launcher, log, pids = endless
+    os.kill(pids[killed], signal.SIGKILL)
     _, stderr = launcher.communicate(timeout=60)
     assert launcher.returncode != 0
     assert len(read(log)) >= 20
-    assert "Signal 9 (SIGKILL)" in stderr
+    root = stderr[stderr.index("Root Cause"):]
+    assert re.search(rf"rank +: {killed} ", root) and "Signal 9 (SIGKILL)" in root
     assert "naranhi/train.py" not in stderr, "no stack of ours"
     for line in told(stderr):  # none, when the launcher was faster
-        assert line.startswith("naranhi.train: rank 1 has lost another rank, and ends: ")
+        assert line.startswith(f"naranhi.train: rank {1 - killed} ends as a consequence, for it "
+                               f"has lost rank {killed}: ")
+
+
+def test_a_stopped_rank_is_named_and_the_training_ends(endless):
+    launcher, log, pids = endless
+    os.kill(pids[1], signal.SIGSTOP)
+    start = time.monotonic()
+    _, stderr = launcher.communicate(timeout=100)
+    assert time.monotonic() - start < 4 + 15
+    assert len(read(log)) >= 20
+    first = told(stderr)[0]
+    assert first.startswith("naranhi.train: rank 0 ends the training: rank 1 on ")
+    assert f"was silent for 4 s: its process {pids[1]} is stopped" in first
+    assert re.search(r"rank +: 1 ", stderr[stderr.index("Root Cause"):])
+
+
+def test_ranks_end_with_their_launcher(endless):
+    launcher, log, pids = endless
+    os.kill(pids[1], signal.SIGSTOP)  # one that could not notice by itself
+    os.kill(launcher.pid, signal.SIGKILL)
+    end = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    assert len(read(log)) >= 20
+
+
+def test_without_a_network_and_a_name(needs, small):
+    """With what --help advises; then what the ranks open themselves needs no name either."""
+    needs("unshare", "util-linux", as_root=True)
+    needs("ip", "iproute2", as_root=True)
+    launch = command(2, *small, "--steps", 1)
+    launch.insert(launch.index("--standalone"), "--local-addr=127.0.0.1")
+    setup = 'hostname nowhere && ip link set lo up && exec "$@"'
+    done = subprocess.run(
+        ["unshare", "--net", "--uts", "sh", "-c", setup, "sh", *launch],
+        capture_output=True, text=True, timeout=100, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert "1 steps in" in done.stdout, done.stderr
+    assert "Unable to resolve hostname" not in done.stderr
 
 
 @pytest.mark.parametrize("ranks, options, message", [
@@ -177,7 +235,7 @@ def test_help_is_complete(capsys):
     text = capsys.readouterr().out
     for option in ("model", "corpus", "schedule", "balance", "microbatches", "batch", "steps",
                    "rate", "seed", "dropout", "untied", "recompute", "log-file", "log", "data",
-                   "pipeline", "tensor", "sequence"):
+                   "pipeline", "tensor", "sequence", "silence"):
         assert f"--{option}" in text
 
 
@@ -195,7 +253,7 @@ def test_defaults():
     ["--schedule", "Gpipe"], ["--balance", "4,,3"], ["--balance", "4,0"], ["--microbatches", "0"],
     ["--batch", "-8"], ["--steps", "1.5"], ["--rate", "0"], ["--rate", "nan"], ["--rate", "fast"],
     ["--seed", "x"], ["--dropout", "1"], ["--data", "0"], ["--pipeline", "0"], ["--tensor", "two"],
-    ["--unknown"], ["--step", "3"], ["more"]])
+    ["--silence", "0"], ["--unknown"], ["--step", "3"], ["more"]])
 def test_options_that_make_no_sense_are_refused(arguments):
     with pytest.raises(train.Mistake, match=re.escape(arguments[0].lstrip("-"))):
         train.parse(arguments)
