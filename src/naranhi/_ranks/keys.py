@@ -1,0 +1,139 @@
+"""The keys that the ranks of a World share while they form process groups and compare their calls.
+
+torch's TCPStore lets in whoever finds its port, and its FileStore serves one machine only. This one
+lives in the notebook, behind the World's secret. It can also do what neither can: a meeting tells
+every rank what all others call in one exchange, and the notebook can end a rank's wait for a key.
+"""
+
+import contextlib
+import pickle
+import socket
+import struct
+import time
+
+LENGTH = struct.Struct("!I")
+
+
+class Keys:
+    """The notebook's end, a service of `server.Server`.
+
+    A request is the name of a method below, without its underscore, and its arguments. Its answer
+    is a pair: what was missing when its time was up, and, where nothing was, the result.
+    """
+
+    def __init__(self):
+        self._received = {}  # connection -> bytes of a request that is not complete
+        self._waiting = []  # (connection, missing, result, deadline)
+        self.clear()
+
+    def clear(self):
+        """Forget everything: a new process group begins."""
+        self._values = {}
+        self._meetings = {}  # name -> {rank: its call}
+
+    def accept(self, connection, hello, rest):
+        self._received[connection] = bytearray()
+        self._receive(connection, rest)
+
+    def read(self, connection):
+        try:
+            data = connection.recv(1 << 16)
+        except OSError:
+            data = b""
+        if data:
+            self._receive(connection, data)
+        else:
+            del self._received[connection]
+            self._waiting = [waiter for waiter in self._waiting if waiter[0] is not connection]
+        return bool(data)
+
+    def _receive(self, connection, data):
+        received = self._received[connection]
+        received += data
+        while (request := cut(received)) is not None:
+            name, *arguments = request
+            getattr(self, f"_{name}")(connection, *arguments)
+
+    def tick(self):
+        """Answer those whose wait has ended: what they wait for is there, or their time is up."""
+        now, waiting, self._waiting = time.monotonic(), self._waiting, []
+        for waiter in waiting:
+            connection, missing, result, deadline = waiter
+            still = missing()
+            if still and now < deadline:
+                self._waiting.append(waiter)
+            else:
+                _answer(connection, still, None if still else result())
+
+    def _set(self, connection, key, value):
+        self._values[key] = value
+        _answer(connection)
+
+    def _get(self, connection, keys, seconds):
+        self._waiting.append(
+            (
+                connection,
+                lambda: [key for key in keys if key not in self._values],
+                lambda: [self._values[key] for key in keys],
+                time.monotonic() + seconds,
+            )
+        )
+
+    def _check(self, connection, keys):
+        _answer(connection, result=all(key in self._values for key in keys))
+
+    def _add(self, connection, key, amount):
+        total = int(self._values.get(key, 0)) + amount
+        self._values[key] = str(total).encode()
+        _answer(connection, result=total)
+
+    def _compare_set(self, connection, key, expected, desired):
+        if self._values.get(key, b"") == expected:
+            self._values[key] = desired
+        _answer(connection, result=self._values.get(key, expected))
+
+    def _delete(self, connection, key):
+        _answer(connection, result=self._values.pop(key, None) is not None)
+
+    def _count(self, connection):
+        _answer(connection, result=len(self._values))
+
+    def _meet(self, connection, name, rank, ranks, call, seconds):
+        calls = self._meetings.setdefault(name, {})
+        calls[rank] = call
+        self._waiting.append(
+            (
+                connection,
+                lambda: [rank for rank in ranks if rank not in calls],
+                lambda: calls,
+                time.monotonic() + seconds,
+            )
+        )
+        if len(calls) == len(ranks):
+            del self._meetings[name]
+
+
+def _answer(connection, missing=(), result=None):
+    try:
+        connection.sendall(packed((list(missing), result)))
+    except OSError:  # its process is gone, or does not read: the end of file will be read
+        with contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
+
+
+def packed(value):
+    """A value as a message: its length, then its pickle."""
+    data = pickle.dumps(value)
+    return LENGTH.pack(len(data)) + data
+
+
+def cut(received):
+    """Take the first message off what was received, or return None when it is not complete."""
+    end = LENGTH.size
+    if len(received) >= end:
+        end += LENGTH.unpack_from(received)[0]
+        if len(received) >= end:
+            value = pickle.loads(received[LENGTH.size : end])
+            del received[:end]
+            return value
+    return None
