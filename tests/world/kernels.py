@@ -50,6 +50,13 @@ class Notebook:
                     raise error
                 return printed
 
+    def wait_for_output(self, request, timeout=90):
+        """Wait until a cell has printed something, which `finish` will not return then."""
+        kind = None
+        while kind != "stream":
+            message = self.client.get_iopub_msg(timeout=timeout)
+            kind = message["parent_header"].get("msg_id") == request and message["msg_type"]
+
     def interrupt(self):
         self.manager.interrupt_kernel()
 

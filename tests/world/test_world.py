@@ -58,6 +58,20 @@ def test_ranks_draw_random_numbers_of_their_own(world):
         assert len(set(numbers)) == 4
 
 
+def test_a_cell_costs_little_and_so_does_a_failure(world):
+    """Some 10 ms and 0.5 s. Touching memory or collecting garbage in each would cost far more."""
+    world.execute("pass")
+    start = time.monotonic()
+    for _ in range(40):
+        world.execute("pass")
+    assert time.monotonic() - start < 8
+    start = time.monotonic()
+    for _ in range(3):
+        with pytest.raises(naranhi.RankError, match="rank 2 raised ZeroDivisionError"):
+            world.execute("if rank == 2:\n    1 / 0\ndist.barrier()")
+    assert time.monotonic() - start < 6
+
+
 def test_names_at_hand_and_names_kept(world, capsys):
     world.execute("kept = (rank, world_size, str(device), dist.get_rank(), torch.__name__)")
     world.execute("print(kept[0] == kept[3], kept[1:3], kept[4])")
@@ -93,7 +107,7 @@ def test_every_socket_listens_on_loopback(world):
 
 
 def _pids(world):
-    return [who[1] for who in world._ranks._lifelines._connections]
+    return [who[1] for who in world._ranks.lifelines._connections]
 
 
 def _notebook():

@@ -9,8 +9,6 @@ checks do the same over the store and leave sends and receives alone. Groups mad
 
 import functools
 import inspect
-import json
-import time
 
 import torch.distributed as dist
 
@@ -56,21 +54,16 @@ class CollectiveTimeout(RuntimeError):
         self.absent = absent
 
 
-class Severed(RuntimeError):
-    """The notebook ended the wait, because another rank has failed."""
-
-
 class Checks:
     """Puts the checks around the collectives of ``torch.distributed``, in this process.
 
     Args:
-        store: where ranks tell each other what they call; a new prefix for each process group.
+        store: the `store.Store` through which ranks tell each other what they call.
         timeout: seconds to wait for the others.
     """
 
     def __init__(self, store, timeout):
         self.store, self.timeout = store, timeout
-        self.severed = False
         self._count = {}
         for name in SAME_TENSOR:
             if hasattr(dist, name):
@@ -85,37 +78,29 @@ class Checks:
         def collective(*args, **kwargs):
             arguments = signature.bind(*args, **kwargs).arguments
             group = arguments.get("group") or dist.group.WORLD
-            outside = group is dist.GroupMember.NON_GROUP_MEMBER
-            if not outside and group.group_desc != UNCHECKED and dist.get_rank(group) >= 0:
+            if self._concerns(group):
                 self._compare(group, _describe(name, arguments))
             return original(*args, **kwargs)
 
         collective.unchecked = original
         return collective
 
+    @staticmethod
+    def _concerns(group):
+        # None: the cell has destroyed the default group, which torch's own words tell best.
+        if group is None or group is dist.GroupMember.NON_GROUP_MEMBER:
+            return False
+        return group.group_desc != UNCHECKED and dist.get_rank(group) >= 0
+
     def _compare(self, group, call):
         ranks = dist.get_process_group_ranks(group)
         number = self._count[group.group_name] = self._count.get(group.group_name, 0) + 1
-        key = f"{group.group_name}/{number}/"
-        self.store.set(f"{key}{dist.get_rank()}", json.dumps(call))
-        self._wait(key, ranks, call)
-        calls = {rank: json.loads(self.store.get(f"{key}{rank}")) for rank in ranks}
+        name = f"{group.group_name}/{number}"
+        absent, calls = self.store.meet(name, dist.get_rank(), ranks, call, self.timeout)
+        if absent:
+            raise CollectiveTimeout(call, absent)
         if len(set(calls.values())) > 1:
             raise CollectiveMismatch(calls)
-        if number > 2:  # everybody has read it: all have come past the collective after it
-            self.store.delete_key(f"{group.group_name}/{number - 2}/{dist.get_rank()}")
-
-    def _wait(self, key, ranks, call):
-        end = time.monotonic() + self.timeout
-        pause = 0.0
-        while not self.store.check([f"{key}{rank}" for rank in ranks]):
-            if self.severed:
-                raise Severed("the wait for the other ranks was ended")
-            if time.monotonic() > end:
-                absent = [r for r in ranks if not self.store.check([f"{key}{r}"])]
-                raise CollectiveTimeout(call, absent)
-            time.sleep(pause)
-            pause = min(pause + 0.0002, 0.01)
 
 
 def _describe(name, arguments):

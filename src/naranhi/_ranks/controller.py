@@ -1,30 +1,23 @@
-"""ipyparallel's controller with a lifeline to its notebook, and the tidying up after both."""
+"""ipyparallel's controller with a lifeline to its notebook."""
 
 import os
-import shutil
-import time
+import secrets
 
-from naranhi._ranks import lifeline
-
-FOLDER = "NARANHI_FOLDER"
+from naranhi._ranks import leftovers, lifeline, processes, server
 
 
 def main():
     """Become the controller. Called once, in a process of its own."""
-    folder = os.environ[FOLDER]
-    lifeline.hold({}, on_lost=lambda: remove(folder))
-    from ipyparallel.controller.app import main as controller
+    folder = os.environ[server.FOLDER]
+    lifeline.hold({}, on_end=lambda lost: leftovers.tidy_up(folder) if lost else None)
+    own = os.getpid()  # one of ipyparallel's schedulers is a process, and would outlive this one
+    os.register_at_fork(after_in_child=lambda: processes.die_with_parent(own))
+    from ipyparallel.controller.app import IPController
+    from traitlets.config import Config
 
-    controller()
-
-
-def remove(folder):
-    """Remove the World's folder; again where meanwhile the ranks' parent has left a note in it."""
-    for _ in range(100):
-        shutil.rmtree(folder, ignore_errors=True)
-        if not os.path.exists(folder):
-            return
-        time.sleep(0.01)
+    config = Config()
+    config.Session.key = secrets.token_hex(32).encode()  # beside CURVE; else all are warned
+    IPController.launch_instance(config=config)
 
 
 if __name__ == "__main__":

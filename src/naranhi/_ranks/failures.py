@@ -38,6 +38,25 @@ class RankInterrupt(_Readable, KeyboardInterrupt):
     """The reader interrupted a cell that was running on the ranks."""
 
 
+# What a rank did that was not waiting when the others had failed.
+BUSY = "still busy"
+FROZEN = "frozen (its process is stopped)"
+DEAF = "busy outside of Python (it holds the interpreter's lock and answers nobody)"
+UNREACHABLE = "out of reach (its host or the link to it is gone, or its process is stopped)"
+
+
+def unknown(name, message):
+    """The description of an error (see `outcome`) of which no more is known."""
+    return {
+        "type": name,
+        "message": message,
+        "frames": [],
+        "syntax": None,
+        "calls": None,
+        "absent": None,
+    }
+
+
 def named(ranks):
     """``[0, 1, 2, 5]`` as ``ranks 0-2, 5``; ``[3]`` as ``rank 3``."""
     ranks = sorted(ranks)
@@ -72,7 +91,7 @@ def diagnose(outcomes, died, stuck, timeout, cell):
     Args:
         outcomes: rank -> outcome (see ``process._outcome``) of the ranks that answered.
         died: rank -> how it ended, of those whose process is gone.
-        stuck: ranks that were still busy elsewhere when the others had failed.
+        stuck: rank -> what it was doing, of those that were not waiting when others had failed.
         timeout: the deadline of a collective, in seconds.
         cell: the cell's lines (see ``numbered``), or None when a function was run.
     """
@@ -109,6 +128,11 @@ def _cause(errors, of, where, died, stuck, timeout, outcomes):
         return text, ranks[0] if len(ranks) == 1 else None, ranks
     if "mismatch" in of:
         return _mismatch(errors[of["mismatch"][0]]["calls"], where)
+    if stuck and "deadline" not in of:
+        ranks = sorted(r for r, state in stuck.items() if state != BUSY) or sorted(stuck)
+        states = dict.fromkeys(stuck[r] for r in ranks)
+        text = f"{named(ranks)} {_were(ranks)} {', '.join(states)} for {timeout:g} s"
+        return text, ranks[0] if len(ranks) == 1 else None, []
     if "deadline" in of:
         return _late(errors, of, where, stuck, timeout, outcomes)
     ranks = sorted(errors)
@@ -123,18 +147,16 @@ def _late(errors, of, where, stuck, timeout, outcomes):
     alike = sorted({*waiting, *of.get("consequence", ())})
     done = [r for r, o in outcomes.items() if not o["error"]]
     missed = {r for rank in waiting for r in errors[rank]["absent"] or ()} - set(waiting)
-    absent = sorted(missed or set(done) | set(stuck))
+    unable = {r for r, state in stuck.items() if state != BUSY}
+    absent = sorted(missed or unable or set(done) | set(stuck))
     within = f"within {timeout:g} s"
     if not absent:
         text = f"every rank waited for another and none could go on {within}:"
         return text + "".join(f"\n  rank {r}{where[r]}" for r in alike), None, alike
-    states = []
-    for ranks, state in (
-        ([r for r in absent if r in stuck], "still busy"),
-        ([r for r in absent if r not in stuck], "at the end of the cell"),
-    ):
-        if ranks:
-            states.append((ranks, f"{state}{where.get(ranks[0], '')}"))
+    by_state = {}
+    for rank in sorted(absent, key=lambda r: r not in stuck):
+        by_state.setdefault(stuck.get(rank, "at the end of the cell"), []).append(rank)
+    states = [(ranks, f"{state}{where.get(ranks[0], '')}") for state, ranks in by_state.items()]
     culprit = absent[0] if len(absent) == 1 else None
     busy = [r for r in absent if r in stuck]
     if missed:
@@ -144,8 +166,12 @@ def _late(errors, of, where, stuck, timeout, outcomes):
     same = [r for r in waited if where[r] == where[waited[0]]]
     text = f"{named(same)} waited in vain for a message {within}{where[waited[0]]}"
     for ranks, state in states:
-        text += f"\nmeanwhile {named(ranks)} {'was' if len(ranks) == 1 else 'were'} {state}"
+        text += f"\nmeanwhile {named(ranks)} {_were(ranks)} {state}"
     return text, culprit, [*busy, *same]
+
+
+def _were(ranks):
+    return "was" if len(ranks) == 1 else "were"
 
 
 def _mismatch(calls, where):
@@ -162,6 +188,18 @@ def _mismatch(calls, where):
     if alone is not None:
         text = f"rank {alone} called another collective than the others:" + text.split(":", 1)[1]
     return text, alone, list(calls)
+
+
+def interruption(outcomes, died, stuck, cell):
+    """What the reader is told who has interrupted a cell."""
+    text = "the cell was interrupted"
+    for rank, outcome in sorted(outcomes.items()):
+        if outcome["error"]:
+            text += f"\n  rank {rank} was stopped{place(outcome['error'], cell)}"
+    for rank in sorted({*died, *stuck} - set(outcomes)):
+        state = f" ({stuck[rank]})" if stuck.get(rank, BUSY) != BUSY else ""
+        text += f"\n  rank {rank} did not stop{state} and was ended"
+    return text
 
 
 def _same(a, b):

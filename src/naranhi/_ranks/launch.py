@@ -1,23 +1,30 @@
 """Starting the processes of a World: on this machine, or on the nodes of a Slurm allocation."""
 
 import dataclasses
-import logging
 import os
-import re
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 from pathlib import Path
 
-from naranhi._ranks import controller, fork, lifeline, process
-from naranhi._ranks.failures import RankError
+from naranhi._ranks import (
+    capture,
+    cluster,
+    controller,
+    fork,
+    leftovers,
+    lifeline,
+    process,
+    processes,
+    requirements,
+    server,
+    slurm,
+)
+from naranhi._ranks.failures import RankError, named, unknown
+from naranhi._ranks.keys import Keys
 
 START_SECONDS = 60
-# What C++ prints of an exception that nobody caught, less the place in gloo's sources.
-LAST_WORDS = re.compile(r"what\(\):\s*(?:\[enforce fail at [^]]*\]\s*)?(.*)")
 
 
 @dataclasses.dataclass
@@ -27,11 +34,13 @@ class Member:
     host: str
     pid: int
     task: int
+    step: str
     gpus: int
     cores: int
     engine: int
     local_rank: int = 0
     threads: int = 1
+    shown: tuple = (0, 0)  # bytes of its output that the reader has seen
 
     @property
     def who(self):
@@ -39,92 +48,88 @@ class Member:
 
 
 class Launched:
-    """``size`` rank processes with their controller, their lifelines and a store.
+    """``size`` rank processes with their controller, their lifelines and their keys.
+
+    Args:
+        size: how many.
+        backend: ``"nccl"``, ``"gloo"`` or None.
+        check: called while waiting; may raise to break off.
 
     Raises:
         ValueError: NCCL is wanted and there is not one GPU for each rank.
         RankError: the processes did not come up; says what they printed.
     """
 
-    def __init__(self, size, backend):
-        self.in_slurm = "SLURM_JOB_ID" in os.environ and shutil.which("srun") is not None
-        several_nodes = self.in_slurm and int(os.environ.get("SLURM_JOB_NUM_NODES", 1)) > 1
-        self.host = _own_address() if several_nodes else "127.0.0.1"
-        if not several_nodes:
-            _require_loopback()
+    def __init__(self, size, backend, check):
+        self.in_slurm = slurm.is_here()
+        self._several_nodes = slurm.several_nodes()
+        self.host = slurm.own_address() if self._several_nodes else "127.0.0.1"
+        if not self._several_nodes:
+            requirements.loopback()
+        requirements.current_folder()
+        requirements.open_files(size)
         if backend == "nccl" and not self.in_slurm:
-            _require_gpus(size)
-        self.folder = tempfile.mkdtemp(prefix="naranhi-")
-        self._lifelines = lifeline.Lifelines(self.host)
+            requirements.gpus(size)
+        self.folder = requirements.folder()
+        self.keys = Keys()
+        self.lifelines = lifeline.Lifelines()
+        self._server = server.Server(self.host, lifeline=self.lifelines, store=self.keys)
+        self._check = check
+        self._client = self._cluster = self.members = None
         try:
-            self._launch(size, several_nodes)
+            self._launch(size)
             self.members = self._introduce(size)
             self.backend = self._choose(backend, size)
-            self._open_store()
-        except BaseException:
+        except BaseException as error:
+            said = self._said()
             self.close()
-            raise
+            if isinstance(error, (RankError, ValueError)) or not isinstance(error, Exception):
+                raise
+            raise RankError(
+                f"the ranks could not be started: {type(error).__name__}: {error}\n"
+                f"They said:\n{said}"
+            ) from error
 
-    def _launch(self, size, several_nodes):
-        import ipyparallel
-        from traitlets.config import Config
-
+    def _launch(self, size):
         python = [sys.executable, "-m"]
-        config = Config()
-        config.ControllerLauncher.controller_cmd = [*python, controller.__name__]
-        ranks = process if self.in_slurm else fork
-        config.EngineLauncher.engine_cmd = [*python, ranks.__name__]
-        # The lifeline tells of a death sooner than a nanny process beside every rank would.
-        config.EngineLauncher.engine_args = ["--IPEngine.enable_nanny=False", "--log-level=30"]
-        quiet = logging.getLogger("naranhi.ipyparallel")
-        quiet.setLevel(logging.CRITICAL)
-        environment = {
-            lifeline.ADDRESS: self._lifelines.address,
-            controller.FOLDER: self.folder,
+        ranks = [*python, (process if self.in_slurm else fork).__name__]
+        launcher = slurm.srun_launcher() if self.in_slurm else cluster.fork_launcher()
+        with cluster.environment(self._environment()):
+            self._cluster = cluster.make(
+                size, self.host, self.folder, launcher, [*python, controller.__name__], ranks
+            )
+            self._cluster.start_cluster_sync()
+            self._check()
+            pids = self._cluster.controller.pid, self._cluster.engine_set.pid
+            Path(self.folder, leftovers.PIDS).write_text("{} {}".format(*pids))
+            import torch.distributed  # noqa: F401  (it takes a while, as it does in the ranks)
+
+            self._client = self._cluster.connect_client_sync(ipython_dir=self.folder)
+
+    def _environment(self):
+        values = {
+            server.ADDRESS: self._server.address,
+            server.FOLDER: self.folder,
             "NARANHI_NOTEBOOK": str(os.getpid()),
             "IPYTHONDIR": self.folder,
             "OMP_NUM_THREADS": "1",
             "TOKENIZERS_PARALLELISM": "false",
             "PYDEVD_DISABLE_FILE_VALIDATION": "1",
+            # Warnings of torch's C++ carry the time of day, and would be shown below the cells.
+            "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
         }
-        if not several_nodes:  # gloo's and NCCL's own sockets follow the interface they are given
-            environment |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-        with _environment(environment):
-            self._cluster = ipyparallel.Cluster(
-                n=size,
-                config=config,
-                parent=None,
-                load_profile=False,
-                profile_dir=self.folder,
-                cluster_file="",
-                engines=_srun_launcher() if self.in_slurm else _fork_launcher(),
-                controller_ip=self.host,
-                controller_location=self.host,
-                controller_args=[
-                    "--IPController.use_threads=True",
-                    "--IPController.broadcast_scheduler_depth=0",
-                    # An engine counts as registered when its heart has beaten once.
-                    "--HeartMonitor.period=500",
-                    "--HeartMonitor.max_heartmonitor_misses=240",
-                ],
-                delay=0,
-                shutdown_atexit=False,
-                log=quiet,
-            )
-            self._cluster.start_cluster_sync()
-        import torch.distributed  # noqa: F401  (it takes a while, as it does in the ranks)
-
-        self._client = self._cluster.connect_client_sync()
+        if not self._several_nodes:  # gloo's and NCCL's own sockets follow the interface they get
+            values |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+        return values
 
     def _introduce(self, size):
         start = time.monotonic()
         while len(ids := self._client.ids) < size:
+            self._check()
             seconds = time.monotonic() - start
             if seconds > START_SECONDS or not self._cluster.engine_set.process.is_running():
-                raise RankError(
-                    f"{len(ids)} of {size} ranks were up after {seconds:.0f} s. "
-                    f"They said:\n{self._said()}"
-                )
+                text = f"{len(ids)} of {size} ranks were up after {seconds:.0f} s. They said:\n"
+                raise RankError(text + self._said())
             time.sleep(0.02)
         said = [self._client[i].apply_async(process.introduce) for i in ids]
         members = [Member(engine=i, **s.get(timeout=30)) for i, s in zip(ids, said, strict=True)]
@@ -142,43 +147,90 @@ class Launched:
         enough = all(m.local_rank < m.gpus for m in self.members)
         if backend == "nccl" and not enough:
             counts = {m.host: m.gpus for m in self.members}
-            raise ValueError(_gpus_short(size, sum(counts.values())))
+            raise ValueError(requirements.gpus_short(size, sum(counts.values())))
         return backend or ("nccl" if enough else "gloo")
 
-    def _open_store(self):
-        import torch.distributed as dist
-
-        # Kept by the notebook, so that it survives the ranks; bound by us, because torch would
-        # listen on every interface.
-        listener = socket.create_server((self.host, 0))
-        port = listener.getsockname()[1]
-        self._store = dist.TCPStore(
-            self.host,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
-        self.store_address = (self.host, port)
+    # ---- while it runs ------------------------------------------------------------------------
 
     def submit(self, member, function, *args):
-        """Call a function of ``process`` in one member; an AsyncResult."""
+        """Call a function of `process` in one member; an AsyncResult, for `result`."""
         return self._client[member.engine].apply_async(function, *args)
 
-    def alive(self, member):
-        return self._lifelines.alive(member.who)
+    @staticmethod
+    def result(pending):
+        """The outcome that a call returned, also where its reply was an error."""
+        from ipyparallel.client.asyncresult import AsyncResult
+        from ipyparallel.error import RemoteError
 
-    def tell(self, member, command):
-        self._lifelines.tell(member.who, command)
+        try:
+            return pending.get()
+        except RemoteError as error:
+            return unanswered(error.ename, error.evalue)
+        except Exception as error:  # what was sent cannot be read here
+            return unanswered(type(error).__name__, str(error))
+        finally:
+            AsyncResult.split.cache_clear()  # it would keep the last 128 results
 
-    def kill(self, members):
-        self._lifelines.kill([m.who for m in members])
+    def call(self, function, arguments):
+        """Call a function of `process` on every rank, each with its own arguments.
+
+        Returns:
+            The results in rank order.
+
+        Raises:
+            RankError: a rank failed or died, or they took too long.
+        """
+        pending = [
+            self.submit(member, function, *own)
+            for member, own in zip(self.members, arguments, strict=True)
+        ]
+        from ipyparallel.error import RemoteError
+
+        end = time.monotonic() + START_SECONDS
+        waiting = dict(enumerate(pending))
+        while waiting:
+            self._check()
+            if gone := self.gone():
+                raise RankError(f"{gone} died while the process group was formed")
+            if time.monotonic() > end:
+                late = named(waiting)
+                raise RankError(f"{late} joined no process group within {START_SECONDS} s")
+            for rank in [rank for rank, result in waiting.items() if result.ready()]:
+                try:
+                    waiting.pop(rank).get()
+                except RemoteError as error:
+                    text = f"rank {rank} could join no process group: {error.ename}: {error.evalue}"
+                    raise RankError(text) from None
+            if waiting:
+                next(iter(waiting.values())).wait(0.05)
+        return [result.get() for result in pending]
+
+    def gone(self):
+        """The names of the processes that have died, as in a sentence, or an empty text."""
+        ranks = [r for r, m in enumerate(self.members) if not self.lifelines.alive(m.who)]
+        parts = [named(ranks)] if ranks else []
+        return " and ".join([*parts, *([] if self.controller_alive() else ["the controller"])])
+
+    def controller_alive(self):
+        return self.lifelines.alive((socket.gethostname(), self._cluster.controller.pid))
+
+    def how_controller_ended(self):
+        """A sentence for the reader."""
+        return (
+            "the controller died, the process through which the notebook reaches its ranks; "
+            "what they did in this cell is not known, and the next cell starts them anew"
+        )
+
+    def unseen(self, member):
+        """What a member that died has printed in its last cell: stdout and stderr."""
+        stdout, stderr = capture.unseen(self.folder, member.host, member.pid, member.shown)
+        return stdout, stderr.partition("terminate called")[0]
 
     def how_it_ended(self, member):
         """How a member's process ended, and the last words of a library that gave up in it."""
         if self.in_slurm:
             return f"its process on {member.host} ended"
-        ended, said = (Path(self.folder, f"{member.pid}.{what}") for what in ("ended", "said"))
+        ended = Path(self.folder, f"{member.pid}.ended")
         deadline = time.monotonic() + 2
         while not ended.exists() and time.monotonic() < deadline:
             time.sleep(0.01)  # its parent is about to know
@@ -187,96 +239,34 @@ class Launched:
             how = f"killed by {signal.Signals(-status).name}"
         else:
             how = "ended" if status is None else f"exit status {status}"
-        words = LAST_WORDS.findall(said.read_text(errors="replace"))
-        return f"{how}: {words[-1]}" if words else how
+        _, stderr = capture.unseen(self.folder, member.host, member.pid, member.shown)
+        words = capture.last_words(stderr)
+        return f"{how}: {words}" if words else how
+
+    def _launchers(self):
+        return [self._cluster.controller, *self._cluster.engines.values()] if self._cluster else []
 
     def _said(self):
-        files = [Path(self._cluster.engine_set.output_file), *Path(self.folder).glob("*.said")]
-        return "\n".join(file.read_text(errors="replace")[-2000:] for file in files)
+        """The ends of what the processes have printed so far."""
+        files = [Path(launcher.output_file) for launcher in self._launchers()]
+        files += Path(self.folder).glob("*.said")
+        return "\n".join(f.read_text(errors="replace")[-2000:] for f in files if f.exists())
 
     def close(self):
         """Kill the processes, close the sockets, remove the folder."""
-        self._lifelines.close()
-        if hasattr(self, "_client"):
+        left = self.lifelines.kill()
+        if left and self.members:
+            slurm.kill_step(self.members[0].step)
+        for launcher in self._launchers():
+            if launcher.state == "running":  # it may not have come to hold its lifeline yet
+                processes.kill(launcher.pid)
+        if self._client is not None:
             self._client.close()
-        self._store = None
-        controller.remove(self.folder)
+        self._server.close()
+        leftovers.remove(self.folder)
 
 
-def _fork_launcher():
-    from ipyparallel.cluster.launcher import MPIEngineSetLauncher
-
-    class ForkEngineSetLauncher(MPIEngineSetLauncher):
-        """ipyparallel's launcher by mpiexec, with `fork` in its place and without MPI."""
-
-        def find_args(self):
-            return [*self.engine_cmd, str(self.n), *self.program_args]
-
-    return ForkEngineSetLauncher
-
-
-def _srun_launcher():
-    from ipyparallel.cluster.launcher import MPIEngineSetLauncher
-
-    class SrunEngineSetLauncher(MPIEngineSetLauncher):
-        """ipyparallel's launcher by mpiexec, with srun in its place and without MPI."""
-
-        @property
-        def program(self):
-            return self.engine_cmd
-
-        def find_args(self):
-            # The ranks share the allocation's cores with the notebook's own step, and one another.
-            command = ["srun", "--overlap", "--overcommit", "--kill-on-bad-exit=0"]
-            return [*command, f"--ntasks={self.n}", *self.program, *self.program_args]
-
-    return SrunEngineSetLauncher
-
-
-class _environment:
-    """Environment variables for the processes started inside the block."""
-
-    def __init__(self, values):
-        self._values = values
-
-    def __enter__(self):
-        self._before = {k: os.environ.get(k) for k in self._values}
-        os.environ.update(self._values)
-
-    def __exit__(self, *raised):
-        for key, value in self._before.items():
-            if value is None:
-                del os.environ[key]
-            else:
-                os.environ[key] = value
-
-
-def _own_address():
-    """The address by which the other nodes of the allocation reach this one."""
-    return socket.gethostbyname(os.environ.get("SLURMD_NODENAME", socket.gethostname()))
-
-
-def _require_loopback():
-    try:
-        server = socket.create_server(("127.0.0.1", 0))
-        socket.create_connection(server.getsockname(), timeout=5).close()
-        server.close()
-    except OSError as error:
-        raise RankError(
-            f"this machine's loopback interface does not answer ({error.strerror}); ranks talk "
-            "over it even without a network. Bring it up: ip link set lo up"
-        ) from None
-
-
-def _require_gpus(size):
-    import torch
-
-    if torch.cuda.device_count() < size:
-        raise ValueError(_gpus_short(size, torch.cuda.device_count()))
-
-
-def _gpus_short(size, count):
-    return (
-        f"backend 'nccl' needs one GPU for each of the {size} ranks, and there "
-        f"{'is' if count == 1 else 'are'} {count}; leave out backend= to use gloo"
-    )
+def unanswered(name, message):
+    """The outcome of a rank whose reply was an error, or cannot be read: it cannot go on."""
+    error = unknown(name, message)
+    return {"stdout": "", "stderr": "", "displays": [], "error": error, "exhausted": True}

@@ -4,139 +4,133 @@ It serves three ends. When the notebook dies, however it dies, the kernel closes
 every process at the other end reads an end of file and kills its own process group. When a process
 dies, the notebook notices at once, without waiting for missed heartbeats. And the notebook can
 reach a rank that is busy or stuck inside a collective, which the rank's message queue cannot.
+
+A process that is stopped, or busy in C with the interpreter's lock held, obeys nothing. On this
+machine it is killed by its process id; elsewhere by whoever started it there.
 """
 
 import collections
-import json
+import contextlib
 import os
-import secrets
-import selectors
 import signal
 import socket
 import threading
 import time
 
-ADDRESS = "NARANHI_LIFELINE"
+from naranhi._ranks import processes, server
+
 INTERRUPT, SEVER, KILL, DONE = b"I", b"S", b"K", b"D"
 
 
 class Lifelines:
-    """The notebook's end: who is alive, and a way to reach each.
+    """The notebook's end, a service of `server.Server`: who is alive, and a way to reach each.
 
-    Args:
-        host: the address to listen on; the port is the system's choice.
+    A process is known by ``who``, its (host, pid).
     """
 
-    def __init__(self, host):
-        self._server = socket.create_server((host, 0))
-        self._secret = secrets.token_hex(16)
-        self.address = "{}:{}:{}".format(*self._server.getsockname()[:2], self._secret)
-        self._connections = {}  # (host, pid) -> connection
-        self._done = collections.Counter()  # (host, pid) -> commands obeyed
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._server, selectors.EVENT_READ)
+    def __init__(self):
+        self._namespace = processes.namespace()
+        self._connections = {}  # who -> connection
+        self._names = {}  # connection -> who
+        self._here = set()  # those whose process ids are this machine's
+        self._done = collections.Counter()  # who -> commands obeyed
         self._changed = threading.Condition()
-        self._open = True
-        # A forked child of the notebook would keep these sockets open after the notebook's death.
-        os.register_at_fork(after_in_child=self._forget)
-        threading.Thread(target=self._watch, name="naranhi-lifelines", daemon=True).start()
 
-    def _forget(self):
-        self._open = False
-        for connection in [self._server, *self._connections.values()]:
-            connection.close()
-
-    def _watch(self):
-        while self._open:
-            for key, _ in self._selector.select(timeout=0.2):
-                if key.fileobj is self._server:
-                    self._welcome(self._server.accept()[0])
-                elif self._acknowledged(key.fileobj):
-                    self._count(key.data)
-                else:
-                    self._selector.unregister(key.fileobj)
-                    key.fileobj.close()
-                    self._put(key.data, None)
-        self._forget()
-
-    def _welcome(self, connection):
-        try:
-            connection.settimeout(5)
-            hello = json.loads(connection.makefile().readline())
-            if hello.pop("secret") != self._secret:
-                raise ValueError("somebody else's process")
-            connection.settimeout(None)
-        except (OSError, ValueError, KeyError):  # whoever this is, it is none of ours
-            connection.close()
-            return
-        self._selector.register(connection, selectors.EVENT_READ, hello)
-        self._put(hello, connection)
-
-    @staticmethod
-    def _acknowledged(connection):
-        try:
-            return connection.recv(1) == DONE
-        except OSError:
-            return False
-
-    def _count(self, hello):
-        with self._changed:
-            self._done[hello["host"], hello["pid"]] += 1
-            self._changed.notify_all()
-
-    def _put(self, hello, connection):
+    def accept(self, connection, hello, rest):
         who = (hello["host"], hello["pid"])
         with self._changed:
-            if connection is None:
-                self._connections.pop(who, None)
-            else:
-                self._connections[who] = connection
+            self._names[connection] = who
+            self._connections[who] = connection
+            if hello["namespace"] == self._namespace:
+                self._here.add(who)
             self._changed.notify_all()
 
+    def read(self, connection):
+        try:
+            answer = connection.recv(1)
+        except OSError:
+            answer = b""
+        who = self._names[connection]
+        with self._changed:
+            if answer == DONE:
+                self._done[who] += 1
+            else:
+                del self._names[connection], self._connections[who]
+                self._here.discard(who)
+            self._changed.notify_all()
+        return answer == DONE
+
+    def tick(self):
+        """Nothing here depends on time."""
+
     def alive(self, who):
-        """Whether the process ``who``, a (host, pid), still holds its end."""
+        """Whether the process still holds its end."""
         return who in self._connections
 
-    def tell(self, who, command):
-        """Send INTERRUPT, SEVER or KILL to the process ``who``; returns when it has been obeyed.
+    def is_here(self, who):
+        """Whether it is a process of this machine."""
+        return who in self._here
 
-        Without effect on a process that is gone.
+    def stopped(self, who):
+        """Whether the process is known to be stopped, which can be told on this machine only."""
+        return who in self._here and processes.is_stopped(who[1])
+
+    def tell(self, whos, command, seconds):
+        """Send INTERRUPT or SEVER to these processes, and wait until they have obeyed.
+
+        Returns:
+            Those that live and had not obeyed after ``seconds``.
         """
         with self._changed:
-            connection = self._connections.get(who)
-            before = self._done[who]
-            if connection is not None:
-                try:
-                    connection.sendall(command)
-                except OSError:  # gone since we looked; its end of file is on its way
-                    return
-                self._changed.wait_for(
-                    lambda: self._done[who] > before or not self.alive(who), timeout=5
-                )
+            goals = {}
+            for who in whos:
+                goals[who] = self._done[who] + 1
+                self._send(who, command)
 
-    def kill(self, whos=None):
-        """Kill these processes (all by default) and wait until they are gone."""
-        for who in list(self._connections) if whos is None else whos:
-            self.tell(who, KILL)
+            def silent():
+                return [w for w, goal in goals.items() if self.alive(w) and self._done[w] < goal]
 
-    def close(self):
-        """Kill every process and stop listening."""
-        self.kill()
-        self._open = False
+            self._changed.wait_for(lambda: not silent(), timeout=seconds)
+            return silent()
+
+    def kill(self, whos=None, seconds=5.0):
+        """Kill these processes, by default all.
+
+        Returns:
+            Those that had not ended after ``seconds``: on other hosts, and stopped or cut off.
+        """
+        with self._changed:
+            whos = list(self._connections if whos is None else whos)
+            for who in whos:
+                if who in self._here:
+                    processes.kill(who[1])
+                else:
+                    self._send(who, KILL)
+            self._changed.wait_for(lambda: not any(map(self.alive, whos)), timeout=seconds)
+            return [who for who in whos if self.alive(who)]
+
+    def _send(self, who, command):
+        connection = self._connections.get(who)
+        if connection is not None:
+            with contextlib.suppress(OSError):  # gone since we looked: its end of file is under way
+                connection.sendall(command)
 
 
-def hold(handlers, on_lost=None):
+def hold(handlers, on_end=None):
     """The other end: connect to the notebook named in the environment and obey it.
 
     Args:
         handlers: what to call on INTERRUPT and on SEVER.
-        on_lost: called before this process group is killed because the notebook is gone.
+        on_end: called before this process group is killed, with whether the notebook is lost.
     """
-    host, port, secret = os.environ[ADDRESS].rsplit(":", 2)
-    connection = socket.create_connection((host, int(port)), timeout=30)
-    connection.settimeout(None)
-    hello = {"host": socket.gethostname(), "pid": os.getpid(), "secret": secret}
-    connection.sendall(json.dumps(hello).encode() + b"\n")
+    connection = server.connect(
+        "lifeline",
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        namespace=processes.namespace(),
+    )
+    # A forked child that outlives this process would keep it alive in the notebook's eyes.
+    os.register_at_fork(after_in_child=connection.close)
 
     def obey():
         while True:
@@ -148,8 +142,8 @@ def hold(handlers, on_lost=None):
                 handlers[command]()
                 connection.sendall(DONE)
             else:  # KILL, or the end of file of a notebook that is gone
-                if command == b"" and on_lost is not None:
-                    on_lost()
+                if on_end is not None:
+                    on_end(command == b"")
                 end_process_group()
 
     threading.Thread(target=obey, name="naranhi-lifeline", daemon=True).start()

@@ -3,19 +3,19 @@
 ``python -m naranhi._ranks.process`` is an ipyparallel engine that holds a lifeline to its notebook.
 """
 
+import builtins
 import datetime
 import os
 import signal
 import socket
 import stat
 import sys
-import traceback
 
-from naranhi._ranks import lifeline
+from naranhi._ranks import capture, event_loop, lifeline, server
 
 _own_sockets = set()
 _store = None
-_checks = None
+_at_hand = None
 _busy = False
 
 
@@ -23,47 +23,52 @@ def main():
     """Become an engine. Called once, in a process of its own."""
     if os.getpid() != os.getpgid(0):
         os.setpgid(0, 0)
+    capture.start(os.environ[server.FOLDER])
     lifeline.hold({lifeline.INTERRUPT: _interrupt, lifeline.SEVER: sever})
     import torch.distributed  # noqa: F401  (before the engine registers: ready means ready)
-    from ipyparallel.engine.app import main as engine
+    from ipyparallel.engine.app import IPEngine
 
-    engine()
+    class Engine(IPEngine):
+        def redirect_output(self, iopub_socket):
+            capture.repair()  # in place of streams that are messages, and are lost with the rank
+
+    Engine.launch_instance()
 
 
 def introduce():
-    """Who this process is: host, pid, Slurm's task number if any, GPUs it can see, cores."""
+    """Who this process is: host, pid, Slurm's task and step if any, GPUs it can see, cores."""
     import torch
 
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "task": int(os.environ.get("SLURM_PROCID", -1)),
+        "step": os.environ.get("SLURM_STEP_ID", ""),
         "gpus": torch.cuda.device_count(),
         "cores": len(os.sched_getaffinity(0)),
     }
 
 
-def join(rank, world_size, local_rank, threads, store, epoch, backend, timeout):
+def join(rank, world_size, local_rank, threads, epoch, backend, timeout):
     """Join the process group number ``epoch`` of the World; leaves the one before it, if any.
 
     Args:
-        store: (host, port) of the notebook's store.
         timeout: deadline of every collective, in seconds.
 
     Returns:
         The names of the variables that held groups of the past; they are deleted.
     """
-    global _store, _checks
+    global _store, _at_hand
     import torch
     import torch.distributed as dist
 
     from naranhi._ranks.checks import Checks
+    from naranhi._ranks.names import AtHand, remove_groups
+    from naranhi._ranks.outcome import set_aside
+    from naranhi._ranks.store import Store
 
     names = _shell().user_ns
-    outside = dist.GroupMember.NON_GROUP_MEMBER
-    lost = [n for n, v in names.items() if isinstance(v, dist.ProcessGroup) or v is outside]
-    for name in lost:
-        del names[name]
+    lost = remove_groups(names)
     deadline = datetime.timedelta(seconds=timeout)
     # Groups that the reader makes without a timeout would otherwise wait for half an hour.
     dist.distributed_c10d.default_pg_timeout = deadline
@@ -72,87 +77,114 @@ def join(rank, world_size, local_rank, threads, store, epoch, backend, timeout):
         dist.destroy_process_group()
     if _store is None:
         torch.set_num_threads(threads)
-        _store = dist.TCPStore(*store, is_master=False, timeout=deadline)
         _own_sockets.update(_sockets())
+        _store = Store(timeout)
+        _prepare_shell()
+    _store.renew()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(local_rank))
     device = torch.device("cpu")
     if backend == "nccl":
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-    store = dist.PrefixStore(f"epoch{epoch}", _store)
-    _checks = Checks(dist.PrefixStore("checks", store), timeout)
+    Checks(_store, timeout)
     dist.init_process_group(
         backend,
-        store=store,
+        store=dist.PrefixStore(f"epoch{epoch}", _store),
         rank=rank,
         world_size=world_size,
         timeout=deadline,
     )
     dist.barrier()
-    names.update(rank=rank, world_size=world_size, device=device, torch=torch, dist=dist)
+    _at_hand = AtHand(
+        names, rank=rank, world_size=world_size, device=device, torch=torch, dist=dist
+    )
+    set_aside()
+    if epoch == 1:
+        capture.take()  # what starting has printed is the reader's business only when it fails
     return lost
 
 
-def execute(source):
-    """Run a cell's source in this rank's namespace; returns its outcome (see ``_outcome``)."""
-    from IPython.utils.capture import capture_output
-
+def _prepare_shell():
     shell = _shell()
     shell.showtraceback = shell.showsyntaxerror = _leave_it_to_the_notebook
-    values = []
-    shell.display_trap.hook = values.append
-    with capture_output() as captured, _Busy():
-        result = shell.run_cell(source, store_history=False)
-        error = result.error_before_exec or result.error_in_exec
-        if error is None:
-            _synchronize()
-    outcome = _outcome(captured, error)
-    if not shell.displayhook.semicolon_at_end_of_expression(source):
-        shown = [shell.display_formatter.format(v) for v in values if v is not None]
-        outcome["displays"].extend(shown)
-    return outcome
+    shell.loop_runner = event_loop.run
+    builtins.input = _no_keyboard
 
 
 def _leave_it_to_the_notebook(*args, **kwargs):
     """In place of the engine's own printing of errors."""
 
 
+def _no_keyboard(prompt=""):
+    raise EOFError(
+        "a rank has no keyboard to read from; call input() in a cell without %%ranks and pass "
+        "the answer on: world.run(function, answer)"
+    )
+
+
+def execute(source):
+    """Run a cell's source in this rank's namespace; returns its outcome (see `outcome`)."""
+    shell = _shell()
+    values = []
+    shell.display_trap.hook = values.append
+
+    def run(displays):
+        result = shell.run_cell(source, store_history=False)
+        shell.history_manager.outputs.clear()  # where IPython keeps what a cell has printed
+        error = result.error_before_exec or result.error_in_exec
+        if error is not None:
+            raise error
+        _synchronize()
+        if not shell.displayhook.semicolon_at_end_of_expression(source):
+            shown = (shell.display_formatter.format(v) for v in values if v is not None)
+            displays.extend(shown)
+
+    return _outcome_of(run)
+
+
 def call(pickled):
     """Call a function with its arguments (a cloudpickle of the three); returns its outcome."""
     import cloudpickle
 
-    def run():
+    def run(displays):
         function, args, kwargs = cloudpickle.loads(pickled)
         value = function(*args, **kwargs)
         _synchronize()
-        return value
+        return cloudpickle.dumps(value)
 
-    return _valued(run)
+    return _outcome_of(run)
 
 
 def get(name):
     """The outcome of looking up a variable of this rank."""
+    import cloudpickle
 
-    def look_up():
+    def run(displays):
         if name not in _shell().user_ns:
             raise NameError(f"name {name!r} is not defined")
-        return _shell().user_ns[name]
+        return cloudpickle.dumps(_shell().user_ns[name])
 
-    return _valued(look_up)
+    return _outcome_of(run)
 
 
-def _valued(function):
-    """The outcome of a function without arguments, with its value pickled."""
-    import cloudpickle
+def _outcome_of(run):
+    """What comes of ``run(displays)``, which returns a pickled value or None."""
     from IPython.utils.capture import capture_output
 
-    error = value = None
-    with capture_output() as captured, _Busy():
+    from naranhi._ranks.outcome import outcome
+
+    capture.repair()
+    displays, error, value = [], None, None
+    with capture_output(stdout=False, stderr=False) as captured, event_loop.hidden(), _Busy():
         try:
-            value = cloudpickle.dumps(function())
+            value = run(displays)
         except BaseException as raised:
             error = raised
-    return _outcome(captured, error, value)
+    displays[:0] = [(output.data, output.metadata) for output in captured.outputs]
+    result = outcome(displays, error, value)
+    result["put_back"], result["left_group"] = _at_hand.put_back(), _at_hand.left_group()
+    capture.repair()  # the engine itself writes to the streams next
+    return result
 
 
 def _shell():
@@ -167,29 +199,6 @@ def _synchronize():
 
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-
-
-def _outcome(captured, error, value=None):
-    """Plain data: stdout, stderr, displays (data, metadata), error or None, pickled value."""
-    displays = [(o.data, o.metadata) for o in captured.outputs]
-    outcome = {
-        "stdout": captured.stdout,
-        "stderr": captured.stderr,
-        "displays": displays,
-        "error": None,
-        "value": value,
-    }
-    if error is not None:
-        frames = traceback.extract_tb(error.__traceback__)
-        outcome["error"] = {
-            "type": type(error).__name__,
-            "message": str(error),
-            "frames": [(f.filename, f.lineno, f.name, f.line or "") for f in frames],
-            "syntax": error.lineno if isinstance(error, SyntaxError) else None,
-            "calls": getattr(error, "calls", None),
-            "absent": getattr(error, "absent", None),
-        }
-    return outcome
 
 
 class _Busy:
@@ -228,8 +237,8 @@ def sever():
     gloo offers no way to abort a collective that waits for a peer (``ProcessGroup.abort`` does
     nothing there in torch 2.13), and only the operating system can end such a wait early.
     """
-    if _checks is not None:
-        _checks.severed = True
+    if _store is not None:
+        _store.severed = True
     for descriptor, _ in _sockets() - _own_sockets:
         try:
             with socket.socket(fileno=os.dup(descriptor)) as connection:

@@ -1,0 +1,228 @@
+"""Whatever a cell raises, exhausts or takes away: a RankError, and the next cell works."""
+
+import os
+import signal
+import time
+
+import pytest
+from kernels import processes_of, wait_until
+
+import naranhi
+from naranhi.world import World
+
+
+@pytest.fixture(scope="module")
+def world():
+    world = World(2, timeout=8.0)
+    yield world
+    world.close()
+
+
+@pytest.fixture(autouse=True)
+def next_cell_works(world, capsys):
+    yield
+    world.execute("x = torch.full((2,), rank + 1.0)\ndist.all_reduce(x)\nprint(x.tolist())")
+    assert capsys.readouterr().out.splitlines()[-1] == "[ranks 0-1] [3.0, 3.0]"
+
+
+UNTELLABLE = """
+class {name}(Exception):
+    def __str__(self):
+        {body}
+if rank == 1:
+    raise {name}()
+dist.barrier()
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("raise ValueError('no')", "<an error without words: its __str__ raised ValueError>"),
+        ("raise SystemExit(3)", "<an error without words: its __str__ raised SystemExit>"),
+        ("return 3", "<an error without words: its __str__ raised TypeError>"),
+        ("return '\\udc80'", "\\udc80"),
+        ("return type('Text', (str,), {})('odd')", "odd"),
+    ],
+)
+def test_an_exception_that_cannot_be_told(world, body, message):
+    start = time.monotonic()
+    with pytest.raises(naranhi.RankError) as failed:
+        world.execute(UNTELLABLE.format(name="Odd", body=body))
+    assert time.monotonic() - start < 6
+    assert str(failed.value).startswith(f"rank 1 raised Odd: {message}\n    at line 7 of the cell")
+    assert failed.value.rank == 1
+
+
+def test_an_exception_with_attributes_like_ours(world):
+    cell = "class Odd(Exception):\n    calls = absent = 7\nif rank == 1:\n    raise Odd('mine')"
+    with pytest.raises(naranhi.RankError, match="rank 1 raised Odd: mine"):
+        world.execute(cell)
+
+
+def test_a_closed_stdout_and_an_error(world):
+    with pytest.raises(naranhi.RankError, match="rank 0 raised KeyError: 'x'") as failed:
+        world.execute("import sys\nif rank == 0:\n    sys.stdout.close()\n    raise KeyError('x')")
+    assert failed.value.rank == 0
+
+
+def test_a_result_whose_text_cannot_be_made(world):
+    cell = "class Odd:\n    def __repr__(self):\n        raise SystemExit\nrank or Odd()"
+    with pytest.raises(naranhi.RankError, match="rank 0 raised SystemExit"):
+        world.execute(cell)
+
+
+def test_a_value_that_cannot_travel(world):
+    world.execute("import threading\nlock = threading.Lock()")
+    with pytest.raises(naranhi.RankError, match="ranks 0-1 raised TypeError: cannot pickle"):
+        world["lock"]
+
+
+LIMITED = """
+import resource
+if rank == 1:
+    used = int(open('/proc/self/statm').read().split()[0]) * 4096
+    resource.setrlimit(resource.RLIMIT_AS, (used + (256 << 20), -1))
+    kept = []
+    while True:
+        kept.append({allocate})
+dist.barrier()
+"""
+
+
+@pytest.mark.parametrize("allocate", ["bytearray(100_000)", "[0] * 50", "torch.empty(100_000)"])
+def test_a_memory_limit_reached_in_small_pieces(world, capsys, allocate):
+    with pytest.raises(naranhi.RankError, match=r"rank 1 (raised|died)") as failed:
+        world.execute(LIMITED.format(allocate=allocate))
+    assert failed.value.rank == 1
+    assert "memory" in str(failed.value).lower()
+    world.execute("print('on')")
+    assert capsys.readouterr().out.splitlines() == [
+        "ranks 0-1 restarted; the variables of earlier cells are lost",
+        "[ranks 0-1] on",
+    ]
+
+
+def test_one_allocation_that_is_too_large_loses_nothing(world, capsys):
+    world.execute("kept = rank")
+    with pytest.raises(naranhi.RankError, match="ranks 0-1 raised MemoryError"):
+        world.execute("bytearray(1 << 60)")
+    world.execute("print(kept)")
+    assert capsys.readouterr().out == "[rank 0] 0\n[rank 1] 1\n"
+
+
+@pytest.mark.parametrize("timeout", [float("inf"), float("nan"), 1e12, 0, -1])
+def test_a_deadline_that_is_none(timeout):
+    with pytest.raises(ValueError, match="above 0 and at most 1e\\+06"):
+        World(2, timeout=timeout)
+
+
+# ---- what every cell finds at hand --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cell", "names"),
+    [
+        ("torch = None", "torch"),
+        ("import random as dist\nrank = 'mine'", "dist, rank"),
+        ("del device, world_size", "device, world_size"),
+        ("%reset -f", "device, dist, rank, torch, world_size"),
+        ("if rank == 1:\n    torch = 3\n    1 / 0", "torch"),
+    ],
+)
+def test_names_that_a_cell_takes_away_are_put_back(world, capsys, cell, names):
+    try:
+        world.execute(cell)
+    except naranhi.RankError as failed:
+        assert "1 / 0" in str(failed)
+    said = f"put back, because every cell finds them at hand: {names}"
+    assert capsys.readouterr().out.splitlines() == [said]
+    world.execute("assert torch.ones(1).item() == 1 and dist.get_rank() == rank")
+    assert world.run(lambda: 1) == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "dist.destroy_process_group()",
+        "if rank == 0:\n    dist.destroy_process_group()",
+        "dist.destroy_process_group()\ndist.init_process_group('gloo', rank=0, world_size=1, "
+        "store=dist.HashStore())",
+    ],
+)
+def test_a_cell_that_destroys_the_default_group(world, capsys, cell):
+    world.execute("pair = dist.new_group([0, 1])")
+    world.execute(cell)
+    world.execute("x = torch.ones(1)\ndist.all_reduce(x)\nprint(x.item())")
+    assert capsys.readouterr().out.splitlines() == [
+        "the process group was rebuilt, because a cell had left it (destroy_process_group); "
+        "create again: pair",
+        "[ranks 0-1] 2.0",
+    ]
+
+
+def test_a_collective_behind_the_end_of_the_group(world):
+    with pytest.raises(naranhi.RankError, match="Default process group has not been initialized"):
+        world.execute("dist.destroy_process_group()\ndist.barrier()")
+
+
+# ---- gloo's own words ---------------------------------------------------------------------------
+
+
+def test_a_message_of_another_size_is_quoted_each_time(world, monkeypatch):
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")  # under which ipykernel does other things with output
+    cell = (
+        "if rank == 0:\n    dist.send(torch.ones(8), 1)\n"
+        "else:\n    dist.recv(torch.ones(4), 0)"
+    )
+    for _ in range(3):
+        with pytest.raises(naranhi.RankError) as failed:
+            world.execute(cell)
+        first = str(failed.value).splitlines()[0]
+        assert first.startswith("rank 1 died (killed by SIGABRT: ") and "32 vs 16" in first
+
+
+# ---- the controller -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("moment", ["between", "during"])
+def test_the_controller_dies(world, capsys, moment):
+    controller = world._ranks._cluster.controller.pid
+    before = processes_of(os.getpid())
+    if moment == "between":
+        os.kill(controller, signal.SIGKILL)
+        world._ranks._cluster.controller._wait_thread.join(10)
+    else:
+        start = time.monotonic()
+        with pytest.raises(naranhi.RankError, match="the controller died"):
+            world.execute(
+                f"import os, time\nif rank == 0:\n    os.kill({controller}, 9)\ntime.sleep(600)"
+            )
+        assert time.monotonic() - start < 12
+    world.execute("print('on')")
+    said = capsys.readouterr().out.splitlines()
+    assert said[-2:] == [
+        "ranks 0-1 restarted; the variables of earlier cells are lost",
+        "[ranks 0-1] on",
+    ]
+    assert moment == "during" or said[0] == "the controller died since the last cell"
+    wait_until(lambda: not {controller, *before} & {*processes_of(os.getpid())}, 5)
+
+
+# ---- results ------------------------------------------------------------------------------------
+
+
+def resident(pid):
+    return int(open(f"/proc/{pid}/statm").read().split()[1]) * 4096
+
+
+def test_results_stay_nowhere(world):
+    """Six times 40 MiB from each rank; malloc returns blocks above 32 MiB when they are freed."""
+    pids = os.getpid(), world._ranks._cluster.controller.pid
+    for _ in range(3):
+        world.run(bytes, 40 << 20)
+    before = [resident(pid) for pid in pids]
+    for _ in range(6):
+        assert [len(result) for result in world.run(bytes, 40 << 20)] == [40 << 20] * 2
+    grown = [resident(pid) - old for pid, old in zip(pids, before, strict=True)]
+    assert max(grown) < 100 << 20, grown

@@ -1,0 +1,123 @@
+"""Other users of this machine, and whoever finds a port: nobody gets in, or holds up anybody."""
+
+import contextlib
+import datetime
+import os
+import socket
+import subprocess
+import time
+
+import pytest
+import torch.distributed as dist
+
+import naranhi
+from naranhi.world import World
+
+
+@pytest.fixture(scope="module")
+def world():
+    world = World(2, timeout=8.0)
+    yield world
+    world.close()
+
+
+@pytest.fixture(autouse=True)
+def next_cell_works(world, capsys):
+    yield
+    world.execute("x = torch.ones(1)\ndist.all_reduce(x)\nprint(x.item())")
+    assert capsys.readouterr().out.splitlines()[-1] == "[ranks 0-1] 2.0"
+
+
+def ports_of(*pids):
+    """The ports of this machine that processes listen on."""
+    shown = subprocess.run(["ss", "-ltnpH"], capture_output=True, text=True, check=True).stdout
+    lines = [line for line in shown.splitlines() if any(f"pid={pid}," in line for pid in pids)]
+    return [int(line.split()[3].rpartition(":")[2]) for line in lines]
+
+
+def test_the_store_of_the_ranks_lets_in_nobody_without_the_secret(world):
+    ports = ports_of(os.getpid())
+    assert ports
+    for port in ports:
+        with pytest.raises((dist.DistStoreError, dist.DistNetworkError)):
+            stranger = dist.TCPStore("127.0.0.1", port, timeout=datetime.timedelta(seconds=1))
+            stranger.set("checks/0/1/0", '"barrier"')
+
+
+def test_the_controller_lets_in_nobody_without_its_key(world):
+    zmq = pytest.importorskip("zmq")
+    controller = world._ranks._cluster.controller.pid
+    with zmq.Context() as context:
+        for port in ports_of(controller):
+            with context.socket(zmq.DEALER) as stranger:
+                stranger.linger = 0
+                events = stranger.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+                stranger.connect(f"tcp://127.0.0.1:{port}")
+                assert not events.poll(300), f"port {port} of the controller let in a stranger"
+
+
+def test_a_first_line_without_end_is_cut_off(world):
+    for port in ports_of(os.getpid()):
+        with (
+            socket.create_connection(("127.0.0.1", port), timeout=5) as stranger,
+            pytest.raises((ConnectionResetError, BrokenPipeError)),
+        ):
+            for _ in range(64):
+                stranger.sendall(b"x" * (1 << 20))
+
+
+def test_silent_and_slow_strangers_delay_nobody(world):
+    with contextlib.ExitStack() as stack:
+        for port in ports_of(os.getpid()):
+            for _ in range(8):
+                stranger = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            stranger.sendall(b"{")  # and no more
+        start = time.monotonic()
+        with pytest.raises(naranhi.RankError, match=r"rank 1 died \(killed by SIGKILL\)") as died:
+            world.execute(
+                "import os, signal\n"
+                "if rank == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+                "import time\ntime.sleep(600)"
+            )
+        assert time.monotonic() - start < 12
+        assert died.value.rank == 1
+
+
+def test_a_stranger_that_sends_slowly_is_closed_in_time(world):
+    for port in ports_of(os.getpid()):
+        with socket.create_connection(("127.0.0.1", port), timeout=20) as stranger:
+            start = time.monotonic()
+            with contextlib.suppress(OSError):
+                while time.monotonic() - start < 15:
+                    stranger.sendall(b"{")
+                    time.sleep(0.2)  # this is how slow it is
+            assert time.monotonic() - start < 10
+
+
+def test_files_of_a_world_are_its_users_alone(world):
+    folder = world._ranks.folder
+    assert os.stat(folder).st_mode & 0o077 == 0
+    assert os.stat(folder).st_uid == os.geteuid()
+
+
+@pytest.fixture
+def nobody(needs):
+    """Another user of this machine."""
+    needs("setpriv", "util-linux", as_root=True)
+    import pwd
+
+    return pwd.getpwnam("nobody")
+
+
+def test_another_user_cannot_read_what_a_process_of_ours_knows(world, nobody):
+    pids = [os.getpid(), *world.run(os.getpid)]
+    for path in [world._ranks.folder, *(f"/proc/{pid}/environ" for pid in pids)]:
+        tried = subprocess.run(
+            ["cat" if path.endswith("environ") else "ls", path],
+            user=nobody.pw_uid,
+            group=nobody.pw_gid,
+            extra_groups=[],
+            capture_output=True,
+            text=True,
+        )
+        assert "Permission denied" in tried.stderr and tried.stdout == ""

@@ -1,0 +1,132 @@
+"""What is printed on a rank is shown with its rank, whoever prints it; ``await`` and ``input``."""
+
+import contextlib
+from pathlib import Path
+
+import pytest
+
+import naranhi
+from naranhi.world import World
+
+
+@pytest.fixture(scope="module")
+def world():
+    world = World(2, timeout=8.0)
+    yield world
+    world.close()
+
+
+@pytest.fixture(autouse=True)
+def next_cell_works(world, capsys):
+    yield
+    capsys.readouterr()
+    world.execute("print('on', flush=True)")
+    assert capsys.readouterr().out.splitlines()[-1] == "[ranks 0-1] on"
+
+
+@pytest.mark.parametrize(
+    "prints",
+    [
+        "import subprocess\nsubprocess.run(['echo', 'hello'], check=True);",
+        "import os\nassert os.system('echo hello') == 0",
+        "import os\nos.write(1, b'hello\\n');",
+        "import ctypes\nctypes.CDLL(None).puts(b'hello');",
+        "import sys\nsys.stdout.buffer.write(b'hello\\n');",
+        "import sys\nsys.__stdout__.write('hello\\n');",
+        "import sys\nsys.stdout.reconfigure(line_buffering=False)\nprint('hello')",
+    ],
+)
+def test_what_others_than_python_print(world, capsys, prints):
+    world.execute(prints)
+    assert capsys.readouterr().out == "[ranks 0-1] hello\n"
+
+
+def test_the_order_of_what_is_printed_is_kept(world, capsys):
+    world.execute(
+        "import os\nprint('first')\nassert os.system(f'echo second {rank}') == 0\nprint('third')"
+    )
+    assert capsys.readouterr().out.splitlines() == [
+        *("[rank 0] first", "[rank 0] second 0", "[rank 0] third"),
+        *("[rank 1] first", "[rank 1] second 1", "[rank 1] third"),
+    ]
+
+
+def test_a_child_that_writes_to_stderr(world, capsys):
+    world.execute("import os\nassert rank == 0 or os.system('echo careful >&2') == 0")
+    assert capsys.readouterr().err == "[rank 1] careful\n"
+
+
+def test_a_thread_that_outlives_its_cell_is_shown_with_the_next(world, capsys):
+    world.execute(
+        "import threading\n"
+        "go = threading.Event()\n"
+        "late = threading.Thread(target=lambda: (go.wait(), print('late')))\n"
+        "late.start()\n"
+        "print('now')"
+    )
+    assert capsys.readouterr().out == "[ranks 0-1] now\n"
+    world.execute("go.set()\nlate.join()")
+    assert capsys.readouterr().out == "[ranks 0-1] late\n"
+
+
+def test_what_a_rank_had_printed_before_it_died(world, capsys):
+    with pytest.raises(naranhi.RankError, match="rank 1 died"):
+        world.execute("import os\nprint('about to end', rank)\nif rank == 1:\n    os._exit(3)")
+    assert "[rank 1] about to end 1\n" in capsys.readouterr().out
+
+
+def test_large_output_comes_whole_and_does_not_stay_on_the_rank(world, capsys):
+    cell = "for i in range(1 << 14):\n    print('x' * 127)"
+    resident = []
+
+    def pages():
+        return int(Path("/proc/self/statm").read_text().split()[1])
+
+    for _ in range(12):
+        world.execute(cell)
+        assert capsys.readouterr().out.count("x" * 127) == 1 << 14
+        resident.append(max(world.run(pages)) * 4096)
+    assert resident[-1] - resident[3] < 8 << 20, "2 MiB a cell, eight cells"
+
+
+@pytest.mark.parametrize(
+    "breaks",
+    [
+        "import sys\nsys.stdout.close()",
+        "import sys\nsys.stdout = sys.stderr = None",
+        "import sys\nsys.stdout.write = None",
+        "import os\nos.close(1)\nos.close(2)",
+        "import os\nos.dup2(os.open('/dev/null', os.O_WRONLY), 1);",
+        "import sys\ndel sys.stdout, sys.stderr",
+    ],
+)
+def test_a_stream_that_a_cell_breaks_is_whole_in_the_next(world, breaks):
+    with contextlib.suppress(naranhi.RankError):  # IPython itself may miss what was deleted
+        world.execute(breaks)
+
+
+def test_await_in_a_cell(world, capsys):
+    cell = "import asyncio\nawait asyncio.sleep(0)\nprint('slept')\nawait asyncio.sleep(0, 3)"
+    world.execute(cell)
+    assert capsys.readouterr().out == "[ranks 0-1] slept\n[ranks 0-1] 3\n"
+    world.execute("task = asyncio.ensure_future(asyncio.sleep(0, rank))\nprint(await task)")
+    assert capsys.readouterr().out == "[rank 0] 0\n[rank 1] 1\n"
+    world.execute(
+        "async def main():\n    await asyncio.sleep(0)\n    return 'ran'\nasyncio.run(main())"
+    )
+    assert capsys.readouterr().out == "[ranks 0-1] 'ran'\n"
+
+
+def test_an_error_in_what_is_awaited(world):
+    with pytest.raises(naranhi.RankError, match="rank 1 raised KeyError: 'gone'") as failed:
+        world.execute(
+            "import asyncio\nasync def fail():\n    await asyncio.sleep(0)\n"
+            "    if rank == 1: raise KeyError('gone')\nawait fail()"
+        )
+    assert "at line 6 of the cell: await fail()" in str(failed.value)
+
+
+def test_a_rank_has_no_keyboard(world):
+    with pytest.raises(naranhi.RankError, match="a rank has no keyboard") as refused:
+        world.execute("name = input('name? ')")
+    assert "at line 2 of the cell: name = input('name? ')" in str(refused.value)
