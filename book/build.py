@@ -21,8 +21,10 @@ tagged ``hide-input`` shows its outputs and folds its code.
 """
 
 import argparse
+import contextlib
 import multiprocessing
 import shutil
+import signal
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -33,6 +35,26 @@ import execution
 import nbformat
 import parity
 import yaml
+
+
+@contextlib.contextmanager
+def workers(number: int):
+    """A pool of processes, which are killed when the block fails or is interrupted."""
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(number, context, initializer=leave_interrupts_to_the_parent)
+    try:
+        yield pool
+        pool.shutdown()
+    except BaseException:
+        for process in multiprocessing.active_children():
+            process.kill()
+        raise
+
+
+def leave_interrupts_to_the_parent():
+    """A terminal's Ctrl-C reaches all processes, and Sphinx goes on after some."""
+    # Not SIG_IGN, which the kernels of notebooks would inherit.
+    signal.signal(signal.SIGINT, lambda *_: None)
 
 
 def executions(root: Path, only_here: bool, jobs: int) -> bool:
@@ -48,8 +70,7 @@ def executions(root: Path, only_here: bool, jobs: int) -> bool:
     if jobs == 1:
         failures = list(map(one, sources))
     else:
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        with workers(jobs) as pool:
             failures = list(pool.map(one, sources))
     for failure in filter(None, failures):
         print(f"\n{failure}", file=sys.stderr)
@@ -79,8 +100,7 @@ def site(root: Path) -> bool:
     html = root / "_build" / "html"
     fresh = root / "_build" / "fresh"
     tasks = {}
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(len(render.LANGUAGES), mp_context=context) as pool:
+    with workers(len(render.LANGUAGES)) as pool:
         for language in render.LANGUAGES:
             folder, inputs = render.stage(language, root)
             stamp = html / language / ".inputs"
@@ -119,10 +139,20 @@ def main() -> int:
         help="record that both languages say the same now, on these pages or on all",
     )
     options = parser.parse_args()
-    root, started = options.root.resolve(), time.monotonic()
+    root = options.root.resolve()
     if options.declare_equal is not None:
         parity.declare_equal(root, options.declare_equal)
         return 0
+    try:
+        return build(root, options)
+    except KeyboardInterrupt:
+        print("Interrupted: the old pages stay; the next build goes on from here", file=sys.stderr)
+        return 130
+
+
+def build(root: Path, options: argparse.Namespace) -> int:
+    """What the command line asks for; the status to exit with."""
+    started = time.monotonic()
     print("Executing notebooks")
     if not executions(root, options.execute_only, options.jobs):
         return 1

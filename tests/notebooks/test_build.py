@@ -7,8 +7,10 @@ of them executes again what imports it, and nothing else, can then be tried with
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import nbformat
@@ -199,6 +201,66 @@ def test_a_warning_fails_the_build_and_the_old_pages_stay(book):
         assert "nonesuch" not in (book / f"_build/html/{language}/welcome.html").read_text()
     assert "en: FAILED" in result.stdout
     assert build(book).returncode == 1  # a warning does not pass by building again
+
+
+STUBBORN = """
+import time
+
+def setup(app):
+    print("begun", flush=True)
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        try:
+            time.sleep(end - time.monotonic())
+        except KeyboardInterrupt:
+            pass
+"""
+
+
+@pytest.mark.parametrize("reaches", ["all processes", "the build alone"])
+def test_ctrl_c_while_pages_are_rendered_ends_the_build(book, reaches):
+    """An extension of Sphinx stands for the places where Sphinx goes on after an interrupt."""
+    (book / "stubborn.py").write_text(STUBBORN)
+    config = (book / "_config.yml").read_text()
+    extension = f"local_extensions:\n    stubborn: {book}\n"
+    (book / "_config.yml").write_text(config.replace("local_extensions:\n", extension))
+    command = [sys.executable, BOOK / "build.py", "--root", book]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as building:
+        begun = 0
+        while begun < len(WORDS):
+            line = building.stdout.readline()
+            assert line, building.stderr.read()
+            begun += line == "begun\n"
+        children = [p for p in os.listdir("/proc") if p.isdigit() and parent(p) == building.pid]
+        if reaches == "all processes":  # as a terminal does
+            os.killpg(building.pid, signal.SIGINT)
+        else:
+            building.send_signal(signal.SIGINT)
+        try:
+            _, stderr = building.communicate(timeout=15)
+        finally:
+            if building.poll() is None:
+                os.killpg(building.pid, signal.SIGKILL)
+    assert building.returncode == 130
+    assert stderr.endswith("Interrupted: the old pages stay; the next build goes on from here\n")
+    assert len(children) >= len(WORDS)
+    end = time.monotonic() + 10
+    while any(os.path.exists(f"/proc/{pid}") for pid in children):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    for language in WORDS:
+        assert (book / f"_build/html/{language}/welcome.html").exists()
+    (book / "_config.yml").write_text(config)
+    assert build(book).returncode == 0
+
+
+def parent(pid):
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return None
 
 
 def test_provenance_tells_of_the_execution(built, tmp_path):
