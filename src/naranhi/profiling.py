@@ -11,9 +11,9 @@ from time import perf_counter
 import torch
 
 from naranhi.activation_memory import SavedTensors
+from naranhi.calls import put_together, take_apart
+from naranhi.nests import _tensors
 from naranhi.partition import LayerProfile
-from naranhi.recomputation import flatten
-from naranhi.shapes import Boundary
 
 
 def profile(layers, inputs, repeats=10, warmup=2):
@@ -65,7 +65,7 @@ def _count(layers, inputs):
     with torch.enable_grad(), SavedTensors(layers) as saved:
         for layer in layers:
             value = layer(value)
-            output_bytes.append(sum(tensor.nbytes for tensor in flatten((value,))[0]))
+            output_bytes.append(sum(tensor.nbytes for tensor in _tensors(value)))
     return saved, output_bytes
 
 
@@ -73,17 +73,17 @@ def _time(layers, inputs):
     """(forward, backward) of each layer, in seconds, in one run of the model."""
     times, value = [], _copy(inputs)
     for layer in layers:
-        takes = Boundary.of(value)
-        tensors = [tensor.detach().requires_grad_(tensor.requires_grad)
-                   for tensor in flatten((value,))[0]]
-        value = takes.value(tensors)
+        tensors, nest = take_apart(value)
+        tensors = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
+        # Copies, because autograd does not let a layer change a leaf in place.
+        value = put_together(nest, [tensor.clone() for tensor in tensors])
         weights = [parameter for parameter in layer.parameters() if parameter.requires_grad]
         wanted = [tensor for tensor in tensors if tensor.requires_grad] + weights
         start = _now()
         with torch.enable_grad():
             value = layer(value)
         middle = _now()
-        outputs = [tensor for tensor in flatten((value,))[0] if tensor.requires_grad]
+        outputs = [tensor for tensor in _tensors(value) if tensor.requires_grad]
         given = [torch.ones_like(tensor) for tensor in outputs]
         before = _now()
         if outputs:
@@ -93,8 +93,8 @@ def _time(layers, inputs):
 
 
 def _copy(inputs):
-    tensors, rebuild = flatten((inputs,))
-    return rebuild([tensor.detach().clone() for tensor in tensors])[0]
+    tensors, nest = take_apart(inputs)
+    return put_together(nest, [tensor.detach().clone() for tensor in tensors])
 
 
 def _now():

@@ -16,18 +16,24 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from naranhi.calls import Call, find_stranger
+from naranhi.parameter_hooks import at_rest, wait_where_none
+from naranhi.wrapper import Wrapper
 
-def recompute(function, *inputs, parameters=None):
-    """`function(*inputs)`, of which only the inputs are kept for the backward.
 
-    function: returns a tensor or a tuple of tensors, the same whenever it is called. It may draw
-    random numbers, as the state of torch's generators is restored (5,056 bytes on a CPU and 16 on
-    a GPU, kept beside the inputs). What it changes besides, such as the running means of a batch
-    norm, it changes twice.
-    inputs: tensors, tuples of tensors, or anything else, which is handed on as it is.
+def recompute(function, *inputs, parameters=None, **named):
+    """`function(*inputs, **named)`, of which only the inputs are kept for the backward.
+
+    function: returns tensors, also in tuples, lists, dicts and dataclasses, the same whenever it is
+    called. It may draw random numbers, as the state of torch's generators is restored (5,056 bytes
+    on a CPU and 16 on a GPU, kept beside the inputs). A module may change its buffers, which the
+    second call does not see: it works on copies of what the first one met. What else a function
+    changes, it changes twice, and hooks of modules in it run twice, as with torch's own.
+    inputs, named: tensors, also in tuples, lists, dicts and dataclasses, or anything else, which is
+    passed on as it is.
     parameters: the tensors besides the inputs that shall receive a gradient; by default those of
     `function` when that is a module. Without any tensor that requires a gradient, `function` is
-    just called.
+    just called. Their hooks run once, as ever.
 
     Raises TypeError when `function` returns something else. The backward raises ValueError when
     the function used another tensor that requires a gradient, which would not receive it, and
@@ -36,40 +42,32 @@ def recompute(function, *inputs, parameters=None):
     if parameters is None:
         parameters = function.parameters() if isinstance(function, nn.Module) else ()
     parameters = [parameter for parameter in parameters if parameter.requires_grad]
-    tensors, rebuild = flatten(inputs)
+    call, tensors = Call.of(function, inputs, named)
     if not any(tensor.requires_grad for tensor in (*tensors, *parameters)):
-        return function(*inputs)
-
-    def run(tensors):
-        return checked_outputs(function, function(*rebuild(tensors)))
-
-    return _Recompute.apply(run, len(tensors), *tensors, *parameters)
+        return function(*inputs, **named)
+    return call.result(_Recompute.apply(call, len(tensors), *tensors, *parameters))
 
 
-class Recompute(nn.Module):
+class Recompute(Wrapper):
     """A layer of which only the inputs are kept for the backward; see `recompute`."""
 
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, *inputs):
-        return recompute(self.layer, *inputs)
+    def forward(self, *inputs, **named):
+        return recompute(self.layer, *inputs, parameters=self.parameters(), **named)
 
 
 class _Recompute(torch.autograd.Function):
     @staticmethod
     def forward(ctx, run, count, *tensors):
         ctx.run, ctx.parameters = run, tensors[count:]
-        ctx.circumstances = _Circumstances(tensors)
+        ctx.circumstances = _Circumstances(tensors, run.function)
         # The parameters live anyway. They are here so that autograd notices when they have changed.
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
         outputs = run(tensors[:count])
+        ctx.circumstances.buffers.forget_the_same()
         # A mask that is handed on has no gradient; of the rest nothing can be said without a graph.
         constants = {id(tensor) for tensor in tensors if not tensor.requires_grad}
-        several = outputs if isinstance(outputs, tuple) else (outputs,)
-        ctx.mark_non_differentiable(*(one for one in several if id(one) in constants))
+        ctx.mark_non_differentiable(*(one for one in outputs if id(one) in constants))
         return outputs
 
     @staticmethod
@@ -81,31 +79,34 @@ class _Recompute(torch.autograd.Function):
                   for tensor, wants in zip(saved[:count], wants_gradient[:count], strict=True)]
         with torch.enable_grad(), ctx.circumstances.restored():
             outputs = ctx.run(inputs)
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         known = [*inputs, *ctx.parameters]
         _refuse_strangers(outputs, known)
 
         used = [(output, gradient) for output, gradient in zip(outputs, gradients, strict=True)
                 if output.requires_grad and gradient is not None]
-        if not used:
-            return (None,) * len(ctx.needs_input_grad)
-        found = iter(torch.autograd.grad(
-            [output for output, _ in used],
-            [tensor for tensor, wants in zip(known, wants_gradient, strict=True) if wants],
-            [gradient for _, gradient in used], allow_unused=True))
-        return None, None, *(next(found) if wants else None for wants in wants_gradient)
+        found = iter(())
+        if used:
+            with at_rest(ctx.parameters):  # their hooks run where these gradients go
+                found = iter(torch.autograd.grad(
+                    [output for output, _ in used],
+                    [tensor for tensor, wants in zip(known, wants_gradient, strict=True) if wants],
+                    [gradient for _, gradient in used], allow_unused=True))
+        found = [next(found, None) if wants else None for wants in wants_gradient]
+        wait_where_none(ctx.parameters, found[count:])
+        return None, None, *found
 
 
 class _Circumstances:
-    """What a result depends on besides inputs and weights: random state and autocast."""
+    """What a result depends on besides inputs and weights: random state, autocast and buffers."""
 
-    def __init__(self, tensors):
+    def __init__(self, tensors, function):
         self.gpus = sorted({tensor.get_device() for tensor in tensors if tensor.is_cuda})
         self.random = torch.get_rng_state()
         self.gpus_random = [torch.cuda.get_rng_state(gpu) for gpu in self.gpus]
         self.precision = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
             for kind in (["cpu", "cuda"] if self.gpus else ["cpu"])]
+        self.buffers = _Buffers(function)
 
     @contextmanager
     def restored(self):
@@ -116,59 +117,48 @@ class _Circumstances:
                 torch.cuda.set_rng_state(state, gpu)
             for kind, dtype, enabled in self.precision:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+            stack.enter_context(self.buffers.copies())
             yield
+
+
+class _Buffers:
+    """The buffers of a module as a forward has met them; of another function there are none."""
+
+    def __init__(self, function):
+        modules = function.modules() if isinstance(function, nn.Module) else ()
+        self._places = [(module._buffers, name) for module in modules
+                        for name, one in module._buffers.items() if one is not None]
+        met = {id(one): (one, one._version, one.clone()) for one in self._now()}
+        self._met = [met[id(one)] for one in self._now()]
+
+    def _now(self):
+        return [buffers[name] for buffers, name in self._places]
+
+    def forget_the_same(self):
+        """Keep copies only of those that the forward has changed or replaced."""
+        self._met = [
+            copy if now is not one or one._version != version else None
+            for (one, version, copy), now in zip(self._met, self._now(), strict=True)]
+
+    @contextmanager
+    def copies(self):
+        """Inside, the module has copies of them, which may change."""
+        own, copies = self._now(), {}
+        for (buffers, name), met, now in zip(self._places, self._met, own, strict=True):
+            source = now if met is None else met
+            buffers[name] = copies.setdefault(id(source), source.clone())
+        try:
+            yield
+        finally:
+            for (buffers, name), now in zip(self._places, own, strict=True):
+                buffers[name] = now
 
 
 def _refuse_strangers(outputs, known):
     """Raise ValueError if the graph of the outputs ends in a leaf that is not among the known."""
-    known = {id(tensor) for tensor in known}
     nodes = [output.grad_fn for output in outputs if output.grad_fn is not None]
-    seen = set(nodes)
-    while nodes:
-        node = nodes.pop()
-        if node.name().endswith("AccumulateGrad") and id(node.variable) not in known:
-            shape = tuple(node.variable.shape)
-            raise ValueError(
-                f"the recomputed function uses a tensor of shape {shape} that requires a gradient "
-                "and is neither an input nor in `parameters`: its gradient would be lost")
-        nodes += (new := {parent for parent, _ in node.next_functions if parent} - seen)
-        seen |= new
-
-
-_SLOT = object()
-
-
-def flatten(values):
-    """The tensors in nested tuples, and a function that puts others in their places."""
-    tensors = []
-
-    def strip(value):
-        if isinstance(value, torch.Tensor):
-            tensors.append(value)
-            return _SLOT
-        return tuple(map(strip, value)) if type(value) is tuple else value
-
-    places = strip(tuple(values))
-
-    def rebuild(tensors):
-        tensors = iter(tensors)
-
-        def fill(value):
-            if value is _SLOT:
-                return next(tensors)
-            return tuple(map(fill, value)) if type(value) is tuple else value
-
-        return fill(places)
-
-    return tensors, rebuild
-
-
-def checked_outputs(function, outputs):
-    """The outputs, if they are a tensor or a tuple of tensors; else TypeError naming `function`."""
-    several = outputs if isinstance(outputs, tuple) else (outputs,)
-    for output in several:
-        if not isinstance(output, torch.Tensor):
-            name = getattr(function, "__name__", type(function).__name__)
-            raise TypeError(
-                f"{name} returned {type(output).__name__}, not a tensor or a tuple of tensors")
-    return outputs
+    stranger = find_stranger(nodes, known)
+    if stranger is not None:
+        raise ValueError(
+            f"the recomputed function uses a tensor of shape {tuple(stranger.shape)} that requires "
+            "a gradient and is neither an input nor in `parameters`: its gradient would be lost")

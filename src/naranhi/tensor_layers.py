@@ -24,7 +24,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from naranhi.split_backward import Splittable
+from naranhi.split_backward import Splittable, as_kind
 from naranhi.tensor_random import different_numbers
 from naranhi.tensor_region import (
     copy_to_group,
@@ -72,19 +72,16 @@ class ColumnParallelLinear(Sharded):
 
     def as_splittable(self):
         # Of a sequence, all ranks' parts would have to be kept until the weights' gradients.
-        return Splittable(self) if self.sequence else SplittableColumn(self)
+        self.sends = self.sequence
+        return as_kind(Splittable if self.sequence else SplittableColumn, self)
 
 
 class SplittableColumn(Splittable):
     """A column-parallel layer whose all-reduce is outside of what the backward goes through twice,
     after the inputs' gradients."""
 
-    def __init__(self, layer):
-        super().__init__(layer)
-        layer.sends = False
-
     def forward(self, x):
-        return super().forward(copy_to_group(x, self.layer.group))
+        return super().forward(copy_to_group(x, self.group))
 
 
 class RowParallelLinear(Sharded):

@@ -73,10 +73,11 @@ def as_module(model):
 
 def _splits(model):
     """{name in the state_dict: (Split, group)} of all that is split."""
-    return {f"{prefix}.{name}".lstrip("."): (split, module.group)
-            for prefix, module in model.named_modules(remove_duplicate=False)
-            if isinstance(module, Sharded)
-            for name, split in module.splits.items()}
+    split_of = {id(getattr(module, name)): (split, module.group)
+                for module in model.modules() if isinstance(module, Sharded)
+                for name, split in module.splits.items()}
+    state = model.state_dict(keep_vars=True)
+    return {name: split_of[id(param)] for name, param in state.items() if id(param) in split_of}
 
 
 @torch.no_grad()

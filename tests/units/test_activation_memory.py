@@ -562,9 +562,9 @@ def test_a_weight_changed_before_the_backward_is_noticed():
 def test_a_result_that_is_no_tensor_is_refused():
     class Listing(nn.Module):
         def forward(self, x):
-            return [x]
+            return [x, iter([x])]
 
-    with pytest.raises(TypeError, match="Listing returned list"):
+    with pytest.raises(TypeError, match="Listing returned list_iterator, not a tensor or tensors"):
         Recompute(Listing())(torch.ones(2, requires_grad=True))
 
 

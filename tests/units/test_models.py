@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from transformers import BertConfig, GPT2Config, GPT2LMHeadModel
 
-from naranhi import models, paced, split_backward
+from naranhi import models, paced, split_backward, weights_later
 from naranhi.activation_memory import SavedTensors
 from naranhi.models import Paced
 from naranhi.recomputation import Recompute
@@ -62,7 +62,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    for module in (paced, split_backward):
+    for module in (paced, split_backward, weights_later):
         monkeypatch.setattr(module, "perf_counter", lambda: clock.now)
     monkeypatch.setattr(paced, "sleep", clock.sleep)
     return clock
@@ -239,9 +239,9 @@ def test_a_time_that_is_none_is_refused(times):
 def test_a_result_that_is_no_tensor_is_refused():
     class Listing(nn.Module):
         def forward(self, x):
-            return [x]
+            return [x, iter([x])]
 
-    with pytest.raises(TypeError, match="Listing returned list"):
+    with pytest.raises(TypeError, match="Listing returned list_iterator, not a tensor or tensors"):
         Paced(Listing(), 0, 0)(torch.ones(2))
 
 

@@ -1,0 +1,36 @@
+"""A module around another one, which outside of it looks like that one."""
+
+from torch import nn
+
+
+class Wrapper(nn.Module):
+    """A layer in another module: attributes, and names in the state_dict, are those of the layer.
+
+    Source: `torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper`.
+    """
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+        self.register_state_dict_post_hook(_strip_layer)
+        self.register_load_state_dict_pre_hook(_add_layer)
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            # Special methods are the wrapper's own: copying it copies not just the layer.
+            if name == "layer" or name.startswith("__"):
+                raise
+            return getattr(self.layer, name)
+
+
+def _strip_layer(module, state_dict, prefix, local_metadata):
+    inner = prefix + "layer."
+    for name in [name for name in state_dict if name.startswith(inner)]:
+        state_dict[prefix + name[len(inner):]] = state_dict.pop(name)
+
+
+def _add_layer(module, state_dict, prefix, *_):
+    for name in [name for name in state_dict if name.startswith(prefix)]:
+        state_dict[f"{prefix}layer.{name[len(prefix):]}"] = state_dict.pop(name)
