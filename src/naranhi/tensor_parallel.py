@@ -10,7 +10,8 @@ layers and attention (`tensor_layers`), embedding, head and cross-entropy (`voca
 random numbers (`tensor_random`) and state (`tensor_shards`).
 
 With sequence parallelism, what lies between the cut layers (norms, dropout, residuals) is split
-too, along the sequence; `sum_sequence_gradients` then ends each step's backward.
+too, along the sequence; `sum_sequence_gradients` (`sequence_gradients`) then ends each step's
+backward, unless ZeRO or other hooks have taken the gradients already.
 
 Every rank of the group is to be given the same batch, in the same order, and to stand at the same
 place of torch's random numbers: `agreement.require_same(group, tokens=..., targets=...)` compares.
@@ -28,6 +29,12 @@ import torch.distributed as dist
 from torch import nn
 
 from naranhi.agreement import fingerprint
+from naranhi.sequence_gradients import (
+    mark_sequence_module,
+    sequence_parameters,
+    sum_before_other_hooks,
+    sum_sequence_gradients,
+)
 from naranhi.tensor_layers import ColumnParallelLinear, ParallelAttention, RowParallelLinear
 from naranhi.tensor_random import RegionDropout
 from naranhi.tensor_region import (
@@ -42,7 +49,6 @@ from naranhi.tensor_shards import (
     Sharded,
     as_module,
     load_whole_state,
-    sum_sequence_gradients,
     whole_state,
 )
 from naranhi.vocabulary_parallel import (
@@ -116,7 +122,7 @@ class Tokenwise:
         if isinstance(layer, nn.Embedding):
             return OwnPositions(layer, group)
         layer = copy(layer)  # which has the same parameters
-        layer.sequence, layer.group = True, group
+        mark_sequence_module(layer, group)
         return layer
 
 
@@ -175,6 +181,7 @@ def parallelize(model, plan, group=None, sequence=False):
         module.set_submodule(name, layer)
         if isinstance(model, list) and name.isdigit():
             model[int(name)] = layer
+    sum_before_other_hooks(module)
     return model
 
 
@@ -211,15 +218,18 @@ def _tie(layers, new):
             users.setdefault(parameter, []).append((name, own))
     for (first, own), *others in users.values():
         for name, other in others:
-            if _split(new.get(first), own) != _split(new.get(name), other):
+            if _way(new.get(first), own) != _way(new.get(name), other):
                 raise ValueError(f"{first}.{own} and {name}.{other} are one parameter: the plan "
                                  "has to split both alike, or none")
-            if _split(new.get(first), own):
+            if own in getattr(new.get(first), "splits", ()):
                 setattr(new[name], other, getattr(new[first], own))
 
 
-def _split(layer, parameter):
-    return getattr(layer, "splits", {}).get(parameter)
+def _way(layer, parameter):
+    """How a layer has a parameter: cut like that, or whole, on its part of the sequence or not."""
+    if parameter in getattr(layer, "splits", ()):
+        return layer.splits[parameter]
+    return layer is not None and bool(sequence_parameters(layer))
 
 
 def _agree(module, plan, error, group):

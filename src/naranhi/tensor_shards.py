@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from naranhi.buckets import buckets, pack, unpack
-from naranhi.tensor_region import start_gather, start_reduce
+from naranhi.tensor_region import start_gather
 
 
 class Split(NamedTuple):
@@ -123,39 +122,3 @@ def load_whole_state(model, state):
             split, group = splits[name]
             whole = split.shard(whole, dist.get_rank(group))
         mine.copy_(whole)
-
-
-# --- sequence parallelism ------------------------------------------------------------------------
-
-
-def sequence_parameters(model):
-    """The parameters, by name, whose gradients `sum_sequence_gradients` is for: those that every
-    rank holds whole, and uses on its part of the sequence only."""
-    found = {}
-    for prefix, module in as_module(model).named_modules():
-        if getattr(module, "sequence", False):
-            splits = getattr(module, "splits", {})
-            found |= {f"{prefix}.{name}".lstrip("."): (parameter, module.group)
-                      for name, parameter in module.named_parameters(recurse=False)
-                      if name not in splits and parameter.requires_grad}
-    return found
-
-
-def sum_sequence_gradients(model):
-    """Sum over the group the gradients of what is replicated inside sequence parallelism.
-
-    Norms, position embeddings, and biases added after a row-parallel product see only this rank's
-    part of the sequence, so that a rank's gradients are parts of a sum. Call it once in a step,
-    after the last micro-batch's backward and before the optimizer's step (all ranks of the group;
-    on a pipeline, with the stage's layers). Sums over data-parallel ranks may come before or after.
-    A parameter without gradient is given one, of zeros. Without sequence parallelism it does
-    nothing.
-    """
-    by_group = {}
-    for parameter, group in sequence_parameters(model).values():
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        by_group.setdefault(group, {})[parameter] = parameter.grad
-    for group, gradients in by_group.items():
-        for bucket in buckets(list(gradients.values())):
-            unpack(start_reduce(pack(bucket), group)(), bucket)
