@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from naranhi.split_backward import Splittable, as_kind
+from naranhi.tensor_checks import is_conv1d, require_attention, require_linear
 from naranhi.tensor_random import different_numbers
 from naranhi.tensor_region import (
     copy_to_group,
@@ -44,13 +45,14 @@ class ColumnParallelLinear(Sharded):
     first. parts: see `Split`; 3 for queries, keys and values in one. pad: fill up outputs of one
     part with zeros. `gather_from_group` puts the outputs together, if they are needed whole.
 
-    Raises ValueError when the ranks do not divide the outputs of each part; TypeError for another
-    kind of layer.
+    Raises ValueError when the ranks do not divide the outputs of each part, and where hooks or a
+    parametrization would be lost; TypeError for another kind of layer, also a subclass.
     """
 
     def __init__(self, linear, group=None, parts=1, sequence=False, pad=False):
         super().__init__(group, sequence)
-        self.transposed, self.sends = _is_conv1d(linear), True
+        require_linear(linear)
+        self.transposed, self.sends = is_conv1d(linear), True
         dim = 1 if self.transposed else 0
         outputs = linear.weight.shape[dim]
         if outputs % (parts * self.ranks) and not (pad and parts == 1):
@@ -88,12 +90,14 @@ class RowParallelLinear(Sharded):
     """A linear layer of which this rank has some of the inputs: (..., inputs / ranks) to (...,
     outputs), the same on every rank; with `sequence`, (..., sequence / ranks, outputs).
 
-    Raises ValueError when the ranks do not divide the inputs; TypeError for another kind of layer.
+    Raises ValueError when the ranks do not divide the inputs, and where hooks or a parametrization
+    would be lost; TypeError for another kind of layer, also a subclass.
     """
 
     def __init__(self, linear, group=None, sequence=False):
         super().__init__(group, sequence)
-        self.transposed = _is_conv1d(linear)
+        require_linear(linear)
+        self.transposed = is_conv1d(linear)
         dim = 0 if self.transposed else 1
         inputs = linear.weight.shape[dim]
         if inputs % self.ranks:
@@ -160,15 +164,15 @@ class ParallelAttention(nn.Module):
     (batch, sequence / ranks, hidden). Its `c_attn` is to be a ColumnParallelLinear of 3 parts, and
     its `c_proj` a RowParallelLinear. Attention's dropout draws other numbers on each rank.
 
-    Raises ValueError when the ranks do not divide the heads, and for attention between two
-    sequences, or in mixed precision of its own; TypeError for another kind of layer.
+    Raises ValueError when the ranks do not divide the heads, for attention between two sequences or
+    in mixed precision of its own, and where hooks would be lost; TypeError for another kind of
+    layer, also a subclass.
     """
 
     def __init__(self, attention, group=None):
         super().__init__()
         ranks = dist.get_world_size(group)
-        if not hasattr(attention, "reorder_and_upcast_attn"):
-            raise TypeError(f"GPT-2's attention is needed, not {type(attention).__name__}")
+        require_attention(attention)
         if attention.num_heads % ranks:
             raise ValueError(f"{ranks} ranks do not divide {attention.num_heads} heads")
         if attention.is_cross_attention or attention.reorder_and_upcast_attn:
@@ -180,7 +184,7 @@ class ParallelAttention(nn.Module):
 
     def forward(self, x, attention_mask=None, past_key_values=None, **_):
         if past_key_values is not None:
-            raise ValueError("attention split over ranks has no cache")
+            raise ValueError("attention split over ranks has no cache: pass use_cache=False")
         # Each (batch, heads of this rank, sequence, head size).
         q, k, v = (part.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
                    for part in self.c_attn(x).chunk(3, -1))
@@ -237,12 +241,3 @@ def _as_autocast(x, *weights):
     dtype, as_they_are = torch.get_autocast_dtype(kind), (None, torch.float64)
     return tuple(one if getattr(one, "dtype", None) in as_they_are else one.to(dtype)
                  for one in (x, *weights))
-
-
-def _is_conv1d(linear):
-    """Whether the weight is (inputs, outputs). TypeError for a layer of another kind."""
-    if isinstance(linear, nn.Linear):
-        return False
-    if hasattr(linear, "nf") and linear.weight.dim() == 2:
-        return True
-    raise TypeError(f"a Linear or GPT-2's Conv1D is needed, not {type(linear).__name__}")

@@ -35,6 +35,12 @@ from naranhi.sequence_gradients import (
     sum_before_other_hooks,
     sum_sequence_gradients,
 )
+from naranhi.tensor_checks import (
+    require_embedding,
+    require_layers_of_tokens,
+    require_slow_path,
+    require_tokenwise,
+)
 from naranhi.tensor_layers import ColumnParallelLinear, ParallelAttention, RowParallelLinear
 from naranhi.tensor_random import RegionDropout
 from naranhi.tensor_region import (
@@ -54,6 +60,7 @@ from naranhi.tensor_shards import (
 from naranhi.vocabulary_parallel import (
     VocabularyParallelEmbedding,
     VocabularyParallelHead,
+    refuse_partial_logits,
     vocabulary_cross_entropy,
 )
 
@@ -98,12 +105,18 @@ class Heads:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """An embedding, or a head, is cut by its words."""
+    """An embedding, or a head, is cut by its words. gather_output: a head returns the logits of all
+    words on every rank, as generating needs them, and not those of the rank's own words."""
+
+    gather_output: bool = False
 
     def cut(self, layer, group, sequence):
-        if isinstance(layer, nn.Embedding):
-            return VocabularyParallelEmbedding(layer, group, sequence)
-        return VocabularyParallelHead(layer, group, sequence)
+        if not isinstance(layer, nn.Embedding):
+            return VocabularyParallelHead(layer, group, sequence, self.gather_output)
+        if self.gather_output:
+            raise ValueError("what an embedding returns is whole on every rank: gather_output is "
+                             "for a head")
+        return VocabularyParallelEmbedding(layer, group, sequence)
 
 
 @dataclass(frozen=True)
@@ -115,10 +128,9 @@ class Tokenwise:
     def cut(self, layer, group, sequence):
         if not sequence:
             return layer
-        if list(layer.children()):
-            raise ValueError("what it is made of has to be named, layer by layer")
+        require_tokenwise(layer)
         if isinstance(layer, nn.Dropout):
-            return RegionDropout(layer.p, group).train(layer.training)
+            return RegionDropout(layer.p, group, layer.inplace)
         if isinstance(layer, nn.Embedding):
             return OwnPositions(layer, group)
         layer = copy(layer)  # which has the same parameters
@@ -132,17 +144,23 @@ class OwnPositions(Sharded):
 
     def __init__(self, embedding, group):
         super().__init__(group, True)
-        self.num_embeddings = embedding.num_embeddings
+        require_embedding(embedding)
+        self.num_embeddings, self.padding_idx = embedding.num_embeddings, embedding.padding_idx
         self.take("weight", embedding.weight)
 
     def forward(self, positions):
-        return nn.functional.embedding(scatter_to_group(positions, self.group), self.weight)
+        own = scatter_to_group(positions, self.group)
+        return nn.functional.embedding(own, self.weight, self.padding_idx)
 
 
-def gpt2_plan():
-    """The plan for `models.gpt2`: one all-reduce each way for each attention and each MLP."""
+def gpt2_plan(gather_output=False):
+    """The plan for `models.gpt2`: one all-reduce each way for each attention and each MLP.
+
+    It fits a whole `GPT2LMHeadModel` of transformers too. gather_output: of its head, see
+    `Vocabulary`.
+    """
     return {
-        "*wte": Vocabulary(), "*lm_head": Vocabulary(),
+        "*wte": Vocabulary(), "*lm_head": Vocabulary(gather_output),
         "*.attn": Heads(), "*.attn.c_attn": Column(parts=3), "*.attn.c_proj": Row(),
         "*.mlp.c_fc": Column(), "*.mlp.c_proj": Row(),
         "*wpe": Tokenwise(), "*ln_[12f]": Tokenwise(), "*drop": Tokenwise(),
@@ -169,7 +187,8 @@ def parallelize(model, plan, group=None, sequence=False):
     Raises ValueError on every rank of the group, before anything is changed: for a pattern that no
     layer has, a layer that two patterns have or that is cut already, heads, inputs or outputs that
     the ranks do not divide, a tied parameter not cut alike in all places, for ranks with different
-    plans or weights; TypeError for a layer that cannot be cut in this way.
+    plans or weights, and for what a cut layer would lose, such as hooks, parametrizations and
+    pruning; TypeError for a layer that cannot be cut in this way, also a subclass of one that can.
     """
     module, error, new = as_module(model), None, {}
     try:
@@ -181,12 +200,15 @@ def parallelize(model, plan, group=None, sequence=False):
         module.set_submodule(name, layer)
         if isinstance(model, list) and name.isdigit():
             model[int(name)] = layer
+    refuse_partial_logits(module)
     sum_before_other_hooks(module)
     return model
 
 
 def _new_layers(module, plan, group, sequence):
     """{name: the layer that takes its place}, in the order of `named_modules`."""
+    if sequence:
+        require_layers_of_tokens(module)
     # A layer that is used in two places has two names.
     layers, chosen, new = dict(module.named_modules(remove_duplicate=False)), {}, {}
     for pattern, way in plan.items():
@@ -202,6 +224,7 @@ def _new_layers(module, plan, group, sequence):
             if chosen.get(f"{name}.{child}") != way:
                 raise ValueError(f"{name}: the plan has to split its {child} as {way}")
         try:
+            require_slow_path(layers[name.rpartition(".")[0]])
             new[name] = chosen[name].cut(layers[name], group, sequence)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{name}: {error}") from error

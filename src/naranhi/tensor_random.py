@@ -43,8 +43,8 @@ def different_numbers(x, group=None):
 class RegionDropout(nn.Dropout):
     """Dropout inside the split region: each rank of the group draws numbers of its own."""
 
-    def __init__(self, p, group=None):
-        super().__init__(p)
+    def __init__(self, p, group=None, inplace=False):
+        super().__init__(p, inplace)
         self.group = group
 
     def forward(self, x):

@@ -12,6 +12,7 @@ Source: Shoeybi et al. (2019), section 3.
 """
 
 import math
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -20,8 +21,14 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from naranhi.data import NOTHING
+from naranhi.tensor_checks import require_embedding, require_head
 from naranhi.tensor_layers import ColumnParallelLinear
-from naranhi.tensor_region import reduce_from_group, reduce_scatter_to_sequence, start_reduce
+from naranhi.tensor_region import (
+    gather_from_group,
+    reduce_from_group,
+    reduce_scatter_to_sequence,
+    start_reduce,
+)
 from naranhi.tensor_shards import Sharded, Split
 
 
@@ -29,24 +36,28 @@ class VocabularyParallelEmbedding(Sharded):
     """An `nn.Embedding` of which this rank has some of the rows: (...) whole numbers to (...,
     hidden), on every rank the same; with `sequence`, (batch, sequence / ranks, hidden).
 
-    Raises ValueError for an embedding with options (padding_idx, max_norm and the like). A token
+    Its padding_idx is kept: that row gets no gradient.
+
+    Raises ValueError for other options (max_norm and the like), and where hooks or a
+    parametrization would be lost; TypeError for another kind of layer, also a subclass. A token
     that is not in the vocabulary raises RuntimeError in the forward, on a GPU later than that.
     """
 
     def __init__(self, embedding, group=None, sequence=False):
         super().__init__(group, sequence)
-        if embedding.padding_idx is not None or embedding.max_norm is not None \
-                or embedding.scale_grad_by_freq or embedding.sparse:
-            raise ValueError("an embedding with padding_idx, max_norm, scale_grad_by_freq or "
-                             "sparse gradients is not provided for")
+        require_embedding(embedding)
         self.num_embeddings, self.embedding_dim = embedding.weight.shape
         self.take("weight", embedding.weight, Split(0, self.num_embeddings, self.ranks))
+        self.padding_idx = embedding.padding_idx
+        each = len(self.weight)
+        is_here = self.padding_idx is not None and self.padding_idx // each == self.rank
+        self.padding_row = self.padding_idx % each if is_here else None
 
     def forward(self, tokens):
         fine = ((tokens >= 0) & (tokens < self.num_embeddings)).all()
         torch._assert_async(fine, f"a token is not in the vocabulary of {self.num_embeddings}")
         row, here = _own(tokens, len(self.weight), self.rank)
-        rows = F.embedding(row, self.weight).masked_fill(~here.unsqueeze(-1), 0)
+        rows = F.embedding(row, self.weight, self.padding_row).masked_fill(~here.unsqueeze(-1), 0)
         summed = reduce_scatter_to_sequence if self.sequence else reduce_from_group
         return summed(rows, self.group)
 
@@ -55,13 +66,18 @@ class VocabularyParallelHead(ColumnParallelLinear):
     """The head, a linear layer of which this rank has some of the words: (..., hidden) to logits
     (..., words / ranks, rounded up), for `vocabulary_cross_entropy`. Those of the padding are -inf.
 
-    Raises TypeError for another kind of layer.
+    With `gather_output` every rank gets all logits, (..., words), as sampling and a loss of
+    somebody else's need them. Every rank has to go on alike with them: its gradients are those of
+    one loss, not a part of a sum.
+
+    Raises ValueError where hooks or a parametrization would be lost; TypeError for another kind of
+    layer, also a subclass.
     """
 
-    def __init__(self, linear, group=None, sequence=False):
-        if not isinstance(linear, torch.nn.Linear):
-            raise TypeError(f"a Linear is needed, not {type(linear).__name__}")
+    def __init__(self, linear, group=None, sequence=False, gather_output=False):
+        require_head(linear)
         super().__init__(linear, group, sequence=sequence, pad=True)
+        self.gather_output = gather_output
         words, each = self.splits["weight"].size, self.weight.shape[0]
         own = min(max(words - each * self.rank, 0), each)
         # Added as a bias is, for which the product needs no second pass over the logits.
@@ -72,7 +88,29 @@ class VocabularyParallelHead(ColumnParallelLinear):
         bias = self.bias
         if self.mask is not None:
             bias = self.mask if bias is None else bias + self.mask
-        return self.product(x, bias)
+        logits = self.product(x, bias)
+        if self.gather_output:
+            logits = gather_from_group(logits, self.group)[..., :self.splits["weight"].size]
+        return logits
+
+
+def refuse_partial_logits(model):
+    """Let those parts of a model raise ValueError that would take a head's part for all logits.
+
+    These are the methods `generate` and `loss_function` of `transformers`' models: each rank would
+    choose among its own words, and so go on with other tokens than the others.
+    """
+    for owner in model.modules():
+        names = [name for name, layer in owner.named_modules()
+                 if isinstance(layer, VocabularyParallelHead) and not layer.gather_output]
+        for method in ("generate", "loss_function") if names else ():
+            if hasattr(type(owner), method):
+                setattr(owner, method, partial(_refuse_part, names[0], method))
+
+
+def _refuse_part(name, method, *_, **__):
+    raise ValueError(f"{method} needs the logits of all words, and {name} returns those of this "
+                     "rank only: cut it by Vocabulary(gather_output=True)")
 
 
 def vocabulary_cross_entropy(logits, targets, group=None):
