@@ -38,7 +38,7 @@ import torch.distributed as dist
 from naranhi import sharded_state
 from naranhi.agreement import require_same
 from naranhi.collectives.chunks import overlap
-from naranhi.gradient_norm import norm_power, total_norm
+from naranhi.gradient_norm import norm_power, split_over, total_norm
 from naranhi.held import held
 from naranhi.replicas import broadcast_buffers, make_equal, require_same_gradients
 from naranhi.step_checks import require_finite, require_own, require_trained
@@ -177,6 +177,11 @@ class Zero(Passes):
         """
         if not largest > 0:
             raise ValueError(f"a norm is clipped to a number above 0, not to {largest!r}")
+        if any(dist.get_world_size(group) > 1 for group in split_over(self.model).values()):
+            raise ValueError(
+                "clip() cannot be used on a tensor-parallel model: each rank of the tensor group "
+                "would find the norm of its own part, and scale by another factor; train without "
+                "Zero and use gradient_norm.clip_grad_norm_, or leave clip() out")
         norm = total_norm(self.norm_power(norm_type), norm_type, self.group)
         if not isfinite(norm):
             raise FloatingPointError(f"the gradients' norm is {norm}")

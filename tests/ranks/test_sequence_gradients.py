@@ -290,6 +290,28 @@ def test_gradients_that_cannot_be_summed_are_refused(five):
         assert words in first[what], first[what]
 
 
+def zero_clip(stage):
+    """The error of `Zero.clip` on a tensor-parallel model."""
+    if not (place := groups()):
+        return None
+    tensor, shares = place
+    model = nn.Sequential(*parallelize(gpt2(), gpt2_plan(), tensor))
+    zero, tokens = Zero(model, stage, group=shares), batch(0)
+    with zero.summing():
+        vocabulary_cross_entropy(model(tokens), tokens, tensor).backward()
+    with pytest.raises(ValueError) as error:
+        zero.clip(1.0)
+    zero.close()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_zero_refuses_to_clip_by_the_norm_of_a_part(five, stage):
+    """On each rank of the tensor group it would be another norm."""
+    for told in five.call(zero_clip, stage)[:4]:
+        assert "clip() cannot be used on a tensor-parallel model" in told
+
+
 class Named(nn.Module):
     """Has an attribute that sequence parallelism might take for its own."""
 
