@@ -176,13 +176,17 @@ class Flat:
         if self.stage > 1:
             _free(self.gradients)
 
+    def gradient_parts(self):
+        """This rank's part of each parameter's gradient, in order, as a view; it may be empty."""
+        for place in self.places:
+            start, stop = (max(one - self.mine.start, 0) for one in (place.start, place.stop))
+            yield self.gradient[start:stop]
+
     def not_finite(self):
         """The names of parameters in this rank's piece whose gradient is infinite or no number."""
-        fine = self.gradient.isfinite()
-        if not fine.all():
-            for name, place in zip(self.names, self.places, strict=True):
-                start, stop = (max(one - self.mine.start, 0) for one in (place.start, place.stop))
-                if not fine[start:stop].all():
+        if not self.gradient.isfinite().all():
+            for name, part in zip(self.names, self.gradient_parts(), strict=True):
+                if not part.isfinite().all():
                     yield name
 
     # --- the optimizer's step --------------------------------------------------------------------

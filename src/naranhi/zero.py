@@ -31,14 +31,13 @@ the hooks and for gathering ahead. In production: `fully_shard`, and DeepSpeed.
 """
 
 from contextlib import contextmanager
-from math import isfinite
 
 import torch.distributed as dist
 
 from naranhi import sharded_state
 from naranhi.agreement import require_same
 from naranhi.collectives.chunks import overlap
-from naranhi.gradient_norm import norm_power, split_over, total_norm
+from naranhi.gradient_norm import norm_of_parts, norm_power, scale_to, split_over
 from naranhi.held import held
 from naranhi.replicas import broadcast_buffers, make_equal, require_same_gradients
 from naranhi.step_checks import require_finite, require_own, require_trained
@@ -172,21 +171,19 @@ class Zero(Passes):
     def clip(self, largest, norm_type=2.0):
         """Scale the gradients down to a global norm of at most `largest`; the norm they had.
 
-        The norm of all of them, over all ranks' shards, as `torch.nn.utils.clip_grad_norm_` has it.
-        Raises FloatingPointError on every rank, before anything is scaled, where it is not finite.
+        The norm of the whole model, as `torch.nn.utils.clip_grad_norm_` has it in one process: over
+        all ranks' shards, and over the tensor groups whose ranks hold parts of a layer, all ranks
+        of which call this too. Raises FloatingPointError on every rank, before anything is scaled,
+        where it is not finite.
         """
-        if not largest > 0:
-            raise ValueError(f"a norm is clipped to a number above 0, not to {largest!r}")
-        if any(dist.get_world_size(group) > 1 for group in split_over(self.model).values()):
-            raise ValueError(
-                "clip() cannot be used on a tensor-parallel model: each rank of the tensor group "
-                "would find the norm of its own part, and scale by another factor; train without "
-                "Zero and use gradient_norm.clip_grad_norm_, or leave clip() out")
-        norm = total_norm(self.norm_power(norm_type), norm_type, self.group)
-        if not isfinite(norm):
-            raise FloatingPointError(f"the gradients' norm is {norm}")
-        for gradient in self.shard_gradients():
-            gradient.mul_(min(1.0, largest / (norm + 1e-6)))
+        split, gradients = split_over(self.model), self.shard_gradients()
+        parts = {None: [] if split else gradients, **{group: [] for group in split.values()}}
+        if split:
+            for flat in self.flats:
+                for parameter, part in zip(flat.parameters, flat.gradient_parts(), strict=True):
+                    parts[split.get(parameter)].append(part)
+        norm = norm_of_parts(parts, norm_type, [self.group], gradients[0].device)
+        scale_to(gradients, largest, norm)
         return norm
 
     def step(self, optimizer):

@@ -1,5 +1,8 @@
 """Gradients of what is replicated along the sequence, whoever takes them: to one process's."""
 
+import math
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -88,12 +91,10 @@ def trained(way, wrap, calls):
     for step in range(STEPS):
         first, second = batch(step).chunk(2)[dist.get_rank(shares)].chunk(2)
         (zero or stepper).zero_grad()
-        backward(first)
-        if zero or parallel:
-            with (zero or parallel).summing():
-                backward(second)
-        else:
-            backward(second)
+        with (zero or parallel).no_sync() if zero or parallel else nullcontext():
+            backward(first)
+        backward(second)
+        if not (zero or parallel):
             sum_in_buckets(model, shares)
         if calls:
             sum_sequence_gradients(model)
@@ -157,11 +158,8 @@ def exact(way):
     own = [tensor_.chunk(2)[dist.get_rank(shares)].chunk(2, 1)[dist.get_rank(tensor)]
            for tensor_ in (x, grad)]
     stepper = torch.optim.SGD(zero.groups if zero else model.parameters(), lr=1.0)
-    if zero or parallel:
-        with (zero or parallel).summing():
-            model(own[0]).backward(own[1])
-    else:
-        model(own[0]).backward(own[1])
+    model(own[0]).backward(own[1])
+    if not (zero or parallel):
         sum_in_buckets(model, shares)
     sum_sequence_gradients(model)
     zero.step(stepper) if zero else stepper.step()
@@ -290,26 +288,37 @@ def test_gradients_that_cannot_be_summed_are_refused(five):
         assert words in first[what], first[what]
 
 
-def zero_clip(stage):
-    """The error of `Zero.clip` on a tensor-parallel model."""
+def zero_clip(stage, sequence):
+    """By norm type: the norm that `Zero.clip` finds of tensor-parallel shards, and after clipping
+    to half of it, both over one process's."""
     if not (place := groups()):
         return None
     tensor, shares = place
-    model = nn.Sequential(*parallelize(gpt2(), gpt2_plan(), tensor))
-    zero, tokens = Zero(model, stage, group=shares), batch(0)
-    with zero.summing():
-        vocabulary_cross_entropy(model(tokens), tokens, tensor).backward()
-    with pytest.raises(ValueError) as error:
-        zero.clip(1.0)
+    unsplit, tokens = nn.Sequential(*gpt2()).double(), batch(0)
+    (data.loss(unsplit(tokens), tokens.roll(-1, 1)) / tokens.numel()).backward()
+    gradients = [param.grad for param in unsplit.parameters()]
+    layers = nn.ModuleList(gpt2()).double()
+    model = nn.Sequential(*parallelize(list(layers), gpt2_plan(), tensor, sequence))
+    zero, found = Zero(model, stage, group=shares), {}
+    own = tokens.chunk(2)[dist.get_rank(shares)]
+    for kind in (2.0, 1.0, math.inf):
+        loss = vocabulary_cross_entropy(model(own), own.roll(-1, 1), tensor)
+        (loss / tokens.numel()).backward()
+        norm = nn.utils.get_total_norm(gradients, kind).item()
+        before = zero.clip(norm / 2, kind)
+        found[kind] = before / norm, 2 * zero.clip(1e30, kind) / norm
+        zero.zero_grad()
     zero.close()
-    return str(error.value)
+    return found
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_zero_refuses_to_clip_by_the_norm_of_a_part(five, stage):
-    """On each rank of the tensor group it would be another norm."""
-    for told in five.call(zero_clip, stage)[:4]:
-        assert "clip() cannot be used on a tensor-parallel model" in told
+@pytest.mark.parametrize("stage, sequence", [(1, False), (2, True), (3, False), (3, True)])
+def test_zero_clips_to_the_norm_of_the_whole_model(five, stage, sequence):
+    """What a tensor group holds whole counts once, what it holds in parts with all of them."""
+    for found in five.call(zero_clip, stage, sequence)[:4]:
+        for before, after in found.values():
+            assert before == pytest.approx(1, rel=1e-6)
+            assert after == pytest.approx(1, rel=1e-4)  # scaled by max_norm / (norm + 1e-6)
 
 
 class Named(nn.Module):
