@@ -1,0 +1,88 @@
+"""Train GPT-2 on DeepSpeed's pipeline engine: the model as a list of layers, cut by the engine.
+
+    deepspeed --num_gpus 4 deepspeed_pipeline.py                    on a node of GPUs
+    torchrun --standalone --nproc-per-node 4 deepspeed_pipeline.py  anywhere
+"""
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.pipe import PipelineModule, TiedLayerSpec
+from model_and_data import (
+    IGNORE_INDEX,
+    Collate,
+    load_model,
+    load_passages,
+    parser,
+    summed_cross_entropy,
+)
+from torch.utils.data import DataLoader, RandomSampler
+
+
+def arguments():
+    options = parser(__doc__)
+    options.add_argument("--microbatches", type=int, default=4)
+    options.add_argument("--local_rank", type=int, help="given by DeepSpeed's launcher")
+    return options.parse_args()
+
+
+class Embedding(torch.nn.Module):
+    """Tokens and positions; as the last layer, with the same weight, the head."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.wte, self.wpe = model.transformer.wte, model.transformer.wpe
+
+    def forward(self, tokens):
+        return self.wte(tokens) + self.wpe.weight[:tokens.shape[1]]
+
+
+def layers(model):
+    """GPT-2 as a list, of which the engine keeps those of its stage."""
+    head = TiedLayerSpec("embedding", Embedding, model, tied_weight_attr="wte.weight",
+                         forward_fn=lambda layer, x: x @ layer.wte.weight.t())
+    return [TiedLayerSpec("embedding", Embedding, model, tied_weight_attr="wte.weight"),
+            *model.transformer.h, model.transformer.ln_f, head]
+
+
+def main():
+    options = arguments()
+    deepspeed.init_distributed()
+    ranks, pieces = dist.get_world_size(), options.microbatches
+    model = load_model(options)
+
+    def loss_fn(logits, labels):  # of a micro-batch; DeepSpeed divides by the number of these
+        targets, count = labels
+        return pieces * summed_cross_entropy(logits, targets) / count[0]
+
+    module = PipelineModule(layers(model), num_stages=ranks, loss_fn=loss_fn,
+                            partition_method="uniform", dynamic_shape=True)
+    engine, *_ = deepspeed.initialize(model=module, model_parameters=module.parameters(), config={
+        "train_batch_size": options.batch,
+        "train_micro_batch_size_per_gpu": options.batch // pieces,  # else one micro-batch
+        "optimizer": {"type": "AdamW", "params": {
+            "lr": options.lr, "weight_decay": 0.01, "torch_adam": True}},
+        "gradient_clipping": 0.0,
+        "steps_per_print": 10**9})
+    data = load_passages(options)
+    sampler = RandomSampler(data, generator=torch.Generator().manual_seed(options.seed))
+    loader = DataLoader(data, options.batch, sampler=sampler, drop_last=True, num_workers=1,
+                        collate_fn=Collate(options, model.config.n_positions))
+
+    def micro_batches():
+        for batch in loader:
+            tokens, targets = batch["input_ids"], batch["targets"]
+            count = (targets != IGNORE_INDEX).sum().expand(options.batch)  # of the whole step
+            parts = zip(*(one.chunk(pieces) for one in (tokens, targets, count)), strict=True)
+            yield from ((tokens, (targets, count)) for tokens, targets, count in parts)
+
+    batches = micro_batches()
+    for step in range(options.steps):
+        loss = engine.train_batch(batches)
+        if dist.get_rank() == 0:
+            print(f"step {step}: loss {loss.item():.6f}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Train GPT-2 with fully_shard (FSDP2): each rank has a shard of every parameter.
+
+    torchrun --standalone --nproc-per-node 4 fsdp.py --bf16 --save state
+    torchrun --standalone --nproc-per-node 2 fsdp.py --bf16 --save state --resume --steps 100
+"""
+
+from itertools import islice
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from model_and_data import (
+    IGNORE_INDEX,
+    Collate,
+    join,
+    load_model,
+    load_passages,
+    parser,
+    summed_loss,
+)
+from torch.distributed.checkpoint import state_dict as states
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.data import DataLoader, DistributedSampler
+from transformers import AutoConfig, AutoModelForCausalLM
+
+
+def arguments():
+    options = parser(__doc__)
+    options.add_argument("--bf16", action="store_true", help="compute and reduce in bfloat16")
+    options.add_argument("--save", help="a folder for the state after the last step")
+    options.add_argument("--resume", action="store_true", help="begin with what is saved there")
+    return options.parse_args()
+
+
+def shard(options, device):
+    """The model in shards. It is whole on rank 0 only, and there on the CPU."""
+    with torch.device("meta"):  # shapes without memory
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(options.model))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if options.bf16 else None)
+    for block in model.transformer.h:
+        fully_shard(block, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    model.to_empty(device=device)
+    whole = load_model(options).state_dict() if dist.get_rank() == 0 else {}
+    from_rank_0 = states.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    states.set_model_state_dict(model, whole, options=from_rank_0)
+    return model
+
+
+def main():
+    options, device = arguments(), join()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    model = shard(options, device)
+    data = load_passages(options)
+    sampler = DistributedSampler(data, seed=options.seed)
+    loader = DataLoader(data, options.batch // ranks, sampler=sampler, drop_last=True,
+                        num_workers=1, collate_fn=Collate(options, model.config.n_positions))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
+
+    state = {"step": 0}
+    if options.resume:
+        state["model"], state["optimizer"] = states.get_state_dict(model, optimizer)
+        dcp.load(state, checkpoint_id=options.save)  # shards for as many ranks as there are now
+        states.set_state_dict(model, optimizer, model_state_dict=state["model"],
+                              optim_state_dict=state["optimizer"])
+    for step, batch in enumerate(islice(loader, state["step"], options.steps), state["step"]):
+        batch = batch.to(device)
+        count = (batch["targets"] != IGNORE_INDEX).sum()
+        dist.all_reduce(count)
+        loss = summed_loss(model, batch) / count
+        (ranks * loss).backward()  # fully_shard divides the sum of the gradients by the ranks
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.all_reduce(loss.detach_())
+        if rank == 0:
+            print(f"step {step}: loss {loss.item():.6f}", flush=True)
+    if options.save:
+        state["model"], state["optimizer"] = states.get_state_dict(model, optimizer)
+        dcp.save({**state, "step": options.steps}, checkpoint_id=options.save)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

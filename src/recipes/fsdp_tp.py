@@ -1,0 +1,87 @@
+"""Train GPT-2 on a 2-D mesh: layers are cut across `tp` ranks, and their parts by fully_shard.
+
+    torchrun --standalone --nproc-per-node 4 fsdp_tp.py --tp 2
+"""
+
+import torch
+import torch.distributed as dist
+from model_and_data import (
+    IGNORE_INDEX,
+    Collate,
+    join,
+    load_model,
+    load_passages,
+    parser,
+    summed_loss,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.data import DataLoader, DistributedSampler
+
+
+def arguments():
+    options = parser(__doc__)
+    options.add_argument("--tp", type=int, default=2, help="ranks that share each layer")
+    return options.parse_args()
+
+
+def as_linear(conv):
+    """GPT-2's Conv1D as the nn.Linear that it is, which parallelize_module knows."""
+    linear = torch.nn.utils.skip_init(torch.nn.Linear, conv.nx, conv.nf)
+    linear.weight.data, linear.bias.data = conv.weight.data.t().contiguous(), conv.bias.data
+    return linear
+
+
+def cut(model, mesh):
+    """Attention by heads and the MLP by columns, then rows: one all-reduce after each."""
+    ranks = mesh.size()
+    for block in model.transformer.h:
+        for parent, name in ((block.attn, "c_attn"), (block.attn, "c_proj"),
+                             (block.mlp, "c_fc"), (block.mlp, "c_proj")):
+            setattr(parent, name, as_linear(getattr(parent, name)))
+        # The rows are all queries, then all keys, then all values. A rank takes rows in a run, so
+        # first put the queries, keys and values of each rank's heads next to each other.
+        qkv = block.attn.c_attn
+        for tensor in (qkv.weight, qkv.bias):
+            tensor.data = tensor.data.unflatten(0, (3, ranks, -1)).transpose(0, 1).flatten(0, 2)
+        block.attn.split_size //= ranks
+        parallelize_module(block, mesh, {
+            "attn.c_attn": ColwiseParallel(), "attn.c_proj": RowwiseParallel(),
+            "mlp.c_fc": ColwiseParallel(), "mlp.c_proj": RowwiseParallel()})
+
+
+def main():
+    options, device = arguments(), join()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh(device.type, (ranks // options.tp, options.tp),
+                            mesh_dim_names=("dp", "tp"))
+    shares, share = mesh["dp"].size(), mesh["dp"].get_local_rank()
+    model = load_model(options).to(device)
+    cut(model, mesh["tp"])
+    for block in model.transformer.h:
+        fully_shard(block, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    data = load_passages(options)
+    # The ranks of a tp group work on the same rows.
+    sampler = DistributedSampler(data, shares, share, seed=options.seed)
+    loader = DataLoader(data, options.batch // shares, sampler=sampler, drop_last=True,
+                        num_workers=1, collate_fn=Collate(options, model.config.n_positions))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
+
+    for step, batch in zip(range(options.steps), loader, strict=False):
+        batch = batch.to(device)
+        count = (batch["targets"] != IGNORE_INDEX).sum()
+        dist.all_reduce(count, group=mesh["dp"].get_group())
+        loss = summed_loss(model, batch) / count
+        (shares * loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.all_reduce(loss.detach_(), group=mesh["dp"].get_group())
+        if rank == 0:
+            print(f"step {step}: loss {loss.item():.6f}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

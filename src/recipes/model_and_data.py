@@ -1,0 +1,81 @@
+"""What the recipes share: a model, its data, the loss of a batch, the options of each script."""
+
+import argparse
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from datasets import load_dataset
+from torch.nn.functional import cross_entropy, pad
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+SMALL = Path(__file__).parent / "small"
+IGNORE_INDEX = -100  # the target that a loss leaves out
+
+
+def parser(description):
+    """The options of every recipe; each may add its own."""
+    options = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = options.add_argument
+    add("--model", default=SMALL / "gpt2", help="a name on the hub (gpt2), or a folder")
+    add("--data", default=SMALL / "text", help="likewise (rajpurkar/squad), with a column context")
+    add("--batch", type=int, default=8, help="passages in a step, over all ranks; default: 8")
+    add("--steps", type=int, default=50, help="default: 50")
+    add("--lr", type=float, default=1e-3, help="AdamW's learning rate; default: 0.001")
+    add("--seed", type=int, default=0, help="of weights and order; default: 0")
+    return options
+
+
+def load_model(options):
+    """Return the model, with the hub's weights; the small one has none, and gets random ones."""
+    torch.manual_seed(options.seed)
+    if options.model == SMALL / "gpt2":
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(options.model))
+    return AutoModelForCausalLM.from_pretrained(options.model)
+
+
+def load_passages(options):
+    """Return the data set, of which the recipes read the column `context`."""
+    return load_dataset(str(options.data), split="train")
+
+
+class Collate:
+    """Passages as a batch of token ids, a mask and targets: for each token, the next one."""
+
+    def __init__(self, options, positions, padding=True):
+        self.tokenizer = AutoTokenizer.from_pretrained(options.model)
+        self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token
+        self.positions, self.padding = positions, padding
+
+    def __call__(self, rows):
+        batch = self.tokenizer(
+            [row["context"] for row in rows], return_tensors="pt", padding=self.padding,
+            padding_side="right", truncation=True, max_length=self.positions)
+        tokens = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, IGNORE_INDEX)
+        batch["targets"] = pad(tokens[:, 1:], (0, 1), value=IGNORE_INDEX)
+        return batch
+
+
+def summed_cross_entropy(logits, targets):
+    """Return the loss summed over all targets: by what to divide it, only the whole step knows."""
+    return cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum",
+                         ignore_index=IGNORE_INDEX)
+
+
+def summed_loss(model, batch):
+    """Return `summed_cross_entropy` of a batch."""
+    logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    return summed_cross_entropy(logits, batch["targets"])
+
+
+def join():
+    """Join the other ranks; return this rank's device, a GPU of its own where there are any."""
+    if not torch.cuda.is_available():
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    return device

@@ -1,0 +1,47 @@
+"""Train GPT-2 with transformers' Trainer: the shortest way, which decides the rest by itself.
+
+    python trainer.py                                           one device
+    torchrun --standalone --nproc-per-node 4 trainer.py         DistributedDataParallel
+    accelerate launch --num_processes 4 --use_fsdp trainer.py   FSDP
+"""
+
+import os
+
+import torch
+from model_and_data import IGNORE_INDEX, Collate, load_model, load_passages, parser
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+
+class Print(TrainerCallback):
+    def on_log(self, arguments, state, control, logs, **_):
+        if state.is_world_process_zero and "loss" in logs:
+            print(f"step {state.global_step - 1}: loss {logs['loss']:.6f}", flush=True)
+
+
+def main():
+    options = parser(__doc__).parse_args()
+    model = load_model(options)
+    collate = Collate(options, model.config.n_positions)
+    data = load_passages(options)
+    order = torch.randperm(len(data), generator=torch.Generator().manual_seed(options.seed))
+
+    def with_labels(rows):  # the Trainer moves targets by itself
+        batch = collate(rows)
+        batch.pop("targets")
+        batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, IGNORE_INDEX)
+        batch["labels"][:, 0] = IGNORE_INDEX  # nothing predicts it, but the Trainer would count it
+        return batch
+
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    Trainer(model, TrainingArguments(
+        output_dir="trainer", max_steps=options.steps, learning_rate=options.lr, seed=options.seed,
+        per_device_train_batch_size=options.batch // ranks, lr_scheduler_type="constant",
+        weight_decay=0.01, max_grad_norm=0.0, train_sampling_strategy="sequential",
+        logging_steps=1, logging_nan_inf_filter=False, save_strategy="no", report_to="none",
+        remove_unused_columns=False, disable_tqdm=True, dataloader_drop_last=True,
+        use_cpu=not torch.cuda.is_available()),
+        data_collator=with_labels, train_dataset=data.select(order), callbacks=[Print()]).train()
+
+
+if __name__ == "__main__":
+    main()

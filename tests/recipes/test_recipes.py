@@ -1,0 +1,85 @@
+"""The recipes run as their readers run them, and print the losses of `single.py`."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from datasets import load_dataset
+
+from naranhi import corpus
+
+RECIPES = Path(__file__).parents[2] / "src" / "recipes"
+SCRIPTS = sorted(path.name for path in RECIPES.glob("*.py"))
+ENVIRONMENT = {**os.environ, "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1",
+               "OMP_NUM_THREADS": "1"}
+LINE = re.compile(r"step (\d+): loss ([\d.]+)")
+STEPS = 3
+
+
+def losses(folder, command, steps=STEPS):
+    """What a recipe prints, as {step: loss}."""
+    done = subprocess.run([*command, "--steps", str(steps)], cwd=folder, env=ENVIRONMENT,
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {int(step): float(loss) for step, loss in LINE.findall(done.stdout)}
+
+
+def torchrun(ranks, script):
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+            str(ranks), str(RECIPES / script)]
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    """{step: loss} of one process."""
+    found = losses(tmp_path_factory.mktemp("single"), [sys.executable, RECIPES / "single.py"])
+    assert list(found) == list(range(STEPS))
+    assert found[0] - found[2] > 0.1, "or the weights' changes would not be told"
+    return found
+
+
+@pytest.mark.parametrize("ranks, script, options", [
+    (2, "ddp.py", []),
+    (2, "fsdp.py", []),
+    (4, "fsdp_tp.py", []),
+    (3, "pipeline.py", []),
+    (2, "deepspeed_zero.py", ["--stage", "3"]),
+    (2, "deepspeed_pipeline.py", []),
+    (2, "trainer.py", []),
+])
+def test_losses_are_those_of_one_process(tmp_path, single, ranks, script, options):
+    found = losses(tmp_path, [*torchrun(ranks, script), *options])
+    assert found == pytest.approx(single, abs=5e-6), script
+
+
+def test_a_saved_state_goes_on_with_fewer_ranks(tmp_path, single):
+    """In each step the loss of a run that was never cut."""
+    save = ["--save", str(tmp_path / "state")]
+    before = losses(tmp_path, [*torchrun(2, "fsdp.py"), *save], 2)
+    after = losses(tmp_path, [*torchrun(1, "fsdp.py"), *save, "--resume"], STEPS)
+    assert (list(before), list(after)) == ([0, 1], [2])
+    assert before | after == pytest.approx(single, abs=5e-6)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_recipe_is_short_and_needs_nothing_of_ours(script):
+    text = (RECIPES / script).read_text()
+    assert len(text.splitlines()) < 120
+    assert "naranhi" not in text
+
+
+def test_the_text_is_that_of_the_book():
+    passages = load_dataset(str(RECIPES / "small" / "text"), split="train")["context"]
+    assert list(passages) == corpus.unique(corpus.contexts())
+
+
+def test_without_a_hub_the_error_says_so(tmp_path):
+    done = subprocess.run([sys.executable, RECIPES / "single.py", "--model", "gpt2"], cwd=tmp_path,
+                          env={**ENVIRONMENT, "HF_HOME": str(tmp_path)}, capture_output=True,
+                          text=True)
+    assert done.returncode != 0
+    assert "couldn't connect to 'https://huggingface.co'" in done.stderr
+    assert "offline mode" in done.stderr
