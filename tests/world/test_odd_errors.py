@@ -191,7 +191,8 @@ def test_the_controller_dies(world, capsys, moment):
     before = processes_of(os.getpid())
     if moment == "between":
         os.kill(controller, signal.SIGKILL)
-        world._ranks._cluster.controller._wait_thread.join(10)
+        # Its scheduler holds the lifeline open until it has been ended too.
+        wait_until(lambda: not world._ranks.controller_alive(), 5)
     else:
         start = time.monotonic()
         with pytest.raises(naranhi.RankError, match="the controller died"):
