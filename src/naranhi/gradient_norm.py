@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from naranhi.collectives import all_gather
+from naranhi.sequence_gradients import unsummed
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, *,
@@ -28,9 +29,13 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, *
     groups: those over whose ranks the model is spread otherwise, such as a pipeline's.
     counted_elsewhere: parameters of this rank that count on another, such as later tied copies.
 
-    Raises ValueError for a `max_norm` or `norm_type` that is not above 0; FloatingPointError on
-    every rank, before anything is scaled, for a norm that is not finite.
+    Raises ValueError for a `max_norm` or `norm_type` that is not above 0; RuntimeError where
+    `sum_sequence_gradients` has not been called yet; FloatingPointError on every rank, before
+    anything is scaled, for a norm that is not finite.
     """
+    if names := unsummed(model):
+        raise RuntimeError(f"the gradient of {names[0]} is this rank's part of a sum: call "
+                           "sum_sequence_gradients before clipping")
     split, gradients = split_over(model), [p.grad for p in model.parameters() if p.grad is not None]
     skipped = set(counted_elsewhere)
     parts = {None: [], **{group: [] for group in split.values()}}

@@ -89,6 +89,12 @@ def sum_sequence_gradients(model: nn.Module | list[nn.Module]) -> None:
             unpack(start_reduce(pack(bucket), group)(), bucket)
 
 
+def unsummed(model: nn.Module | list[nn.Module]) -> list[str]:
+    """Return the names of parameters whose gradient `sum_sequence_gradients` has yet to sum."""
+    return [name for name, (param, _) in sequence_parameters(model).items()
+            if param.grad is not None and (sum_of := _sum_of(param)) and sum_of.left]
+
+
 class _Sum:
     """A hook of a parameter, the first: sums its gradient over the group if others will see it."""
 

@@ -148,6 +148,24 @@ def test_a_norm_that_is_not_finite_is_an_error_on_every_rank(eight):  # noqa: F8
     assert eight(2, not_finite) == [("the gradients' norm is nan", True)] * 2
 
 
+def too_early():
+    """On a rank: the error of clipping before the gradients of the sequence are summed."""
+    layers, _, inputs, targets, count = make("gpt2")
+    with Mesh(1, 1, 2) as mesh:
+        parallelize(layers, gpt2_plan(), mesh.tensor, True)
+        loss = partial(vocabulary_cross_entropy, group=mesh.tensor)
+        with Pipeline(layers, schedules.gpipe(1, 4), loss, group=mesh.pipeline) as pipe:
+            pipe.step(inputs, targets, count)
+            with pytest.raises(RuntimeError) as error:
+                pipe.clip_grad_norm_(1.0)
+    return str(error.value)
+
+
+def test_parts_of_the_sequence_must_be_summed_first(eight):  # noqa: F811
+    for told in eight(2, too_early):
+        assert "is this rank's part of a sum: call sum_sequence_gradients before clipping" in told
+
+
 def losses(arguments):
     options = train.parse(arguments.split())
     with Training(options) as training:
