@@ -37,18 +37,32 @@ def without_a_trace():
 def copied(layers: Iterable[nn.Module]) -> list[nn.Module]:
     """Return copies of the layers, which share among themselves what the layers share.
 
-    An attribute that cannot be copied, such as a process group or a lock, is shared with the
-    original. Raises what copying a layer raises.
+    An object outside of the layers one of whose methods is a hook is shared with the original, and
+    so is an attribute that cannot be copied, such as a process group or a lock. Raises what copying
+    a layer raises.
     """
-    layers, memo = list(layers), {}
-    for module in nn.ModuleList(layers).modules():
+    layers = list(layers)
+    modules = list(nn.ModuleList(layers).modules())
+    memo = {id(owner): owner for owner in _hook_owners(modules)}
+    for module in modules:
         for name, value in vars(module).items():
             if name not in ("_parameters", "_buffers", "_modules"):
                 try:
-                    deepcopy(value, {})
+                    deepcopy(value, dict(memo))
                 except Exception:
                     memo[id(value)] = value
     return [deepcopy(layer, memo) for layer in layers]
+
+
+def _hook_owners(modules):
+    """The objects besides the modules whose bound methods are hooks."""
+    for module in modules:
+        for name, hooks in vars(module).items():
+            if name.endswith("_hooks") and isinstance(hooks, dict):
+                for hook in hooks.values():
+                    owner = getattr(hook, "__self__", None)
+                    if owner is not None and not any(owner is one for one in modules):
+                        yield owner
 
 
 def storages(layers: Iterable[nn.Module]) -> set[torch.UntypedStorage]:

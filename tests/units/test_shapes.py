@@ -207,3 +207,22 @@ def test_a_layer_may_change_in_place_what_it_takes():
     takes.note_changes(value, [leaf])
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(saved.sum(), given)
+
+
+class Outside:
+    """Keeps what cannot be copied without values: a storage."""
+
+    def __init__(self):
+        self.storage, self.calls = torch.zeros(3).untyped_storage(), 0
+
+    def hook(self, module, inputs, output):
+        self.calls += 1
+
+
+def test_the_owner_of_a_hook_is_not_copied(caplog):
+    """A copy would count beside it; and copying a storage without values is logged by torch."""
+    layer, outside = nn.Linear(2, 2), Outside()
+    layer.register_forward_hook(outside.hook)
+    shapes.after([layer], shapes.Boundary.of(torch.zeros(1, 2)))
+    assert outside.calls == 1
+    assert not caplog.records
