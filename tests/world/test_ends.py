@@ -1,5 +1,6 @@
 """What is left when a World ends in which processes are stopped, and what a long sleep does."""
 
+import functools
 import os
 import signal
 import subprocess
@@ -24,6 +25,15 @@ def test_close_with_a_stopped_rank_leaves_nothing():
     assert time.monotonic() - start < 10
     assert not os.path.exists(folder)
     wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids), 5)
+
+
+def test_close_on_a_machine_too_slow_to_end_in_time():
+    """Processes that were killed, and still seem alive when the wait for them ends."""
+    other = World(2)
+    folder, lifelines = other._ranks.folder, other._ranks.lifelines
+    lifelines.kill = functools.partial(lifelines.kill, seconds=0.0)
+    other.close()
+    assert not os.path.exists(folder)
 
 
 @pytest.mark.parametrize("stopped", ["rank", "controller", "parent"])

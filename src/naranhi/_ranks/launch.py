@@ -255,8 +255,9 @@ class Launched:
     def close(self):
         """Kill the processes, close the sockets, remove the folder."""
         left = self.lifelines.kill()
-        if left and self.members:
-            slurm.kill_step(self.members[0].step)
+        step = self.members[0].step if self.members else ""  # "" outside of an allocation
+        if left and step:
+            slurm.kill_step(step)
         for launcher in self._launchers():
             if launcher.state == "running":  # it may not have come to hold its lifeline yet
                 processes.kill(launcher.pid)
