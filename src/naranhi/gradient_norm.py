@@ -14,6 +14,7 @@ from torch import nn
 
 from naranhi.collectives import all_gather
 from naranhi.sequence_gradients import unsummed
+from naranhi.tensor_shards import Sharded
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, *,
@@ -51,7 +52,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, *
 def split_over(model: nn.Module) -> dict[nn.Parameter, dist.ProcessGroup]:
     """Return the parameters of which each rank of a group holds a part, with that group."""
     return {getattr(module, name): module.group for module in model.modules()
-            for name in getattr(module, "splits", ())}
+            if isinstance(module, Sharded) for name in module.splits}
 
 
 def norm_of_parts(parts: dict[dist.ProcessGroup | None, list[torch.Tensor]], norm_type: float,
@@ -103,13 +104,6 @@ def over_ranks(power: torch.Tensor, norm_type: float, group: dist.ProcessGroup) 
     table = power.new_empty(dist.get_world_size(group))
     all_gather(table, power, group)
     return table.max() if norm_type == inf else table.sum()
-
-
-def total_norm(power: torch.Tensor, norm_type: float = 2.0,
-               group: dist.ProcessGroup | None = None) -> float:
-    """Return the norm of which each rank of the group has passed its `norm_power`."""
-    total = over_ranks(power, norm_type, group)
-    return (total if norm_type == inf else total.pow(1 / norm_type)).item()
 
 
 def scale_to(gradients: Iterable[torch.Tensor], max_norm: float, norm: float):

@@ -109,9 +109,11 @@ def test_a_tied_copy_would_show(eight):  # noqa: F811
 
 
 def replicas():
-    """On a rank: the norm of a model of which each rank has a copy, and that of one process."""
+    """On a rank: the norm of a model of which each rank has a copy, and that of one process. An
+    attribute of the model happens to be called as one of tensor parallelism's."""
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)), torch.randn(6, 4)
+    model[0].splits = ("weight",)
     model(x).sum().backward()
     alone = nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
     model.zero_grad()
