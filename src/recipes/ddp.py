@@ -3,7 +3,6 @@
     torchrun --standalone --nproc-per-node 4 ddp.py
 """
 
-import torch
 import torch.distributed as dist
 from model_and_data import (
     IGNORE_INDEX,
@@ -11,6 +10,7 @@ from model_and_data import (
     join,
     load_model,
     load_passages,
+    make_optimizer,
     parser,
     summed_loss,
 )
@@ -27,7 +27,7 @@ def main():
     sampler = DistributedSampler(data, seed=options.seed)  # the same order, other rows of it
     loader = DataLoader(data, options.batch // ranks, sampler=sampler, drop_last=True,
                         num_workers=1, collate_fn=Collate(options, model.config.n_positions))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
+    optimizer = make_optimizer(options, model.parameters())
 
     for step, batch in zip(range(options.steps), loader, strict=False):
         batch = batch.to(device)

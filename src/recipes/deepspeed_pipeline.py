@@ -13,6 +13,7 @@ from model_and_data import (
     Collate,
     load_model,
     load_passages,
+    make_optimizer,
     parser,
     summed_cross_entropy,
 )
@@ -57,11 +58,10 @@ def main():
 
     module = PipelineModule(layers(model), num_stages=ranks, loss_fn=loss_fn,
                             partition_method="uniform", dynamic_shape=True)
-    engine, *_ = deepspeed.initialize(model=module, model_parameters=module.parameters(), config={
+    optimizer = make_optimizer(options, module.parameters())
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config={
         "train_batch_size": options.batch,
         "train_micro_batch_size_per_gpu": options.batch // pieces,  # else one micro-batch
-        "optimizer": {"type": "AdamW", "params": {
-            "lr": options.lr, "weight_decay": 0.01, "torch_adam": True}},
         "gradient_clipping": 0.0,
         "steps_per_print": 10**9})
     data = load_passages(options)

@@ -13,6 +13,7 @@ from model_and_data import (
     Collate,
     load_model,
     load_passages,
+    make_optimizer,
     parser,
     summed_loss,
 )
@@ -35,11 +36,10 @@ def main():
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = load_model(options)
     engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=model.parameters(), config={
+        model=model, optimizer=make_optimizer(options, model.parameters()), config={
             "train_batch_size": options.batch,
             "gradient_accumulation_steps": 1,
-            "optimizer": {"type": "AdamW", "params": {
-                "lr": options.lr, "weight_decay": 0.01, "torch_adam": True}},
+            "zero_allow_untested_optimizer": True,  # it knows Adam, and asks about others
             "zero_optimization": {"stage": options.stage},
             "bf16": {"enabled": options.bf16},
             "gradient_clipping": 0.0,

@@ -15,6 +15,7 @@ from model_and_data import (
     join,
     load_model,
     load_passages,
+    make_optimizer,
     parser,
     summed_loss,
 )
@@ -55,7 +56,7 @@ def main():
     sampler = DistributedSampler(data, seed=options.seed)
     loader = DataLoader(data, options.batch // ranks, sampler=sampler, drop_last=True,
                         num_workers=1, collate_fn=Collate(options, model.config.n_positions))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
+    optimizer = make_optimizer(options, model.parameters())
 
     state = {"step": 0}
     if options.resume:

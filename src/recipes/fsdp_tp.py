@@ -11,6 +11,7 @@ from model_and_data import (
     join,
     load_model,
     load_passages,
+    make_optimizer,
     parser,
     summed_loss,
 )
@@ -67,7 +68,7 @@ def main():
     sampler = DistributedSampler(data, shares, share, seed=options.seed)
     loader = DataLoader(data, options.batch // shares, sampler=sampler, drop_last=True,
                         num_workers=1, collate_fn=Collate(options, model.config.n_positions))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
+    optimizer = make_optimizer(options, model.parameters())
 
     for step, batch in zip(range(options.steps), loader, strict=False):
         batch = batch.to(device)

@@ -23,7 +23,9 @@ def parser(description):
     add("--data", default=SMALL / "text", help="likewise (rajpurkar/squad), with a column context")
     add("--batch", type=int, default=8, help="passages in a step, over all ranks; default: 8")
     add("--steps", type=int, default=50, help="default: 50")
-    add("--lr", type=float, default=1e-3, help="AdamW's learning rate; default: 0.001")
+    add("--lr", type=float, default=1e-3, help="learning rate; default: 0.001")
+    add("--optimizer", choices=["adamw", "sgd"], default="adamw", help="default: adamw, whose "
+        "steps hide gradients that are too large or too small by a factor; sgd's show it")
     add("--seed", type=int, default=0, help="of weights and order; default: 0")
     return options
 
@@ -34,6 +36,12 @@ def load_model(options):
     if options.model == SMALL / "gpt2":
         return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(options.model))
     return AutoModelForCausalLM.from_pretrained(options.model)
+
+
+def make_optimizer(options, parameters):
+    """Return the optimizer that was asked for."""
+    kind = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[options.optimizer]
+    return kind(parameters, lr=options.lr)
 
 
 def load_passages(options):

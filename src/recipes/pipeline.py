@@ -11,6 +11,7 @@ from model_and_data import (
     join,
     load_model,
     load_passages,
+    make_optimizer,
     parser,
     summed_cross_entropy,
 )
@@ -61,7 +62,7 @@ def main():
     sampler = RandomSampler(data, generator=torch.Generator().manual_seed(options.seed))
     loader = DataLoader(data, options.batch, sampler=sampler, drop_last=True, num_workers=1,
                         collate_fn=Collate(options, model.config.n_positions, "max_length"))
-    optimizer = torch.optim.AdamW(stage.parameters(), lr=options.lr)
+    optimizer = make_optimizer(options, stage.parameters())
 
     for step, batch in zip(range(options.steps), loader, strict=False):
         batch = batch.to(device)

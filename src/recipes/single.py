@@ -10,6 +10,7 @@ from model_and_data import (
     Collate,
     load_model,
     load_passages,
+    make_optimizer,
     parser,
     summed_loss,
 )
@@ -24,7 +25,7 @@ def main():
     sampler = RandomSampler(data, generator=torch.Generator().manual_seed(options.seed))
     loader = DataLoader(data, options.batch, sampler=sampler, drop_last=True, num_workers=1,
                         collate_fn=Collate(options, model.config.n_positions))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
+    optimizer = make_optimizer(options, model.parameters())
 
     for step, batch in zip(range(options.steps), loader, strict=False):
         batch = batch.to(device)

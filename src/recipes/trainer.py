@@ -36,7 +36,9 @@ def main():
     Trainer(model, TrainingArguments(
         output_dir="trainer", max_steps=options.steps, learning_rate=options.lr, seed=options.seed,
         per_device_train_batch_size=options.batch // ranks, lr_scheduler_type="constant",
-        weight_decay=0.01, max_grad_norm=0.0, train_sampling_strategy="sequential",
+        optim={"adamw": "adamw_torch", "sgd": "sgd"}[options.optimizer],
+        weight_decay=0.01 if options.optimizer == "adamw" else 0.0, max_grad_norm=0.0,
+        train_sampling_strategy="sequential",
         logging_steps=1, logging_nan_inf_filter=False, save_strategy="no", report_to="none",
         remove_unused_columns=False, disable_tqdm=True, dataloader_drop_last=True,
         use_cpu=not torch.cuda.is_available()),
