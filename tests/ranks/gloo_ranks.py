@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 import torch.multiprocessing as mp
 
 START = 240.0  # seconds: a busy machine takes its time over new processes and what they import
@@ -46,7 +47,13 @@ class Ranks:
         self._answers(START)  # all are there
         for pipe in self.pipes:
             pipe.send("begin")
-        return self._answers(self.deadline + 5.0)  # gloo gives up first, and says where
+        results = self._answers(self.deadline + 5.0)  # gloo gives up first, and says where
+        answers, groups = zip(*results, strict=True)
+        # Torch names groups by their number: with different numbers, later ones would not meet.
+        if len(set(groups) - {None}) > 1:
+            self.close()
+            raise AssertionError(f"the ranks have made different numbers of groups: {groups}")
+        return list(answers)
 
     def _answers(self, seconds):
         """One from each rank."""
@@ -108,6 +115,7 @@ def _rank(pipe, rank, ranks, store, deadline):
         world_size=ranks,
         timeout=datetime.timedelta(seconds=deadline),
     )
+    world = dist.group.WORLD
     while True:
         try:
             function, args = pipe.recv()  # and what they need is imported
@@ -116,7 +124,9 @@ def _rank(pipe, rank, ranks, store, deadline):
         except EOFError:
             return
         try:
-            answer = True, function(*args)
+            result = function(*args)
+            same_world = dist.is_initialized() and dist.group.WORLD is world
+            answer = True, (result, c10d._world.group_count if same_world else None)
         except BaseException:
             answer = False, traceback.format_exc()
         pipe.send(answer)

@@ -33,7 +33,8 @@ def words(**options):
 
 def distributed():
     model = words()
-    mesh = DeviceMesh("cpu", [dist.get_rank()], mesh_dim_names=("own",))
+    # Of all ranks: a smaller mesh would make groups here that the other ranks do not count.
+    mesh = DeviceMesh("cpu", range(dist.get_world_size()))
     weight = DTensor.from_local(torch.ones(3, 3), mesh, [Replicate()])
     model[1].weight = nn.Parameter(weight)
     return model
