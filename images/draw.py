@@ -8,8 +8,7 @@ from pathlib import Path
 from matplotlib.patches import Circle, FancyBboxPatch, PathPatch
 from matplotlib.path import Path as Line
 
-from naranhi.show import definitions
-from naranhi.show._chart import COLORS
+from naranhi.show import COLORS, definitions
 from naranhi.show._collectives import (
     canvas,
     draw_collective,

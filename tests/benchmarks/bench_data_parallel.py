@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from naranhi import beside, data_parallel, measure, models
+from naranhi import data_parallel, measure, models
+from naranhi.measure import baselines
 from tests.benchmarks.bench_collectives import shift
 from tests.benchmarks.harness import Contenders, Work
 
@@ -98,7 +99,7 @@ class Training:
 
     def deepspeed(self):
         os.environ["LOCAL_RANK"] = str(self.rank)
-        deepspeed = beside.deepspeed()
+        deepspeed = baselines.deepspeed()
         deepspeed.utils.logger.setLevel("ERROR")
 
         class Take(torch.optim.SGD):

@@ -27,8 +27,9 @@ from torch.distributed.pipelining.schedules import (
 )
 from torchgpipe import GPipe
 
-from naranhi import beside, models, pipeline, schedules
-from naranhi.split_backward import splittable
+from naranhi import models, pipeline, schedules
+from naranhi.autograd import splittable
+from naranhi.measure import baselines
 from tests.benchmarks.harness import Contenders, Work
 
 RANKS, BLOCKS, MICROBATCHES, ROWS = 2, 8, 8, 256
@@ -156,7 +157,7 @@ class Training:
 
     def deepspeed(self):
         os.environ["LOCAL_RANK"] = str(self.rank)
-        deepspeed = beside.deepspeed()
+        deepspeed = baselines.deepspeed()
         deepspeed.utils.logger.setLevel("ERROR")
 
         class Take(torch.optim.SGD):

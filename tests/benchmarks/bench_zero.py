@@ -26,8 +26,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from naranhi import beside, zero
-from naranhi.units import joined
+from naranhi import zero
+from naranhi.measure import baselines
+from naranhi.zero import joined
 from tests.benchmarks.bench_collectives import shift
 from tests.benchmarks.bench_data_parallel import ROWS, Training, larger
 from tests.benchmarks.harness import Contenders, Work
@@ -125,7 +126,7 @@ class Sharded(Training):
 
     def deepspeed(self, options):
         os.environ["LOCAL_RANK"] = str(self.rank)
-        deepspeed = beside.deepspeed()
+        deepspeed = baselines.deepspeed()
         deepspeed.utils.logger.setLevel("ERROR")
         model = copy.deepcopy(self.model)
         optimizer = torch.optim.SGD(model.parameters(), lr=RATE)

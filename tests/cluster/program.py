@@ -1,13 +1,13 @@
-"""What the launchers start: our kernels on a group that ``rendezvous.join`` made."""
+"""What the launchers start: our kernels on a group that ``distributed.join`` made."""
 
 import sys
 
 import torch
 import torch.distributed as dist
 
-from naranhi import collectives, rendezvous
+from naranhi import collectives, distributed
 
-device = rendezvous.join(timeout=60)
+device = distributed.join(timeout=60)
 rank, world_size = dist.get_rank(), dist.get_world_size()
 ours = torch.arange(10.0, device=device) * (rank + 1)
 theirs = ours.clone()

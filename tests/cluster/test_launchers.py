@@ -101,6 +101,6 @@ def _ranks():
                 environment = (entry / "environ").read_bytes()
             except OSError:
                 continue
-            if b"naranhi._ranks" in command and b"SLURM_JOB_ID" in environment:
+            if b"naranhi.world" in command and b"SLURM_JOB_ID" in environment:
                 found.append(int(entry.name))
     return found

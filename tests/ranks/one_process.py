@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from naranhi import data, models
+from naranhi import models
 
 STEPS = 20
 ROWS = (3, 2, 4, 1)  # of each rank: shares of unequal size
@@ -22,7 +22,7 @@ def mlp():
 
 def tied_gpt2():
     config = models.gpt2_config(vocabulary=50, positions=12, hidden=16, heads=2, blocks=1)
-    return nn.Sequential(*models.gpt2(config, tied=True, dropout=0.0)), data.loss
+    return nn.Sequential(*models.gpt2(config, tied=True, dropout=0.0)), models.loss
 
 
 MAKE = {"mlp": mlp, "tied gpt2": tied_gpt2}
@@ -40,7 +40,7 @@ def share(work, step, rank, rows=None):
     """
     if rows == 0 and work == "tied gpt2":
         tokens, targets, _ = share(work, step, rank, 1)
-        return tokens, torch.full_like(targets, data.NOTHING), 0
+        return tokens, torch.full_like(targets, models.NOTHING), 0
     generator = torch.Generator().manual_seed(100 * step + rank)
     rows = ROWS[rank] if rows is None else rows
     if work == "mlp":
@@ -48,7 +48,7 @@ def share(work, step, rank, rows=None):
         return inputs, targets, targets.numel()
     tokens = torch.randint(50, (rows, 10), generator=generator)
     mask = torch.arange(10) < torch.randint(3, 11, (rows, 1), generator=generator)
-    targets = tokens.roll(-1, 1).masked_fill(~mask, data.NOTHING)
+    targets = tokens.roll(-1, 1).masked_fill(~mask, models.NOTHING)
     return (tokens, mask.long()), targets, int(mask.sum())
 
 

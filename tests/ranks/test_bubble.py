@@ -8,7 +8,7 @@ import torch.distributed as dist
 from gloo_ranks import first_ranks
 from torch import nn
 
-from naranhi import models, pipeline, schedules, simulate, timeline
+from naranhi import measure, models, pipeline, schedules
 
 RANKS, FORWARD, BACKWARD, RUNS = 4, 0.05, 0.1, 3  # seconds
 
@@ -17,7 +17,7 @@ def bubbles(group, schedule):
     """The bubble rate of each of RUNS steps, on every rank."""
     layers = [models.Paced(nn.Linear(4, 4), FORWARD, BACKWARD)
               for _ in range(schedule.virtual_stages)]
-    x, recorder, found = torch.ones(schedule.microbatches, 4), timeline.Recorder(), []
+    x, recorder, found = torch.ones(schedule.microbatches, 4), measure.Recorder(), []
     with pipeline.Pipeline(layers, schedule, lambda output, target: output.sum(),
                            group=group) as pipe:
         for _ in range(RUNS):
@@ -59,6 +59,6 @@ def test_the_measured_bubble_is_within_two_points(five, make, predicted):
     lambda p, m: schedules.interleaved(p, m, 2)], ids=["1f1b", "h1", "h2", "interleaved"])
 def test_so_is_that_of_the_other_schedules(five, make):
     schedule = make(RANKS, 8)
-    line = simulate.simulate(schedule, forward=FORWARD, backward=BACKWARD,
+    line = schedules.simulate(schedule, forward=FORWARD, backward=BACKWARD,
                              input_grad=BACKWARD / 2, weight_grad=BACKWARD / 2)
     assert abs(difference(five, schedule, line.bubble_rate)) <= 0.02

@@ -23,20 +23,20 @@ from one_process import (
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from naranhi import replicas
-from naranhi.buckets import buckets
+from naranhi import data_parallel
+from naranhi.collectives.buckets import buckets
 from naranhi.data_parallel import Overlapped, sum_gradients, sum_in_buckets, total_count
 
 SMALL = 3000  # bytes of a bucket: several, of several parameters each
 
 
 def by_sum(model, group):
-    replicas.make_equal(model, group)
+    data_parallel.make_equal(model, group)
     return nullcontext, lambda: sum_gradients(model, group)
 
 
 def by_buckets(model, group):
-    replicas.make_equal(model, group)
+    data_parallel.make_equal(model, group)
     return nullcontext, lambda: sum_in_buckets(model, group, SMALL)
 
 

@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from gloo_ranks import Ranks
 
-from naranhi import beside, corpus, data, models, pipeline, schedules
+from naranhi import data, models, pipeline, schedules
+from naranhi.measure import baselines
 
 STEPS, ROWS, MICROBATCHES, BALANCE = 20, 16, 8, [4, 3, 3, 4]
 
@@ -21,8 +22,8 @@ def four():
 
 def batches():
     """Padded batches, whose micro-batches differ in how many of their tokens are valid."""
-    passages = corpus.unique(corpus.contexts())[:200]
-    sequences = data.encode(corpus.tokenizer(), passages, 48)
+    passages = data.unique(data.contexts())[:200]
+    sequences = data.encode(data.tokenizer(), passages, 48)
     return data.stream(sequences, ROWS, batching=data.at_random)
 
 
@@ -36,13 +37,13 @@ def sgd(parameters):
 
 
 def valid(batch):
-    return int((batch.targets != data.NOTHING).sum())
+    return int((batch.targets != models.NOTHING).sum())
 
 
 def ours():
     found, last = [], dist.get_rank() == 3
     schedule = schedules.one_f_one_b(4, MICROBATCHES)
-    with pipeline.Pipeline(gpt2(), schedule, data.loss, BALANCE) as pipe:
+    with pipeline.Pipeline(gpt2(), schedule, models.loss, BALANCE) as pipe:
         optimizer = sgd(pipe.parameters())
         for _, batch in zip(range(STEPS), batches(), strict=False):
             optimizer.zero_grad()
@@ -55,7 +56,7 @@ def ours():
 def engine(deepspeed, **config):
     def loss(logits, labels):
         targets, scale = labels
-        return data.loss(logits, targets) * scale
+        return models.loss(logits, targets) * scale
 
     module = deepspeed.PipelineModule(
         gpt2(), num_stages=4, loss_fn=loss, partition_method="type:GPT2Block")
@@ -66,7 +67,7 @@ def engine(deepspeed, **config):
 
 def deepspeeds():
     os.environ["LOCAL_RANK"] = str(dist.get_rank())
-    deepspeed = beside.deepspeed()
+    deepspeed = baselines.deepspeed()
     trained = engine(deepspeed, train_batch_size=ROWS,
                      train_micro_batch_size_per_gpu=ROWS // MICROBATCHES)
     found = []
@@ -90,7 +91,7 @@ def test_the_losses_are_deepspeeds(four):
 
 def without_a_microbatch_size():
     os.environ["LOCAL_RANK"] = str(dist.get_rank())
-    return engine(beside.deepspeed(), train_batch_size=ROWS).micro_batches
+    return engine(baselines.deepspeed(), train_batch_size=ROWS).micro_batches
 
 
 def test_a_batch_size_alone_means_one_micro_batch(four):
@@ -100,7 +101,7 @@ def test_a_batch_size_alone_means_one_micro_batch(four):
 def order_of_deepspeed(stages, microbatches):
     """By rank, the kinds of its actions."""
     os.environ["LOCAL_RANK"] = str(dist.get_rank())
-    beside.deepspeed()
+    baselines.deepspeed()
     from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass, TrainSchedule
 
     kinds = {ForwardPass: "F", BackwardPass: "B"}
@@ -118,7 +119,7 @@ def test_its_schedule_is_ours(four, stages, microbatches):
 def before_a_group():
     del os.environ["LOCAL_RANK"]
     try:
-        beside.deepspeed()
+        baselines.deepspeed()
     except RuntimeError as error:
         return str(error)
 

@@ -11,17 +11,18 @@ from torch import nn
 
 from naranhi import schedules, train
 from naranhi.data_parallel import sum_in_buckets
-from naranhi.gradient_norm import clip_grad_norm_, norm_of_parts
-from naranhi.mesh import Mesh
-from naranhi.parallel_training import Training
+from naranhi.distributed import Mesh
 from naranhi.pipeline import Pipeline
 from naranhi.tensor_parallel import (
+    clip_grad_norm_,
     gpt2_plan,
     parallelize,
     sum_sequence_gradients,
     vocabulary_cross_entropy,
     whole_state,
 )
+from naranhi.tensor_parallel.gradient_norm import norm_of_parts
+from naranhi.train import Training
 
 NORMS = 2.0, 1.0, 3.0, inf
 

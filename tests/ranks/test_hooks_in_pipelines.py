@@ -11,9 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils import parametrizations, prune, spectral_norm
 
 from naranhi import pipeline, schedules
-from naranhi.recomputation import Recompute
+from naranhi.autograd import Recompute, splittable
 from naranhi.schedules import Schedule
-from naranhi.split_backward import splittable
 from naranhi.zero import Zero
 
 WIDTH, MICROBATCHES = 8, 4

@@ -3,7 +3,7 @@
 import pytest
 import torch.distributed as dist
 
-from naranhi import hardware
+from naranhi import measure
 
 SIZES = [1, 2**20, 2**24]
 
@@ -11,7 +11,7 @@ SIZES = [1, 2**20, 2**24]
 def link(ranks):
     group = dist.new_group(ranks)
     if dist.get_rank() in ranks:
-        return hardware.link_seconds(SIZES, group=group, repeats=5)
+        return measure.link_seconds(SIZES, group=group, repeats=5)
 
 
 def test_all_ranks_of_a_group_learn_the_same_of_its_first_two(five):
@@ -27,7 +27,7 @@ def refusals():
     said = []
     for sizes, group in ([1], alone), ([2**20, 0], None):
         with pytest.raises(ValueError) as refused:
-            hardware.link_seconds(sizes, group=group)
+            measure.link_seconds(sizes, group=group)
         said.append(str(refused.value))
     return said
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from naranhi import collectives, costs, links
+from naranhi import collectives, costs
+from naranhi.distributed import links
 
 RANKS = 5
 ALPHA, BETA = 0.01, 1 / 20e6  # 10 ms and 20 MB/s: far slower than anything a machine does here

@@ -12,13 +12,13 @@ import torch.distributed as dist
 from gloo_ranks import Ranks
 from torch import nn
 
-from naranhi import data, models, parallel_training, schedules, train
-from naranhi.agreement import fingerprint, require_same
+from naranhi import models, schedules, train
 from naranhi.data_parallel import sum_in_buckets
-from naranhi.mesh import Mesh, Place
-from naranhi.parallel_training import Mistake, Training
+from naranhi.distributed import Mesh, fingerprint, require_same
+from naranhi.distributed.mesh import Place
 from naranhi.pipeline import Pipeline
-from naranhi.vocabulary_parallel import VocabularyParallelEmbedding, VocabularyParallelHead
+from naranhi.tensor_parallel import VocabularyParallelEmbedding, VocabularyParallelHead
+from naranhi.train import Mistake, Training, trainer
 
 _made = []
 
@@ -149,8 +149,8 @@ def make(work):
         models.gpt2_config(vocabulary=31, positions=8, hidden=8, heads=2, blocks=6),
         tied=work == "tied gpt2", dropout=0.0)
     tokens = torch.randint(31, (16, 8))
-    targets = tokens.roll(-1, 1).masked_fill(torch.rand(16, 8) < 0.3, data.NOTHING)
-    return layers, data.loss, tokens, targets, int((targets != data.NOTHING).sum())
+    targets = tokens.roll(-1, 1).masked_fill(torch.rand(16, 8) < 0.3, models.NOTHING)
+    return layers, models.loss, tokens, targets, int((targets != models.NOTHING).sum())
 
 
 def one_process(work, replicas, microbatches):
@@ -376,7 +376,7 @@ def test_what_several_ranks_keep_stays_equal_to_the_bit(eight, small):
 
 def misfit(case, arguments):
     """On a rank: what is said of a training that cannot be."""
-    rank, prepare = dist.get_rank(), parallel_training.prepare
+    rank, prepare = dist.get_rank(), trainer.prepare
 
     def other(options):
         layers, sequences, *more = prepare(options)
@@ -386,7 +386,7 @@ def misfit(case, arguments):
             sequences[2][1] += 1
         return layers, sequences, *more
 
-    parallel_training.prepare = other
+    trainer.prepare = other
     if case == "seed":
         arguments = [*arguments, f"--seed={rank}"]
     try:
@@ -394,7 +394,7 @@ def misfit(case, arguments):
     except Mistake as mistake:
         return str(mistake)
     finally:
-        parallel_training.prepare = prepare
+        trainer.prepare = prepare
 
 
 @pytest.mark.parametrize("ranks, case, options, message", [

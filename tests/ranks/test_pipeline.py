@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from naranhi import models, pipeline, schedules, timeline
-from naranhi.activation_memory import SavedTensors
+from naranhi import measure, models, pipeline, schedules
+from naranhi.autograd import SavedTensors
+from naranhi.measure import recorder as recorders
 from naranhi.schedules import Action, Schedule
 
 
@@ -329,7 +330,7 @@ def recorded(ranks, microbatches, seconds):
         pipeline.stand_aside()
         return None
     layers = [models.Paced(nn.Linear(4, 4), seconds, 2 * seconds) for _ in range(ranks)]
-    x, recorder = torch.ones(microbatches, 4), timeline.Recorder()
+    x, recorder = torch.ones(microbatches, 4), measure.Recorder()
     schedule = schedules.gpipe(ranks, microbatches)
     with pipeline.Pipeline(layers, schedule, squared_error, group=group) as pipe:
         for _ in range(2):
@@ -359,9 +360,9 @@ def estimate():
     """The offset of a clock that is the peer's own, by the way taken between machines."""
     rank = dist.get_rank()
     if rank == 0:
-        timeline._tell_time(dist.group.WORLD, 1)
+        recorders._tell_time(dist.group.WORLD, 1)
     elif rank == 1:
-        return timeline.measured_offset(dist.group.WORLD)
+        return recorders.measured_offset(dist.group.WORLD)
     return None
 
 

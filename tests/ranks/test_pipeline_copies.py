@@ -15,7 +15,7 @@ from test_pipeline import squared_error
 from torch import nn
 
 from naranhi import models, pipeline, schedules
-from naranhi.agreement import fingerprint
+from naranhi.distributed import fingerprint
 
 WIDTH = 8
 

@@ -9,7 +9,8 @@ from gloo_ranks import first_ranks
 from test_pipeline import squared_error
 from torch import nn
 
-from naranhi import messages, pipeline, schedules
+from naranhi import pipeline, schedules
+from naranhi.pipeline import channels
 
 WIDTH = 8
 
@@ -79,5 +80,5 @@ def test_the_first_steps_of_a_kind_go_by_way_of_the_cpu(five):
 
 @pytest.mark.parametrize("earlier, through", [(0, "cpu"), (1, "cpu"), (2, "cuda:3"), (9, "cuda:3")])
 def test_between_gpus_the_first_steps_do_not_wait_on_them(earlier, through):
-    assert messages.carrier(torch.device("cuda", 3), earlier) == torch.device(through)
-    assert messages.carrier(torch.device("cpu"), earlier) == torch.device("cpu")
+    assert channels.carrier(torch.device("cuda", 3), earlier) == torch.device(through)
+    assert channels.carrier(torch.device("cpu"), earlier) == torch.device("cpu")

@@ -19,9 +19,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from naranhi import pipeline, schedules
-from naranhi.recomputation import Recompute
-from naranhi.split_backward import splittable
-from naranhi.weight_versions import versions_read
+from naranhi.autograd import Recompute, splittable
+from naranhi.schedules import versions_read
 
 WIDTH, RATE, STEPS = 8, 0.05, 4
 

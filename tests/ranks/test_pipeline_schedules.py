@@ -9,9 +9,8 @@ from torch import nn
 from torch.func import functional_call
 
 from naranhi import models, pipeline, schedules
-from naranhi.recomputation import Recompute
+from naranhi.autograd import Recompute, Splittable, splittable
 from naranhi.schedules import Schedule
-from naranhi.split_backward import Splittable, splittable
 
 FLUSHED = {
     "1f1b": schedules.one_f_one_b,

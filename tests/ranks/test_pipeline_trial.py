@@ -14,8 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from naranhi import pipeline, schedules
-from naranhi.recomputation import Recompute
-from naranhi.split_backward import splittable
+from naranhi.autograd import Recompute, splittable
 
 ROWS, WIDTH, PARTS = 12, 8, 3
 

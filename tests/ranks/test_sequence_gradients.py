@@ -9,10 +9,9 @@ import torch.distributed as dist
 from gloo_ranks import first_ranks
 from torch import nn
 
-from naranhi import data, models, pipeline, schedules
+from naranhi import models, pipeline, schedules
+from naranhi.autograd import Recompute, splittable
 from naranhi.data_parallel import Overlapped, sum_in_buckets
-from naranhi.recomputation import Recompute
-from naranhi.split_backward import splittable
 from naranhi.tensor_parallel import (
     Column,
     Row,
@@ -63,7 +62,7 @@ def one_process():
     for step in range(STEPS):
         stepper.zero_grad()
         tokens = batch(step)
-        (data.loss(model(tokens), tokens.roll(-1, 1)) / tokens.numel()).backward()
+        (models.loss(model(tokens), tokens.roll(-1, 1)) / tokens.numel()).backward()
         stepper.step()
     return model
 
@@ -195,7 +194,7 @@ def hooked():
             lambda bias, cut=cut: seen[cut].append(bias.grad.clone()))
         for step in range(2):
             tokens = batch(step)
-            loss = data.loss(model(tokens), tokens) if not cut else \
+            loss = models.loss(model(tokens), tokens) if not cut else \
                 vocabulary_cross_entropy(model(tokens), tokens, group)
             loss.backward()
         if cut:
@@ -295,7 +294,7 @@ def zero_clip(stage, sequence):
         return None
     tensor, shares = place
     unsplit, tokens = nn.Sequential(*gpt2()).double(), batch(0)
-    (data.loss(unsplit(tokens), tokens.roll(-1, 1)) / tokens.numel()).backward()
+    (models.loss(unsplit(tokens), tokens.roll(-1, 1)) / tokens.numel()).backward()
     gradients = [param.grad for param in unsplit.parameters()]
     layers = nn.ModuleList(gpt2()).double()
     model = nn.Sequential(*parallelize(list(layers), gpt2_plan(), tensor, sequence))
@@ -353,7 +352,7 @@ def in_a_pipeline(schedule):
             model[block].block.ln_1.weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
     tokens = torch.cat([batch(0), batch(1)])
     for part in tokens.chunk(4):
-        (data.loss(nn.Sequential(*unsplit)(part), part) / tokens.numel()).backward()
+        (models.loss(nn.Sequential(*unsplit)(part), part) / tokens.numel()).backward()
     layers = splittable(layers)
 
     def loss(logits, targets):

@@ -9,9 +9,9 @@ from gloo_ranks import first_ranks
 from torch import nn
 from torch.nn import functional as F
 
-from naranhi import data, models
-from naranhi.mesh import Mesh
-from naranhi.split_backward import splittable
+from naranhi import models
+from naranhi.autograd import splittable
+from naranhi.distributed import Mesh
 from naranhi.tensor_parallel import (
     Column,
     ColumnParallelLinear,
@@ -78,7 +78,7 @@ def losses_of_any_targets(ranks):
     group, rank = here
     apart = {}
     for what, words, biased, targets in [
-        ("nothing valid", 7, False, torch.full((2, 3), data.NOTHING)),
+        ("nothing valid", 7, False, torch.full((2, 3), models.NOTHING)),
         ("no rows", 7, True, torch.empty(0, 3, dtype=torch.long)),
         ("a rank without words", 5, True, torch.randint(5, (2, 3))),
         ("one word", 1, False, torch.zeros(2, 3, dtype=torch.long)),
@@ -89,7 +89,7 @@ def losses_of_any_targets(ranks):
             head.weight.data *= 1e4
         split, x = VocabularyParallelHead(head, group), torch.randn(*targets.shape, 4)
         xs = [x.clone().requires_grad_() for _ in range(2)]
-        losses = data.loss(head(xs[0]), targets), vocabulary_cross_entropy(
+        losses = models.loss(head(xs[0]), targets), vocabulary_cross_entropy(
             split(xs[1]), targets, group)
         for loss in losses:
             loss.backward()

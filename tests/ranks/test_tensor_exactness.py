@@ -14,8 +14,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 from transformers.models.t5.modeling_t5 import T5Block
 
 from naranhi import models
-from naranhi.recomputation import Recompute
-from naranhi.split_backward import splittable
+from naranhi.autograd import Recompute, splittable
 from naranhi.tensor_parallel import (
     Column,
     Row,

@@ -18,9 +18,9 @@ from torch.distributed.tensor.parallel import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
 
-from naranhi import data, models, pipeline, schedules, shapes, tensor_layers
-from naranhi.recomputation import Recompute
-from naranhi.split_backward import splittable
+from naranhi import models, pipeline, schedules
+from naranhi.autograd import Recompute, splittable
+from naranhi.pipeline import shape_inference
 from naranhi.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -38,6 +38,7 @@ from naranhi.tensor_parallel import (
     vocabulary_cross_entropy,
     whole_state,
 )
+from naranhi.tensor_parallel import layers as tensor_layers
 
 WORDS, LENGTH, BLOCKS = 51, 8, 2  # no number of ranks divides the words
 BOUND = 1e-6
@@ -172,8 +173,8 @@ def batch(masked=True, step=0):
     mask = (torch.arange(LENGTH) < lengths).long()
     targets = tokens.roll(-1, 1)
     if masked:
-        targets = targets.masked_fill(mask == 0, data.NOTHING)
-    return (tokens, mask) if masked else tokens, targets, int((targets != data.NOTHING).sum())
+        targets = targets.masked_fill(mask == 0, models.NOTHING)
+    return (tokens, mask) if masked else tokens, targets, int((targets != models.NOTHING).sum())
 
 
 def gpt2_beside_unsplit(ranks, tied, attention, masked, sequence):
@@ -194,7 +195,7 @@ def gpt2_beside_unsplit(ranks, tied, attention, masked, sequence):
         inputs, targets, count = batch(masked, step)
         for stepper in steppers:
             stepper.zero_grad()
-        loss = data.loss(unsplit(inputs), targets) / count
+        loss = models.loss(unsplit(inputs), targets) / count
         loss.backward()
         split_loss = vocabulary_cross_entropy(model(inputs), targets, group) / count
         split_loss.backward()
@@ -314,7 +315,7 @@ def unsummed_norms(ranks):
     unsplit = nn.Sequential(*gpt2())
     inputs, targets, count = batch()
     parallelize(layers, gpt2_plan(), group, sequence=True)
-    (data.loss(unsplit(inputs), targets) / count).backward()
+    (models.loss(unsplit(inputs), targets) / count).backward()
     (vocabulary_cross_entropy(nn.Sequential(*layers)(inputs), targets, group) / count).backward()
     gradients = whole_gradients(layers)
     return {name: (gradients[name] - one.grad).abs().max().item()
@@ -422,15 +423,15 @@ def on_shapes_alone(sequence):
     if rank >= 2:
         return None
     parallelize(layers, gpt2_plan(), group, sequence)
-    start, before = shapes.Boundary.of(batch()[0]), torch.get_rng_state()
+    start, before = shape_inference.Boundary.of(batch()[0]), torch.get_rng_state()
     with Calls() as calls:
-        middle = shapes.after(layers[:2], start)
-        end = shapes.after(layers[2:], middle)
+        middle = shape_inference.after(layers[:2], start)
+        end = shape_inference.after(layers[2:], middle)
     assert not calls.count
     assert torch.equal(torch.get_rng_state(), before)
     value = nn.Sequential(*layers)[:2](batch()[0])
-    assert middle == shapes.Boundary.of(value)
-    assert end == shapes.Boundary.of(nn.Sequential(*layers)[2:](value))
+    assert middle == shape_inference.Boundary.of(value)
+    assert end == shape_inference.Boundary.of(nn.Sequential(*layers)[2:](value))
 
 
 @pytest.mark.parametrize("sequence", [False, True])
@@ -452,7 +453,7 @@ def pipelines_of_tensor_groups(sequence, schedule):
     tensor, along = tensor[rank // 2], along[rank % 2]
     unsplit = nn.Sequential(*gpt2())
     inputs, targets, count = batch()
-    loss = data.loss(unsplit(inputs), targets) / count
+    loss = models.loss(unsplit(inputs), targets) / count
     loss.backward()
     parallelize(layers, gpt2_plan(), tensor, sequence)
     schedule = getattr(schedules, schedule)(2, 4)
@@ -515,7 +516,7 @@ def in_bfloat16():
     inputs, targets, count = batch()
     parallelize(layers, gpt2_plan(), group)
     with torch.autocast("cpu", torch.bfloat16):
-        loss = data.loss(unsplit(inputs), targets) / count
+        loss = models.loss(unsplit(inputs), targets) / count
         split = vocabulary_cross_entropy(nn.Sequential(*layers)(inputs), targets, group) / count
     loss.backward()
     split.backward()

@@ -9,7 +9,7 @@ from gloo_ranks import first_ranks
 from torch import nn
 
 from naranhi import models
-from naranhi.agreement import require_same
+from naranhi.distributed import require_same
 from naranhi.tensor_parallel import (
     Column,
     ColumnParallelLinear,

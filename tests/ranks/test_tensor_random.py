@@ -7,8 +7,8 @@ from gloo_ranks import first_ranks
 from torch import nn
 
 from naranhi import models
-from naranhi.tensor_parallel import gpt2_plan, parallelize
-from naranhi.tensor_random import RegionDropout, different_numbers
+from naranhi.tensor_parallel import different_numbers, gpt2_plan, parallelize
+from naranhi.tensor_parallel.random import RegionDropout
 
 
 def everyone(x, group):

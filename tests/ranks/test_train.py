@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import small_gpt2
 
-from naranhi import parallel_training, schedules, train
-from naranhi.train_log import Log
+from naranhi import schedules, train
+from naranhi.train import cli, trainer
+from naranhi.train.log import Log
 
 
 def command(ranks, *options):
@@ -156,7 +157,7 @@ def test_a_killed_rank_is_blamed_by_all_and_leaves_a_readable_log(endless, kille
     assert len(read(log)) >= 20
     root = stderr[stderr.index("Root Cause"):]
     assert re.search(rf"rank +: {killed} ", root) and "Signal 9 (SIGKILL)" in root
-    assert "naranhi/train.py" not in stderr, "no stack of ours"
+    assert "naranhi/train/" not in stderr, "no stack of ours"
     for line in told(stderr):  # none, when the launcher was faster
         assert line.startswith(f"naranhi.train: rank {1 - killed} ends as a consequence, for it "
                                f"has lost rank {killed}: ")
@@ -213,7 +214,7 @@ def test_a_mistake_is_told_once_and_every_rank_leaves(ranks, options, message):
     assert "step:" not in done.stdout
     (line,) = told(done.stderr)
     assert line.startswith(f"naranhi.train: error: {message}")
-    assert "naranhi/train.py" not in done.stderr, "no stack of ours"
+    assert "naranhi/train/" not in done.stderr, "no stack of ours"
 
 
 # --- without a launcher --------------------------------------------------------------------------
@@ -244,7 +245,7 @@ def test_defaults():
     assert (options.schedule, options.microbatches, options.batch, options.steps) == (
         "gpipe", 4, 8, 300)
     assert (options.data, options.pipeline, options.tensor) == (1, None, 1)
-    assert train.RATE["trained"] == 3e-5
+    assert trainer.RATE["trained"] == 3e-5
     assert train.parse(["--log", "a"]).log == train.parse(["--log-file", "a"]).log == "a"
     assert train.parse(["--balance", "4,3,3,4"]).balance == [4, 3, 3, 4]
 
@@ -264,9 +265,9 @@ def test_a_batch_that_the_micro_batches_do_not_divide_is_refused():
         (["--microbatches", "3"], "3 micro-batches of one size"),
         (["--data", "4"], "4 shares of 4 micro-batches of one size"),
     ]:
-        with pytest.raises(parallel_training.Mistake,
+        with pytest.raises(train.Mistake,
                            match=f"--batch 8 cannot be divided into {shares}"):
-            parallel_training.prepare(train.parse(options))
+            trainer.prepare(train.parse(options))
 
 
 def test_schedules_are_found_by_their_arguments(monkeypatch):
@@ -276,12 +277,12 @@ def test_schedules_are_found_by_their_arguments(monkeypatch):
     def other(stages, microbatches, chunks):
         return schedules.interleaved(stages, microbatches, chunks)
 
-    assert set(train.schedule_names()) == {
+    assert set(cli.schedule_names()) == {
         "gpipe", "inter_layer", "one_f_one_b", "zero_bubble_h1", "zero_bubble_h2"}
     for function in (mine, other):
         monkeypatch.setattr(schedules, function.__name__, function, raising=False)
     monkeypatch.setattr(schedules, "__all__", ["mine", "other"])
-    assert list(train.schedule_names()) == ["mine"]
+    assert list(cli.schedule_names()) == ["mine"]
 
 
 # --- the log -------------------------------------------------------------------------------------
@@ -289,7 +290,7 @@ def test_schedules_are_found_by_their_arguments(monkeypatch):
 
 LOGGING = """
 import resource, sys
-from naranhi.train_log import Log
+from naranhi.train.log import Log
 resource.setrlimit(resource.RLIMIT_FSIZE, (110, 110))
 with Log(sys.argv[1]) as log:
     for step in range(20):

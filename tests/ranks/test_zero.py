@@ -20,10 +20,9 @@ from one_process import (
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from naranhi.autograd import Recompute
 from naranhi.data_parallel import total_count
-from naranhi.recomputation import Recompute
-from naranhi.units import children, joined
-from naranhi.zero import Zero
+from naranhi.zero import Zero, children, joined
 
 STAGES = 1, 2, 3
 CLIP = 0.05  # below the norms met here

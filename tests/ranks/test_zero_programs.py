@@ -11,8 +11,7 @@ from gloo_ranks import first_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from naranhi.units import children, joined
-from naranhi.zero import Zero
+from naranhi.zero import Zero, children, joined
 
 STEPS = 5
 BETWEEN = "evaluate", "micro-batch", "micro-batch", "graph unused", "forward fails", "absent"

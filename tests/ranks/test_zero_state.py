@@ -11,9 +11,8 @@ from gloo_ranks import first_ranks
 from one_process import MAKE, OPTIMIZERS, share
 from torch import nn
 
-from naranhi import models, sharded_state
-from naranhi.sharded_state import StateError
-from naranhi.zero import Zero
+from naranhi import models
+from naranhi.zero import StateError, Zero, checkpoint
 
 SHARES = 4  # of each step, whatever the number of ranks
 
@@ -128,7 +127,7 @@ def interrupted(folder):
     optimizer = torch.optim.AdamW(zero.groups)
     model(torch.ones(1, 4)).sum().backward()
     zero.step(optimizer)
-    original, told = sharded_state._write, []
+    original, told = checkpoint._write, []
 
     def full(path, data):
         original(path.with_name(path.name + ".part"), data[:10])
@@ -140,12 +139,12 @@ def interrupted(folder):
         told.append(str(error.value))
 
     for fails in 1, 0:  # its shards; the manifest, when all shards are there
-        sharded_state._write = lambda path, data, fails=fails: (
+        checkpoint._write = lambda path, data, fails=fails: (
             full if rank == fails and (fails or path.suffix == ".json") else original)(path, data)
         try:
             attempt()
         finally:
-            sharded_state._write = original
+            checkpoint._write = original
     optimizer.param_groups[0]["note"] = Path("x")
     attempt()
     del optimizer.param_groups[0]["note"]

@@ -11,8 +11,8 @@ from gloo_ranks import first_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from naranhi.units import SMALL, children, joined
-from naranhi.zero import Zero
+from naranhi.zero import Zero, children, joined
+from naranhi.zero.units import SMALL
 
 STAGES = 1, 2, 3
 

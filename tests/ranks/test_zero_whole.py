@@ -12,8 +12,7 @@ import torch.distributed as dist
 from gloo_ranks import first_ranks
 from torch import nn
 
-from naranhi.units import children
-from naranhi.zero import Zero
+from naranhi.zero import Zero, children
 
 KINDS = list(product([1, 2, 3], ["fp32", "mixed"]))
 

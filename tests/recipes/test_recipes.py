@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from datasets import load_dataset
 
-from naranhi import corpus
+from naranhi import data
 
 RECIPES = Path(__file__).parents[2] / "src" / "recipes"
 SCRIPTS = sorted(path.name for path in RECIPES.glob("*.py"))
@@ -85,7 +85,7 @@ def test_a_recipe_is_short_and_needs_nothing_of_ours(script):
 
 def test_the_text_is_that_of_the_book():
     passages = load_dataset(str(RECIPES / "small" / "text"), split="train")["context"]
-    assert list(passages) == corpus.unique(corpus.contexts())
+    assert list(passages) == data.unique(data.contexts())
 
 
 def test_without_a_hub_the_error_says_so(tmp_path):

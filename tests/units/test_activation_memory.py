@@ -10,15 +10,18 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from naranhi import models
-from naranhi.activation_memory import (
+from naranhi.autograd import (
+    Dropout,
+    FunctionLayer,
+    MaskedReLU,
+    MaxPool2d,
+    Recompute,
+    ReLU,
     SavedTensors,
-    gpt2_block_items,
-    transformer_layer_bytes,
-    transformer_layer_items,
+    recompute,
 )
-from naranhi.recomputation import Recompute, recompute
-from naranhi.saving import Dropout, FunctionLayer, MaskedReLU, MaxPool2d, ReLU
-from naranhi.transformer_layer import TransformerLayer
+from naranhi.costs import gpt2_block_items, transformer_layer_bytes, transformer_layer_items
+from naranhi.models import TransformerLayer
 
 
 @pytest.fixture(autouse=True)

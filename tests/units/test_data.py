@@ -116,7 +116,7 @@ def test_the_loss_of_a_padded_batch_is_that_of_its_passages(model, passages, emp
     batch = data.collate(passages, len(passages) + empty, pad, multiple)
     expected = gradients(model, alone / batch.count)
     for inputs in (batch.inputs, batch.tokens):
-        loss = data.loss(model(inputs), batch.targets)
+        loss = models.loss(model(inputs), batch.targets)
         torch.testing.assert_close(loss, alone, rtol=1e-5, atol=1e-5)
         for one, other in zip(gradients(model, loss / batch.count), expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
@@ -128,9 +128,9 @@ def test_the_mean_over_a_step_is_not_the_mean_of_its_micro_batches_means(model):
     sums, counts = [], []
     for rows in (slice(0, 2), slice(2, 4)):
         part = data.Batch(*(tensor[rows] for tensor in batch))
-        sums.append(data.loss(model(part.inputs), part.targets))
+        sums.append(models.loss(model(part.inputs), part.targets))
         counts.append(part.count)
-    whole = data.loss(model(batch.inputs), batch.targets) / batch.count
+    whole = models.loss(model(batch.inputs), batch.targets) / batch.count
     torch.testing.assert_close(sum(sums) / batch.count, whole)
     of_means = sum(one / count for one, count in zip(sums, counts, strict=True)) / 2
     assert abs(of_means - whole) > 0.01
@@ -138,7 +138,7 @@ def test_the_mean_over_a_step_is_not_the_mean_of_its_micro_batches_means(model):
 
 def test_rows_without_targets_give_no_loss_and_no_gradient(model):
     batch = data.collate([[5]], rows=3)
-    loss = data.loss(model(batch.inputs), batch.targets)
+    loss = models.loss(model(batch.inputs), batch.targets)
     assert (loss.item(), batch.count) == (0.0, 0)
     assert all(one.count_nonzero() == 0 for one in gradients(model, loss))
 
@@ -148,7 +148,7 @@ def test_rows_without_targets_give_no_loss_and_no_gradient(model):
 def test_unigram_entropy_is_the_loss_of_whoever_knows_the_frequencies(targets):
     frequencies = torch.bincount(torch.tensor(targets), minlength=4) / len(targets)
     logits = frequencies.log().expand(1, len(targets), 4)
-    best = data.loss(logits, torch.tensor([targets])) / len(targets)
+    best = models.loss(logits, torch.tensor([targets])) / len(targets)
     assert data.unigram_entropy([[0, *targets]]) == pytest.approx(best.item(), abs=1e-5)
 
 

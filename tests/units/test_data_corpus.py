@@ -12,7 +12,8 @@ import datasets
 import pytest
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from naranhi import corpus, data
+from naranhi import data
+from naranhi.data import corpus
 
 SQUAD = {"version": "1.1", "data": [
     {"title": "Warsaw", "paragraphs": [
@@ -29,7 +30,7 @@ PASSAGES = [
 
 @pytest.fixture(scope="module")
 def bundled():
-    return corpus.contexts()
+    return data.contexts()
 
 
 # --- what ships ----------------------------------------------------------------------------------
@@ -37,7 +38,7 @@ def bundled():
 
 def test_a_few_thousand_passages_ship_and_their_licences(bundled):
     assert 3000 < len(bundled) < 6000
-    assert corpus.unique(bundled) == bundled
+    assert data.unique(bundled) == bundled
     assert all(len(one) >= 80 and "\n" not in one for one in bundled)
     assert sum(file.stat().st_size for file in corpus.BUNDLED.iterdir() if file.is_file()) < 2e6
     assert "PYTHON SOFTWARE FOUNDATION LICENSE VERSION 2" in (
@@ -54,7 +55,7 @@ def test_what_ships_is_in_squads_form():
 
 
 def test_the_tokenizer_writes_any_text_and_was_trained_on_this_one(bundled):
-    tokenizer = corpus.tokenizer()
+    tokenizer = data.tokenizer()
     for text in ("a = 'b'\n\tc", "나란히 간다", "naïve ≠ \U0001f600", *bundled[::500]):
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     assert len(tokenizer) == 512
@@ -72,7 +73,7 @@ def test_the_tokenizer_writes_any_text_and_was_trained_on_this_one(bundled):
 
 
 def test_passages_with_nothing_to_predict_are_left_out():
-    tokenizer = corpus.tokenizer()
+    tokenizer = data.tokenizer()
     long = "ab " * 99
     assert data.encode(tokenizer, ["a", long, "b"], 5) == [tokenizer(long)["input_ids"][:5]]
     with pytest.raises(ValueError, match="nothing to learn"):
@@ -86,12 +87,12 @@ def test_a_file_in_squads_form_packed_or_not(tmp_path):
     plain, packed = tmp_path / "squad [v1]*.json", tmp_path / "squad.json.gz"
     plain.write_text(json.dumps(SQUAD))
     packed.write_bytes(gzip.compress(json.dumps(SQUAD).encode()))
-    assert corpus.contexts(plain) == corpus.contexts(str(packed)) == PASSAGES
-    assert corpus.unique(PASSAGES) == PASSAGES[:3]
+    assert data.contexts(plain) == data.contexts(str(packed)) == PASSAGES
+    assert data.unique(PASSAGES) == PASSAGES[:3]
     SQUAD_2 = json.loads(json.dumps(SQUAD))  # has more entries in some places
     SQUAD_2["data"][0]["paragraphs"][0]["qas"][0]["is_impossible"] = False
     plain.write_text(json.dumps(SQUAD_2))
-    assert corpus.contexts(plain) == PASSAGES
+    assert data.contexts(plain) == PASSAGES
 
 
 def test_nothing_old_is_read(tmp_path):
@@ -100,7 +101,7 @@ def test_nothing_old_is_read(tmp_path):
     for word in ("old", "new"):
         file.write_text(json.dumps({"data": [{"paragraphs": [{"context": word}]}]}))
         os.utime(file, (1, 1))
-        assert corpus.contexts(file) == [word]
+        assert data.contexts(file) == [word]
 
 
 @pytest.mark.parametrize("content, fault", [
@@ -128,15 +129,15 @@ def test_what_is_not_in_squads_form_is_named_and_the_place(content, fault, name,
     packed = name.endswith("gz") and content and content[0] not in (0x1f, 0xff)
     (tmp_path / name).write_bytes(gzip.compress(content) if packed else content)
     with pytest.raises(ValueError, match=fault) as caught:
-        corpus.contexts(tmp_path / name)
+        data.contexts(tmp_path / name)
     assert str(tmp_path / name) in str(caught.value)
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"nowhere\.json does not exist"):
-        corpus.contexts(tmp_path / "nowhere.json")
+        data.contexts(tmp_path / "nowhere.json")
     with pytest.raises(FileNotFoundError, match="is no file"):
-        corpus.contexts(tmp_path)
+        data.contexts(tmp_path)
 
 
 # --- the hub -------------------------------------------------------------------------------------
@@ -151,14 +152,14 @@ def test_squad_is_read_by_its_name(tmp_path, monkeypatch):
     datasets.Dataset.from_dict(rows).to_parquet(folder / "train-00000-of-00001.parquet")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    assert corpus.contexts("squad") == ["a b", "a b", "c"]
+    assert data.contexts("squad") == ["a b", "a b", "c"]
 
 
 def test_a_models_tokenizer_comes_from_its_folder(tmp_path):
-    own = corpus.tokenizer()
+    own = data.tokenizer()
     own.pad_token = None  # GPT-2 has none
     own.save_pretrained(tmp_path)
-    found = corpus.tokenizer(tmp_path)
+    found = data.tokenizer(tmp_path)
     assert found("a few words") == own("a few words")
     assert found.pad_token_id == found.eos_token_id == 0
 
@@ -166,12 +167,12 @@ def test_a_models_tokenizer_comes_from_its_folder(tmp_path):
 def test_a_folder_without_a_tokenizer_is_named(tmp_path):
     GPT2LMHeadModel(GPT2Config(n_embd=8, n_head=2, n_layer=1)).save_pretrained(tmp_path)
     with pytest.raises(OSError, match=r"no tokenizer of .*save_pretrained of the tokenizer"):
-        corpus.tokenizer(tmp_path)
+        data.tokenizer(tmp_path)
 
 
 OFFLINE = """
 import sys
-from naranhi import corpus
+from naranhi.data import corpus
 for call in (lambda: corpus.contexts("squad"), lambda: corpus.tokenizer("gpt2")):
     try:
         call()

@@ -7,8 +7,8 @@ import time
 import pytest
 import torch
 
-from naranhi import hardware
-from naranhi.hardware import Part
+from naranhi import measure
+from naranhi.measure.hardware import Part
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def machine(tmp_path):
 
 
 def test_caches_are_counted_once_however_many_cores_share_them(machine):
-    assert hardware.caches(root=machine) == [
+    assert measure.caches(root=machine) == [
         Part("L1 cache", 2, 48 * 1024),  # the instruction caches hold no data
         Part("L2 cache", 2, 2 * 2**20),
         Part("L3 cache", 1, 32 * 2**20),
@@ -47,21 +47,21 @@ def test_caches_are_counted_once_however_many_cores_share_them(machine):
 
 def test_parts_come_nearest_first_and_ports_in_bytes_a_second(machine, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    cores, *caches, memory, infiniband, roce = hardware.parts(machine)
+    cores, *caches, memory, infiniband, roce = measure.parts(machine)
     assert cores == Part("core", len(os.sched_getaffinity(0)), detail="Abacus 3000")
-    assert caches == hardware.caches(root=machine)
+    assert caches == measure.caches(root=machine)
     assert memory == Part("memory", 1, 2**20)
     assert infiniband == Part("InfiniBand port", 1, None, 50e9, "mlx5_0")
     assert roce == Part("Ethernet port", 1, None, 12.5e9, "mlx5_1")
 
 
 def test_what_the_system_hides_is_left_out(tmp_path):
-    assert hardware.caches(root=tmp_path) == []
-    assert hardware.rdma_ports(tmp_path) == []
+    assert measure.caches(root=tmp_path) == []
+    assert measure.rdma_ports(tmp_path) == []
 
 
 def test_this_machine_has_the_memory_that_its_operating_system_counts():
-    memory = next(part for part in hardware.parts() if part.name == "memory")
+    memory = next(part for part in measure.parts() if part.name == "memory")
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert memory.bytes == pytest.approx(pages, rel=0.01)
 
@@ -72,11 +72,11 @@ def test_gpus_of_a_kind_are_one_part(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: H100)
-    assert hardware.gpus() == [
+    assert measure.gpus() == [
         Part("GPU's L2 cache", 8, 50 * 2**20),
         Part("GPU's memory", 8, 80 * 2**30, detail="NVIDIA H100"),
     ]
-    assert hardware.caches("cuda:3") == [Part("GPU's L2 cache", 1, 50 * 2**20)]
+    assert measure.caches("cuda:3") == [Part("GPU's L2 cache", 1, 50 * 2**20)]
 
 
 def test_topology_is_what_nvidia_smi_prints_without_its_colours(tmp_path, monkeypatch):
@@ -85,21 +85,21 @@ def test_topology_is_what_nvidia_smi_prints_without_its_colours(tmp_path, monkey
     tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert hardware.topology() == "GPU0    GPU1\ntopo -m"
+    assert measure.topology() == "GPU0    GPU1\ntopo -m"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert hardware.topology() is None
+    assert measure.topology() is None
 
 
 def test_the_best_of_the_repetitions_counts():
     pauses = iter([0.0, *[0.03] * 3, *[0.03, 0.03, 0.005, 0.03]])
-    best = hardware.best_seconds({"nap": lambda: time.sleep(next(pauses))}, repeats=4)
+    best = measure.best_seconds({"nap": lambda: time.sleep(next(pauses))}, repeats=4)
     assert 0.005 <= best["nap"] < 0.03
 
 
 def test_short_runs_are_repeated_until_the_clock_does_not_matter_and_take_turns():
     order = []
     runs = {name: lambda name=name: order.append(name) for name in "ab"}
-    hardware.best_seconds(runs, repeats=2, span=1e-3)
+    measure.best_seconds(runs, repeats=2, span=1e-3)
     turns = [name for name, before in zip(order, [None, *order], strict=False) if name != before]
     assert turns == list("abab" "ab")
     assert order.count("a") > 100
@@ -108,11 +108,11 @@ def test_short_runs_are_repeated_until_the_clock_does_not_matter_and_take_turns(
 @pytest.mark.parametrize("runs, repeats", [({}, 3), ({"a": list}, 0)])
 def test_measuring_nothing_is_refused(runs, repeats):
     with pytest.raises(ValueError, match="at least"):
-        hardware.best_seconds(runs, repeats=repeats)
+        measure.best_seconds(runs, repeats=repeats)
 
 
 def test_more_bytes_and_more_rows_take_longer():
-    copies = hardware.copy_seconds([2**12, 2**25])
+    copies = measure.copy_seconds([2**12, 2**25])
     assert 0 < 10 * copies[2**12] < copies[2**25]
-    products = hardware.product_seconds([1, 256], 512, 512)
+    products = measure.product_seconds([1, 256], 512, 512)
     assert 0 < 3 * products[1] < products[256]

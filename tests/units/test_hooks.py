@@ -9,8 +9,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
-from naranhi.recomputation import Recompute
-from naranhi.split_backward import Splittable, splittable
+from naranhi.autograd import Recompute, Splittable, splittable
 
 WIDTH, MICROBATCHES = 4, 3
 ORDER = ["F0", "F1", "I0", "F2", "I1", "W0", "I2", "W1", "W2"]

@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from naranhi import schedules, show, simulate
+from naranhi import schedules, show
 from naranhi.show import _figure, _journey
 
 SVG = f"{{{_figure.SVG}}}"
@@ -21,7 +21,7 @@ def shown(monkeypatch):
 
 
 def alone(stages=3, hop=Fraction(1, 2), **times):
-    return simulate.simulate(schedules.inter_layer(stages, 1), hop=hop, **times)
+    return schedules.simulate(schedules.inter_layer(stages, 1), hop=hop, **times)
 
 
 def html(shown, timeline=None, **options):
@@ -98,7 +98,7 @@ def test_the_same_journey_gives_the_same_bytes_and_another_pace_other_names(show
     schedules.Schedule("1F0 1B0\n0F0 0B0")], ids=["two", "chunks", "another way"])
 def test_only_one_micro_batch_through_a_stage_on_each_rank(schedule):
     with pytest.raises(ValueError, match="one micro-batch"):
-        show.journey(simulate.simulate(schedule))
+        show.journey(schedules.simulate(schedule))
 
 
 def test_a_round_takes_time():

@@ -3,8 +3,7 @@
 import pytest
 
 from naranhi import schedules
-from naranhi.judge import judge
-from naranhi.simulate import simulate
+from naranhi.schedules import judge, simulate
 
 TIMES = {"forward": 1, "hop": 0, "input_grad": 1, "weight_grad": 1}
 

@@ -14,10 +14,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from transformers import BertConfig, GPT2Config, GPT2LMHeadModel
 
-from naranhi import models, paced, split_backward, weights_later
-from naranhi.activation_memory import SavedTensors
-from naranhi.models import Paced
-from naranhi.recomputation import Recompute
+from naranhi import models
+from naranhi.autograd import Recompute, SavedTensors, split_backward, weight_gradients
+from naranhi.models import Paced, paced
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +61,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    for module in (paced, split_backward, weights_later):
+    for module in (paced, split_backward, weight_gradients):
         monkeypatch.setattr(module, "perf_counter", lambda: clock.now)
     monkeypatch.setattr(paced, "sleep", clock.sleep)
     return clock

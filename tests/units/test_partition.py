@@ -12,11 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from naranhi import models, partition, schedules
-from naranhi.activation_memory import SavedTensors
-from naranhi.partition import LayerProfile
-from naranhi.profiling import profile
-from naranhi.simulate import simulate
+from naranhi import models, pipeline, schedules
+from naranhi.autograd import SavedTensors
+from naranhi.pipeline import LayerProfile, profile
+from naranhi.schedules import simulate
 
 
 @pytest.fixture(autouse=True)
@@ -77,35 +76,35 @@ def test_as_good_as_the_best_of_all_splits(data, found):
     stages = data.draw(st.integers(1, len(found)))
     bandwidth = data.draw(st.sampled_from([None, Fraction(1), Fraction(4), Fraction(100)]))
     latency = data.draw(st.sampled_from([0, Fraction(1, 2), Fraction(30)]))
-    balance = partition.balanced(found, stages, bandwidth, latency)
+    balance = pipeline.balanced(found, stages, bandwidth, latency)
     best = min(pace(found, one, bandwidth, latency) for one in all_balances(len(found), stages))
     assert pace(found, balance, bandwidth, latency) == best
-    assert partition.slowest(found, balance, bandwidth, latency) == best
+    assert pipeline.slowest(found, balance, bandwidth, latency) == best
     assert len(balance) == stages and sum(balance) == len(found) and min(balance) >= 1
 
     def largest(balance):
         rest = [layer.parameter_bytes for layer in found]
         return max(sum(rest.pop(0) for _ in range(size)) for size in balance)
 
-    sized = partition.by_size(found, stages)
+    sized = pipeline.by_size(found, stages)
     assert largest(sized) == min(map(largest, all_balances(len(found), stages)))
-    assert sorted(partition.uniform(found, stages), reverse=True) == partition.uniform(
+    assert sorted(pipeline.uniform(found, stages), reverse=True) == pipeline.uniform(
         found, stages
     )
-    assert max(partition.uniform(found, stages)) - min(partition.uniform(found, stages)) <= 1
+    assert max(pipeline.uniform(found, stages)) - min(pipeline.uniform(found, stages)) <= 1
 
 
 def test_by_hand():
     found = layers_of(1, 1, 1, 1, 4, 4)
-    assert partition.uniform(found, 3) == [2, 2, 2]
-    assert partition.balanced(found, 3) == [4, 1, 1]
-    assert partition.slowest(found, [2, 2, 2]) == 24
-    assert partition.slowest(found, [4, 1, 1]) == 12
-    assert partition.stage_times(found, [4, 1, 1]) == ([4, 4, 4], [8, 8, 8])
-    assert partition.uniform(found, 4) == [2, 2, 1, 1]
-    assert partition.balanced(found, 1) == [6]
-    assert partition.balanced(found, 6) == [1] * 6
-    assert partition.slowest(found, [6]) == 36
+    assert pipeline.uniform(found, 3) == [2, 2, 2]
+    assert pipeline.balanced(found, 3) == [4, 1, 1]
+    assert pipeline.slowest(found, [2, 2, 2]) == 24
+    assert pipeline.slowest(found, [4, 1, 1]) == 12
+    assert pipeline.stage_times(found, [4, 1, 1]) == ([4, 4, 4], [8, 8, 8])
+    assert pipeline.uniform(found, 4) == [2, 2, 1, 1]
+    assert pipeline.balanced(found, 1) == [6]
+    assert pipeline.balanced(found, 6) == [1] * 6
+    assert pipeline.slowest(found, [6]) == 36
 
 
 def test_a_cut_is_moved_away_from_a_large_activation():
@@ -115,19 +114,19 @@ def test_a_cut_is_moved_away_from_a_large_activation():
         LayerProfile("narrow", 1, 2, 10, 0, 0),
         LayerProfile("last", 3, 6, 10, 0, 0),
     ]
-    assert partition.balanced(found, 2) == [1, 2]
-    assert partition.balanced(found, 2, bandwidth=1000) == [1, 2]  # 2 s, while stages take 12 s
-    assert partition.balanced(found, 2, bandwidth=100) == [2, 1]  # 20 s, but for 15 s and 9 s
-    assert partition.slowest(found, [1, 2], bandwidth=100) == 20
-    assert partition.slowest(found, [2, 1], bandwidth=100) == 15
-    assert partition.slowest(found, [2, 1], bandwidth=100, latency=8) == 2 * (0.1 + 8)
+    assert pipeline.balanced(found, 2) == [1, 2]
+    assert pipeline.balanced(found, 2, bandwidth=1000) == [1, 2]  # 2 s, while stages take 12 s
+    assert pipeline.balanced(found, 2, bandwidth=100) == [2, 1]  # 20 s, but for 15 s and 9 s
+    assert pipeline.slowest(found, [1, 2], bandwidth=100) == 20
+    assert pipeline.slowest(found, [2, 1], bandwidth=100) == 15
+    assert pipeline.slowest(found, [2, 1], bandwidth=100, latency=8) == 2 * (0.1 + 8)
 
 
 def test_no_pipeline_is_faster_than_its_slowest_stage():
     """Many micro-batches in: the time of one more is that of the slowest stage."""
     found = layers_of(1, 1, 1, 1, 4, 4)
     for balance in ([2, 2, 2], [4, 1, 1], [1, 2, 3]):
-        forward, backward = partition.stage_times(found, balance)
+        forward, backward = pipeline.stage_times(found, balance)
         costs = [
             max(
                 row[-1].end
@@ -135,7 +134,7 @@ def test_no_pipeline_is_faster_than_its_slowest_stage():
             )
             for m in (10, 11)
         ]
-        assert costs[1] - costs[0] == partition.slowest(found, balance)
+        assert costs[1] - costs[0] == pipeline.slowest(found, balance)
 
 
 # --- bad input -----------------------------------------------------------------------------------
@@ -148,13 +147,13 @@ def test_a_time_that_is_none_is_named(what, wrong):
     found[1] = found[1]._replace(**{what: wrong})
     message = rf"layer 1 \(b\): {what} must be a time above 0 s, not {wrong!r}"
     for call in (
-        lambda: partition.balanced(found, 2),
-        lambda: partition.slowest(found, [1, 2]),
-        lambda: partition.stage_times(found, [1, 2]),
+        lambda: pipeline.balanced(found, 2),
+        lambda: pipeline.slowest(found, [1, 2]),
+        lambda: pipeline.stage_times(found, [1, 2]),
     ):
         with pytest.raises(ValueError, match=message):
             call()
-    assert partition.uniform(found, 2) == [2, 1]  # needs no times
+    assert pipeline.uniform(found, 2) == [2, 1]  # needs no times
 
 
 @pytest.mark.parametrize("wrong", [-1, None, 1.5])
@@ -162,13 +161,13 @@ def test_bytes_that_are_none_are_named(wrong):
     found = layers_of(1, 1, 1)
     found[1] = found[1]._replace(output_bytes=wrong, parameter_bytes=wrong)
     with pytest.raises(ValueError, match=r"layer 1 \(b\): output_bytes must be a number of bytes"):
-        partition.balanced(found, 2, bandwidth=1e9)
+        pipeline.balanced(found, 2, bandwidth=1e9)
     with pytest.raises(ValueError, match=r"layer 1 \(b\): parameter_bytes must be a number of by"):
-        partition.by_size(found, 2)
-    assert partition.balanced(found, 2) in ([1, 2], [2, 1])  # needs no bytes
+        pipeline.by_size(found, 2)
+    assert pipeline.balanced(found, 2) in ([1, 2], [2, 1])  # needs no bytes
 
 
-@pytest.mark.parametrize("split", [partition.balanced, partition.by_size, partition.uniform])
+@pytest.mark.parametrize("split", [pipeline.balanced, pipeline.by_size, pipeline.uniform])
 def test_stages_that_there_cannot_be_are_refused(split):
     with pytest.raises(ValueError, match="more stages than layers: 3 stages, 2 layers"):
         split(layers_of(1, 1), 3)
@@ -183,17 +182,17 @@ def test_links_and_balances_that_make_no_sense_are_refused():
     found = layers_of(1, 1, 1)
     for wrong in (0, -1.0, nan, "fast"):
         with pytest.raises(ValueError, match="bandwidth is in bytes per second"):
-            partition.balanced(found, 2, bandwidth=wrong)
+            pipeline.balanced(found, 2, bandwidth=wrong)
     for wrong in (-1.0, nan, None):
         with pytest.raises(ValueError, match="latency is a time"):
-            partition.balanced(found, 2, latency=wrong)
+            pipeline.balanced(found, 2, latency=wrong)
     for wrong in ([1, 1], [3, 0], [4, -1], []):
         with pytest.raises(ValueError, match="does not cut 3 layers"):
-            partition.slowest(found, wrong)
+            pipeline.slowest(found, wrong)
 
 
 def test_the_split_needs_no_torch():
-    code = "import sys, naranhi.partition; sys.exit('torch' in sys.modules)"
+    code = "import sys, naranhi.schedules.balance; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -208,7 +207,7 @@ def test_a_layer_of_sixteen_times_the_work_takes_longer():
         times = [getattr(layer, what) for layer in found]
         light = [time for place, time in enumerate(times) if place not in (1, 4)]
         assert min(times[1], times[4]) > 2 * max(light)
-    assert partition.balanced(found, 2) in ([2, 4], [3, 3], [4, 2])  # the two are apart
+    assert pipeline.balanced(found, 2) in ([2, 4], [3, 3], [4, 2])  # the two are apart
     assert [layer.output_bytes for layer in found] == [256 * 128 * 4] * 6
     assert [layer.parameter_bytes for layer in found] == [
         4 * (2 * 128 * inner + inner + 128) for inner in (128, 2048, 128, 128, 2048, 128)
@@ -224,7 +223,7 @@ def test_times_are_those_that_pass():
     for layer in found[1:]:
         assert layer.forward >= 0.004 and layer.backward >= 0.008
     assert found[0].forward > found[0].backward and found[1].forward < found[1].backward
-    assert partition.balanced(found, 2) == [1, 3]
+    assert pipeline.balanced(found, 2) == [1, 3]
 
 
 def test_every_storage_is_counted_once():
@@ -272,7 +271,7 @@ def test_tuples_are_handed_on():
     tokens, mask = torch.randint(0, 96, (2, 16)), torch.ones(2, 16, dtype=torch.long)
     found = profile(models.gpt2(config), (tokens, mask), repeats=1)
     assert found[1].output_bytes == 2 * 16 * 32 * 4 + 2 * 16 * 8
-    assert partition.balanced(found, 4) == [1] * 4
+    assert pipeline.balanced(found, 4) == [1] * 4
 
 
 def test_a_profile_leaves_no_gradient():

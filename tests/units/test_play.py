@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from naranhi import schedules, show, simulate
+from naranhi import schedules, show
 from naranhi.show import _figure, _play, _timeline
 
 SVG = f"{{{_figure.SVG}}}"
@@ -20,7 +20,7 @@ def shown(monkeypatch):
 
 
 def line():
-    return simulate.simulate(schedules.gpipe(2, 3), forward=1, backward=2)
+    return schedules.simulate(schedules.gpipe(2, 3), forward=1, backward=2)
 
 
 def html(shown, **options):
@@ -86,7 +86,7 @@ def test_the_same_timeline_gives_the_same_bytes_and_another_pace_another_style(s
 
 def test_names_of_styles_are_those_of_this_picture_alone(shown):
     first = html(shown)
-    show.play(simulate.simulate(schedules.gpipe(2, 2)))
+    show.play(schedules.simulate(schedules.gpipe(2, 2)))
     other = shown[1][0]["text/html"]
     names = [re.match(r'<div class="(n[0-9a-f]{8})">', text)[1] for text in (first, other)]
     assert names[0] != names[1]

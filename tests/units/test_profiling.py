@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from naranhi.profiling import profile
+from naranhi.pipeline import profile
 
 
 class Double(nn.Module):

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from naranhi import schedules, simulate
+from naranhi import schedules
 from naranhi.schedules import Action, Channel, Message, Schedule, ScheduleError
 
 unhurried = settings(deadline=None)  # the machine may be busy
@@ -270,7 +270,7 @@ def test_what_is_wrong_is_named(text, message):
         assert str(error.value.action) in message
         assert f"rank {error.value.rank}" in message
     with pytest.raises(ScheduleError):
-        simulate.simulate(schedule)
+        schedules.simulate(schedule)
 
 
 def test_the_error_reaches_another_process_whole():
@@ -501,7 +501,7 @@ def seconds(p, m):
     start = time.process_time()
     schedule = schedules.gpipe(p, m)
     schedules.check(schedule)
-    timeline = simulate.simulate(schedule)
+    timeline = schedules.simulate(schedule)
     taken = time.process_time() - start
     assert timeline.cost == 3 * (m + p - 1)
     return taken
@@ -519,5 +519,5 @@ def test_time_grows_with_the_number_of_actions(small, large):
 
 
 def test_schedules_need_no_torch():
-    code = "import sys, naranhi.schedules, naranhi.simulate; sys.exit('torch' in sys.modules)"
+    code = "import sys, naranhi.schedules; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

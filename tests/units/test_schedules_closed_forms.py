@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from test_schedules import unhurried
 
 from naranhi import schedules
-from naranhi.schedules import Schedule
-from naranhi.simulate import simulate
+from naranhi.schedules import Schedule, simulate
 
 stages = st.integers(1, 7)
 microbatches = st.integers(1, 16)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from naranhi import collectives, show
 from naranhi.collectives import ring, tree
-from naranhi.show import _chart, _collectives, _figure, _hierarchy, _source, _table, definitions
+from naranhi.show import _collectives, _figure, _hierarchy, _source, _table, definitions
 
 IMAGES = Path(__file__).parents[2] / "images"
 
@@ -494,10 +494,10 @@ def test_a_picture_shows_the_definition(name, ranks, shown):
                 for state in (before, after) for blocks in state for block in blocks]
     assert [text for text in texts if re.fullmatch(r"[A-D]\d|Σ[A-D]", text)] == expected
     # A bar for every term, in its rank's colour, from left to right.
-    colors = [_chart.COLORS[rank] for state in (before, after) for blocks in state
+    colors = [show.COLORS[rank] for state in (before, after) for blocks in state
               for block in blocks for _, rank in block.terms]
     drawn = [matplotlib_hex(patch) for patch in ax.patches]
-    assert [color for color in drawn if color in _chart.COLORS] == colors
+    assert [color for color in drawn if color in show.COLORS] == colors
 
 
 def matplotlib_hex(patch):

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from test_schedules import microbatches, right_schedules, stages, unhurried
 
 from naranhi import schedules
-from naranhi.schedules import Action, Schedule, ScheduleError
-from naranhi.simulate import Span, Timeline, simulate
+from naranhi.schedules import Action, Schedule, ScheduleError, Span, Timeline, simulate
 
 fractions = st.fractions(Fraction(1, 8), 8, max_denominator=8)
 

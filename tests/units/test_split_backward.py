@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from naranhi import models
-from naranhi.recomputation import Recompute
-from naranhi.split_backward import Splittable, not_splittable, splittable
+from naranhi.autograd import Recompute, Splittable, splittable
+from naranhi.autograd.split_backward import not_splittable
 
 WIDTH = 4
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from naranhi.shapes import Boundary
-from naranhi.stage import Stage
-from naranhi.stashed import Stashed
+from naranhi.pipeline.shape_inference import Boundary
+from naranhi.pipeline.stage import Stage
+from naranhi.pipeline.weight_stash import Stashed
 
 
 class Positions(nn.Module):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from naranhi import streams
+from naranhi.distributed import streams
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 LONG = 200_000_000  # clock cycles: about a tenth of a second

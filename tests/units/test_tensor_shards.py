@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from naranhi.tensor_shards import Split
+from naranhi.tensor_parallel.shards import Split
 
 
 @pytest.mark.parametrize("ranks, parts, dim", list(product([1, 2, 3, 4], [1, 3], [0, 1])))

@@ -3,7 +3,7 @@ from fractions import Fraction
 
 import pytest
 
-from naranhi import schedules, show, simulate, timeline
+from naranhi import measure, schedules, show
 from naranhi.show import _figure, _timeline
 
 
@@ -17,12 +17,12 @@ def shown(monkeypatch):
 
 
 def gpipe():
-    return simulate.simulate(schedules.gpipe(2, 3), forward=1, backward=2)
+    return schedules.simulate(schedules.gpipe(2, 3), forward=1, backward=2)
 
 
 def test_a_trace_has_every_action_in_microseconds(tmp_path):
     line = gpipe()
-    timeline.write_trace(line, tmp_path / "trace.json", unit=Fraction(1, 1000))
+    measure.write_trace(line, tmp_path / "trace.json", unit=Fraction(1, 1000))
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
     assert names == {0: "rank 0", 1: "rank 1"}
@@ -34,11 +34,11 @@ def test_a_trace_has_every_action_in_microseconds(tmp_path):
 
 
 def test_a_recorder_takes_down_actions_in_order_and_forgets():
-    recorder, actions = timeline.Recorder(), schedules.gpipe(1, 2)[0]
+    recorder, actions = measure.Recorder(), schedules.gpipe(1, 2)[0]
     for action in actions:
         recorder.begin()
         recorder.end(action)
-    line = simulate.Timeline([recorder._spans])
+    line = schedules.Timeline([recorder._spans])
     assert tuple(action for action, _, _ in line[0]) == actions
     recorder.clear()
     assert not recorder._spans
@@ -73,7 +73,7 @@ def test_measured_and_simulated_are_one_drawing(shown):
 
 
 def test_numbers_go_where_there_is_no_room_for_them():
-    fig = _timeline.draw_timeline(simulate.simulate(schedules.gpipe(8, 256)))
+    fig = _timeline.draw_timeline(schedules.simulate(schedules.gpipe(8, 256)))
     assert not fig.axes[0].texts
     with pytest.raises(ValueError, match="axis would end at 3"):
         _timeline.draw_timeline(gpipe(), end=3)

@@ -2,13 +2,13 @@
 
 from matplotlib.colors import to_rgb
 
-from naranhi import schedules, simulate
+from naranhi import schedules
 from naranhi.show import _figure, _timeline
 
 
 def boxes(chunks):
     """For each rank the (chunk, opacity, colour) of its boxes; and the figure."""
-    line = simulate.simulate(schedules.interleaved(2, 2, chunks))
+    line = schedules.simulate(schedules.interleaved(2, 2, chunks))
     fig = _timeline.draw_timeline(line)
     actions = [action for row in line for action, _, _ in row]
     patches = fig.axes[0].patches
@@ -46,8 +46,8 @@ def test_a_pale_box_has_a_frame_and_a_number_in_the_pages_ink():
 def test_the_key_is_as_wide_as_the_picture_at_most():
     """Three kinds and four chunks are the most there is to name."""
     rows = [[schedules.Action(stage, kind, 0) for stage in range(4) for kind in "FIW"]]
-    alone = simulate.Timeline(
-        [[simulate.Span(action, n, n + 1) for n, action in enumerate(rows[0])]])
+    alone = schedules.Timeline(
+        [[schedules.Span(action, n, n + 1) for n, action in enumerate(rows[0])]])
     fig = _timeline.draw_timeline(alone)
     fig.draw_without_rendering()
     key = fig.axes[0].get_legend().get_window_extent()

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_schedules import right_schedules, unhurried
 
-from naranhi import schedules, weight_versions
+from naranhi import schedules
 from naranhi.schedules import Action, Schedule, ScheduleError
 
 stages = st.integers(1, 7)
@@ -25,7 +25,7 @@ def held_by_definition(row, place, stage):
 @unhurried
 @given(right_schedules())
 def test_as_many_as_are_needed_and_no_more(schedule):
-    counts = weight_versions.held_after(schedule)
+    counts = schedules.held_after(schedule)
     assert counts == tuple(
         tuple(held_by_definition(row, place, action.stage) for place, action in enumerate(row))
         for row in schedule
@@ -41,7 +41,7 @@ def test_as_many_as_are_needed_and_no_more(schedule):
 @given(right_schedules())
 def test_nothing_is_released_before_its_last_use(schedule):
     """Every version but a stage's last is released once, and read by nobody afterwards."""
-    for row, released in zip(schedule, weight_versions.releases(schedule), strict=True):
+    for row, released in zip(schedule, schedules.releases(schedule), strict=True):
         made = {(a.stage, a.version) for a in row if a.kind == "U"}
         everyone = made | {(a.stage, 0) for a in row}
         last = {(s, max(v for t, v in everyone if t == s)) for s, _ in everyone}
@@ -87,7 +87,7 @@ def test_pipedream_holds_p_minus_stage_versions(p, more):
     schedule = schedules.pipedream(p, 2 * p + more)
     assert schedules.versions_held(schedule) == tuple(p - stage for stage in range(p))
     for stage, row in enumerate(schedule):
-        counts = weight_versions.held_after(schedule)[stage]
+        counts = schedules.held_after(schedule)[stage]
         ahead = p - stage
         first = row.index(Action(stage, "U", None, ahead))
         last = max(place for place, action in enumerate(row) if action.kind == "F")
@@ -169,8 +169,8 @@ def test_two_buffered_is_in_vertical_sync(p, m):
 
 def test_split_backwards_hold_their_version_until_the_gradient_of_the_weights():
     schedule = Schedule("0F0 0I0 0F1 0W0 0U1 0I1 0W1 0U2")
-    assert weight_versions.held_after(schedule) == ((1, 1, 1, 1, 2, 2, 1, 1),)
-    assert weight_versions.releases(schedule) == ({6: (0, 0), 7: (0, 1)},)
+    assert schedules.held_after(schedule) == ((1, 1, 1, 1, 2, 2, 1, 1),)
+    assert schedules.releases(schedule) == ({6: (0, 0), 7: (0, 1)},)
     assert schedules.staleness(schedule) == ((0, 1),)
 
 
@@ -216,8 +216,8 @@ def test_what_check_refuses_is_refused_here_too():
         schedules.versions_held,
         schedules.versions_read,
         schedules.staleness,
-        weight_versions.releases,
-        weight_versions.held_after,
+        schedules.releases,
+        schedules.held_after,
     ):
         with pytest.raises(ScheduleError, match="rank 0 forgets 0B0"):
             function(Schedule("0F0"))

@@ -10,8 +10,8 @@ import time
 import pytest
 from kernels import CellError, notebook, processes_of, wait_until
 
-from naranhi._ranks import cluster, processes
-from naranhi.world import World
+from naranhi.distributed import processes
+from naranhi.world import World, cluster
 
 
 def test_close_with_a_stopped_rank_leaves_nothing():

@@ -7,7 +7,7 @@ import pytest
 from kernels import wait_until
 
 import naranhi
-from naranhi._ranks import processes
+from naranhi.distributed import processes
 from naranhi.world import World
 
 TIMEOUT = 3.0

@@ -6,8 +6,7 @@ import time
 import pytest
 
 import naranhi
-from naranhi._ranks import launch
-from naranhi.world import World
+from naranhi.world import World, launch
 
 
 @pytest.fixture(scope="module")
@@ -28,10 +27,10 @@ def test_four_ranks_are_ready_within_twelve_seconds():
 
 
 def test_ranks_that_do_not_come_up_are_quoted(monkeypatch):
-    monkeypatch.setattr(launch.fork, "__name__", "naranhi._ranks.not_there")
+    monkeypatch.setattr(launch.fork, "__name__", "naranhi.world.not_there")
     with pytest.raises(naranhi.RankError, match="0 of 4 ranks were up") as raised:
         World(4)
-    assert "No module named naranhi._ranks.not_there" in str(raised.value)
+    assert "No module named naranhi.world.not_there" in str(raised.value)
 
 
 def test_output_comes_in_rank_order_with_equal_neighbours_folded(world, capsys):

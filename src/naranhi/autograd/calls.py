@@ -1,0 +1,118 @@
+"""A call as autograd sees it: tensors go in and tensors come out, whatever they are nested in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from naranhi.autograd.containers import _map, _of_fields, _tensors
+
+ALONE = object()  # the nest of a tensor that is in no nest
+CONSTANTS = (type(None), bool, int, float, complex, str, bytes,
+             torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+class Call:
+    """A call of `function` that can be run on other tensors than its own.
+
+        call, tensors = Call.of(function, args, kwargs)
+        outputs = call([tensor.detach() for tensor in tensors])  # a tuple of tensors
+        result = call.result(outputs)                            # what the function returned
+
+    Arguments and results are tensors, or tuples, lists, dicts and dataclasses that contain them. A
+    tensor that occurs several times stays one tensor: `key is query` keeps its value. Other
+    arguments are passed on unchanged.
+    """
+
+    @classmethod
+    def of(
+        cls, function: Callable, args: tuple, kwargs: dict[str, Any], name: str | None = None,
+    ) -> tuple[Call, list[torch.Tensor]]:
+        """Return the call and the tensors in its arguments, which the call does not keep.
+
+        Args:
+            name: what errors call the function; by default its own name, or that of its type.
+        """
+        call = cls()
+        call.function = function
+        call.name = name or getattr(function, "__name__", type(function).__name__)
+        # One argument is the usual case, and a single tensor needs no nest around it.
+        call._is_single = len(args) == 1 and not kwargs
+        tensors, call._arguments = take_apart(args[0] if call._is_single else (args, kwargs))
+        return call, tensors
+
+    def __call__(self, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Run the function on these tensors in the places of its own.
+
+        Raises:
+            TypeError: when the result contains something that may hide a tensor.
+        """
+        arguments = put_together(self._arguments, tensors)
+        args, kwargs = ((arguments,), {}) if self._is_single else arguments
+        result = self.function(*args, **kwargs)
+        self._require_tensors(result)
+        outputs, self._result = take_apart(result)
+        return tuple(outputs)
+
+    def result(self, outputs: tuple[torch.Tensor, ...]) -> Any:
+        """Return the function's last result with these tensors in the places of its own."""
+        return put_together(self._result, outputs)
+
+    def _require_tensors(self, result):
+        kinds = [type(leaf) for leaf in _leaves(result)]
+        hidden = next((kind for kind in kinds if not issubclass(kind, (torch.Tensor, *CONSTANTS))),
+                      None)
+        if hidden or not any(issubclass(kind, torch.Tensor) for kind in kinds):
+            what = (hidden or type(result)).__name__
+            raise TypeError(f"{self.name} returned {what}, not a tensor or tensors in tuples, "
+                            "lists, dicts or dataclasses")
+
+
+def take_apart(value: Any) -> tuple[list[torch.Tensor], Any]:
+    """Return the tensors in a nested value, each once, and the value with placeholders for them."""
+    if isinstance(value, torch.Tensor):
+        return [value], ALONE
+    tensors = list({id(tensor): tensor for tensor in _tensors(value)}.values())
+    places = {}
+    for number, tensor in enumerate(tensors):
+        places[id(tensor)] = place = torch.empty(0)
+        place.number = number
+    return tensors, _map(lambda tensor: places[id(tensor)], value)
+
+
+def put_together(nest: Any, tensors: Iterable[torch.Tensor]) -> Any:
+    """Return what `take_apart` took apart, with these tensors in the places of its own."""
+    return tensors[0] if nest is ALONE else _map(lambda place: tensors[place.number], nest)
+
+
+def _leaves(value):
+    """All that tuples, lists, dicts and dataclasses contain."""
+    if _of_fields(value):
+        value = [getattr(value, field.name) for field in fields(value)
+                 if hasattr(value, field.name)]
+    elif isinstance(value, dict):
+        value = list(value.values())
+    if not isinstance(value, tuple | list):
+        return [value]
+    return [leaf for item in value for leaf in _leaves(item)]
+
+
+def find_stranger(
+    nodes: Iterable[torch.autograd.graph.Node], known: Iterable[torch.Tensor],
+) -> torch.Tensor | None:
+    """Return a leaf of the graph behind these nodes that is not known, or None.
+
+    A leaf is a tensor that requires a gradient and was not computed.
+    """
+    known, nodes = {id(tensor) for tensor in known}, list(nodes)
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        if node.name().endswith("AccumulateGrad") and id(node.variable) not in known:
+            return node.variable
+        nodes += (new := {parent for parent, _ in node.next_functions if parent} - seen)
+        seen |= new
+    return None

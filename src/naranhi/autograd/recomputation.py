@@ -1,0 +1,164 @@
+"""Recomputation: keep a layer's inputs, forget the rest, and compute it again when it is needed.
+
+A forward without a graph saves nothing; the backward runs it once more with one, and differentiates
+that. The price is a second forward, the gain all that the layer would have kept. The result is the
+same to the bit, as long as the second forward meets what the first one met: the same weights, the
+same random numbers, the same precision.
+
+Source: Chen, Xu, Zhang and Guestrin, "Training deep nets with sublinear memory cost" (2016). In
+production: `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`, whose second forward also
+stops as soon as the last thing to be kept has been computed; ours goes on to the end.
+"""
+
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from naranhi.autograd.calls import Call, find_stranger
+from naranhi.autograd.parameter_hooks import at_rest, wait_where_none
+from naranhi.autograd.wrapper import Wrapper
+
+
+def recompute(function, *inputs, parameters=None, **named):
+    """`function(*inputs, **named)`, of which only the inputs are kept for the backward.
+
+    function: returns tensors, also in tuples, lists, dicts and dataclasses, the same whenever it is
+    called. It may draw random numbers, as the state of torch's generators is restored (5,056 bytes
+    on a CPU and 16 on a GPU, kept beside the inputs). A module may change its buffers, which the
+    second call does not see: it works on copies of what the first one met. What else a function
+    changes, it changes twice, and hooks of modules in it run twice, as with torch's own.
+    inputs, named: tensors, also in tuples, lists, dicts and dataclasses, or anything else, which is
+    passed on as it is.
+    parameters: the tensors besides the inputs that shall receive a gradient; by default those of
+    `function` when that is a module. Without any tensor that requires a gradient, `function` is
+    just called. Their hooks run once, as ever.
+
+    Raises TypeError when `function` returns something else. The backward raises ValueError when
+    the function used another tensor that requires a gradient, which would not receive it, and
+    RuntimeError when an input or a parameter has been changed in place since the forward.
+    """
+    if parameters is None:
+        parameters = function.parameters() if isinstance(function, nn.Module) else ()
+    parameters = [parameter for parameter in parameters if parameter.requires_grad]
+    call, tensors = Call.of(function, inputs, named)
+    if not any(tensor.requires_grad for tensor in (*tensors, *parameters)):
+        return function(*inputs, **named)
+    return call.result(RecomputeFunction.apply(call, len(tensors), *tensors, *parameters))
+
+
+class Recompute(Wrapper):
+    """A layer of which only the inputs are kept for the backward; see `recompute`."""
+
+    def forward(self, *inputs, **named):
+        return recompute(self.layer, *inputs, parameters=self.parameters(), **named)
+
+
+class RecomputeFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, run, count, *tensors):
+        ctx.run, ctx.parameters = run, tensors[count:]
+        ctx.circumstances = _Circumstances(tensors, run.function)
+        # The parameters live anyway. They are here so that autograd notices when they have changed.
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+        outputs = run(tensors[:count])
+        ctx.circumstances.buffers.forget_the_same()
+        # A mask that is handed on has no gradient; of the rest nothing can be said without a graph.
+        constants = {id(tensor) for tensor in tensors if not tensor.requires_grad}
+        ctx.mark_non_differentiable(*(one for one in outputs if id(one) in constants))
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *gradients):
+        saved, wants_gradient = ctx.saved_tensors, ctx.needs_input_grad[2:]
+        count = len(saved) - len(ctx.parameters)
+        inputs = [tensor.detach().requires_grad_(wants)
+                  for tensor, wants in zip(saved[:count], wants_gradient[:count], strict=True)]
+        with torch.enable_grad(), ctx.circumstances.restored():
+            outputs = ctx.run(inputs)
+        known = [*inputs, *ctx.parameters]
+        _refuse_strangers(outputs, known)
+
+        used = [(output, gradient) for output, gradient in zip(outputs, gradients, strict=True)
+                if output.requires_grad and gradient is not None]
+        found = iter(())
+        if used:
+            with at_rest(ctx.parameters):  # their hooks run where these gradients go
+                found = iter(torch.autograd.grad(
+                    [output for output, _ in used],
+                    [tensor for tensor, wants in zip(known, wants_gradient, strict=True) if wants],
+                    [gradient for _, gradient in used], allow_unused=True))
+        found = [next(found, None) if wants else None for wants in wants_gradient]
+        wait_where_none(ctx.parameters, found[count:])
+        return None, None, *found
+
+
+class _Circumstances:
+    """What a result depends on besides inputs and weights: random state, autocast and buffers."""
+
+    def __init__(self, tensors, function):
+        self.gpus = sorted({tensor.get_device() for tensor in tensors if tensor.is_cuda})
+        self.random = torch.get_rng_state()
+        self.gpus_random = [torch.cuda.get_rng_state(gpu) for gpu in self.gpus]
+        self.precision = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+            for kind in (["cpu", "cuda"] if self.gpus else ["cpu"])]
+        self.buffers = _Buffers(function)
+
+    @contextmanager
+    def restored(self):
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(self.gpus))
+            torch.set_rng_state(self.random)
+            for gpu, state in zip(self.gpus, self.gpus_random, strict=True):
+                torch.cuda.set_rng_state(state, gpu)
+            for kind, dtype, enabled in self.precision:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+            stack.enter_context(self.buffers.copies())
+            yield
+
+
+class _Buffers:
+    """The buffers of a module as a forward has met them; of another function there are none."""
+
+    def __init__(self, function):
+        modules = function.modules() if isinstance(function, nn.Module) else ()
+        self._places = [(module._buffers, name) for module in modules
+                        for name, one in module._buffers.items() if one is not None]
+        met = {id(one): (one, one._version, one.clone()) for one in self._now()}
+        self._met = [met[id(one)] for one in self._now()]
+
+    def _now(self):
+        return [buffers[name] for buffers, name in self._places]
+
+    def forget_the_same(self):
+        """Keep copies only of those that the forward has changed or replaced."""
+        self._met = [
+            copy if now is not one or one._version != version else None
+            for (one, version, copy), now in zip(self._met, self._now(), strict=True)]
+
+    @contextmanager
+    def copies(self):
+        """Inside, the module has copies of them, which may change."""
+        own, copies = self._now(), {}
+        for (buffers, name), met, now in zip(self._places, self._met, own, strict=True):
+            source = now if met is None else met
+            buffers[name] = copies.setdefault(id(source), source.clone())
+        try:
+            yield
+        finally:
+            for (buffers, name), now in zip(self._places, own, strict=True):
+                buffers[name] = now
+
+
+def _refuse_strangers(outputs, known):
+    """Raise ValueError if the graph of the outputs ends in a leaf that is not among the known."""
+    nodes = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    stranger = find_stranger(nodes, known)
+    if stranger is not None:
+        raise ValueError(
+            f"the recomputed function uses a tensor of shape {tuple(stranger.shape)} that requires "
+            "a gradient and is neither an input nor in `parameters`: its gradient would be lost")

@@ -1,0 +1,39 @@
+"""What a training costs, by formula: bytes, messages, seconds, activations.
+
+Nothing here needs torch.
+"""
+
+from naranhi.costs.activations import (
+    Item,
+    gpt2_block_items,
+    transformer_layer_bytes,
+    transformer_layer_items,
+)
+from naranhi.costs.communication import (
+    ALGORITHMS,
+    POWER_OF_TWO_ONLY,
+    algorithm_bandwidth,
+    bus_bandwidth,
+    bytes_sent,
+    collective_seconds,
+    fastest,
+    fit_alpha_beta,
+)
+from naranhi.costs.model_state import zero_bytes, zero_bytes_sent
+
+__all__ = [
+    "ALGORITHMS",
+    "POWER_OF_TWO_ONLY",
+    "Item",
+    "algorithm_bandwidth",
+    "bus_bandwidth",
+    "bytes_sent",
+    "collective_seconds",
+    "fastest",
+    "fit_alpha_beta",
+    "gpt2_block_items",
+    "transformer_layer_bytes",
+    "transformer_layer_items",
+    "zero_bytes",
+    "zero_bytes_sent",
+]

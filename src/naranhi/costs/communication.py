@@ -1,0 +1,178 @@
+"""What communication costs: bandwidths of a measurement, and the alpha-beta model of an algorithm.
+
+Units, everywhere: seconds, bytes, bytes per second. `bytes` is the size of the *whole*: of the
+tensor for broadcast, reduce and all-reduce; for the others, of all ranks' blocks together (the
+input of a reduce-scatter or of the root's scatter, the output of an all-gather or of the root's
+gather, either side of an all-to-all).
+
+The alpha-beta model: a message of m bytes takes `alpha + m * beta` seconds, alpha being the latency
+in seconds and beta the inverse of the bandwidth in seconds per byte; a rank sends one message and
+receives one at a time. The time to add numbers is left out, and so is the overlap of pieces: the
+model says what the messages cost.
+
+Sources: Hockney, "The communication challenge for MPP" (1994), for the model; Thakur, Rabenseifner
+and Gropp (2005) for the trees and for halving and doubling; Patarasuk and Yuan (2009) for the ring;
+nccl-tests, doc/PERFORMANCE.md, for the two bandwidths.
+"""
+
+from functools import lru_cache
+from math import isfinite
+
+# The algorithms of each collective; the first is the default of the functions below.
+ALGORITHMS = {
+    "broadcast": ("tree",),
+    "reduce": ("tree",),
+    "scatter": ("direct",),
+    "gather": ("direct",),
+    "all_to_all": ("direct",),
+    "all_gather": ("ring", "doubling"),
+    "reduce_scatter": ("ring", "halving"),
+    "all_reduce": ("ring", "halving_doubling", "doubling", "tree"),
+}
+
+# These end only if each step can pair all ranks. (An all-reduce folds the other ranks in first.)
+POWER_OF_TWO_ONLY = {("all_gather", "doubling"), ("reduce_scatter", "halving")}
+
+
+def algorithm_bandwidth(bytes, seconds):
+    """Bytes per second as the caller sees them: the size of the whole over the time.
+
+    Raises ValueError when `bytes` is negative or `seconds` is not positive.
+    """
+    _check(bytes=bytes)
+    if not seconds > 0:
+        raise ValueError(f"seconds must be positive, not {seconds!r}")
+    return bytes / seconds
+
+
+def bus_bandwidth(collective, bytes, seconds, ranks):
+    """Bytes per second that each rank's link must have carried: comparable with the hardware's.
+
+    The algorithm bandwidth times 2(n-1)/n for all-reduce, (n-1)/n for reduce-scatter, all-gather,
+    all-to-all, scatter and gather, and 1 for broadcast and reduce, as nccl-tests defines it. It
+    counts what must cross the busiest link at least, and not what an algorithm sends.
+    """
+    _check(collective, bytes, ranks)
+    if collective in ("broadcast", "reduce"):
+        factor = 1.0
+    else:
+        factor = (2 if collective == "all_reduce" else 1) * (ranks - 1) / ranks
+    return algorithm_bandwidth(bytes, seconds) * factor
+
+
+def collective_seconds(collective, bytes, ranks, alpha, beta, algorithm=None):
+    """Seconds that the alpha-beta model gives: messages in a row x alpha + bytes in a row x beta.
+
+    alpha is in seconds, beta in seconds per byte; `algorithm` is one of `ALGORITHMS[collective]`,
+    by default the first.
+    """
+    messages, volume = _critical_path(collective, bytes, ranks, algorithm)
+    return messages * alpha + volume * beta
+
+
+@lru_cache(maxsize=1024)
+def fastest(collective, bytes, ranks, alpha, beta, among=None):
+    """Return the algorithm for which `collective_seconds` is least, the first of equals.
+
+    among: the algorithms to choose from, by default all that this number of ranks can run.
+    """
+    _check(collective, bytes, ranks)
+    known = [name for name in among or ALGORITHMS[collective] if _runs(collective, ranks, name)]
+    return min(known, key=lambda name: collective_seconds(
+        collective, bytes, ranks, alpha, beta, name))
+
+
+def _runs(collective, ranks, algorithm):
+    return (collective, algorithm) not in POWER_OF_TWO_ONLY or ranks & (ranks - 1) == 0
+
+
+def _critical_path(collective, bytes, ranks, algorithm=None):
+    """(messages, bytes) that follow one another, whichever rank's link is the busiest."""
+    algorithm = _check(collective, bytes, ranks, algorithm)
+    levels = (ranks - 1).bit_length()  # of a binomial tree: log2(ranks), rounded up
+    if algorithm in ("doubling", "halving") and collective != "all_reduce":
+        return levels, (ranks - 1) / ranks * bytes  # the blocks of a ring, in fewer messages
+    if collective == "all_reduce":
+        if algorithm == "tree":  # reduce, then broadcast
+            return 2 * levels, 2 * levels * bytes
+        if algorithm == "ring":  # reduce-scatter, then all-gather
+            return 2 * (ranks - 1), 2 * (ranks - 1) / ranks * bytes
+        # Among `core` ranks; the others hand in their data before and are given the sum after.
+        core = 2 ** (ranks.bit_length() - 1)
+        extra = 2 if ranks > core else 0
+        halvings = core.bit_length() - 1
+        if algorithm == "doubling":  # the whole tensor in each step
+            return halvings + extra, (halvings + extra) * bytes
+        return 2 * halvings + extra, (2 * (core - 1) / core + extra) * bytes
+    if algorithm == "tree":
+        return levels, levels * bytes
+    return ranks - 1, (ranks - 1) / ranks * bytes  # ring and direct: a block in each message
+
+
+def bytes_sent(collective, bytes, ranks, algorithm=None):
+    """Bytes that the rank which sends the most sends, when all blocks are equal.
+
+    On a ring and in an all-to-all every rank sends as much. The root sends the most in a broadcast
+    and a scatter; every rank but the root sends the same in a reduce and a gather.
+    """
+    algorithm = _check(collective, bytes, ranks, algorithm)
+    if collective == "reduce":
+        return bytes if ranks > 1 else 0
+    if collective == "gather":
+        return bytes / ranks if ranks > 1 else 0
+    if algorithm == "tree":  # the root of a broadcast, to each of its children
+        return (ranks - 1).bit_length() * bytes
+    if collective == "all_reduce" and algorithm != "ring":  # and the sum to a rank beyond the core
+        core = 2 ** (ranks.bit_length() - 1)
+        own = core.bit_length() - 1 if algorithm == "doubling" else 2 * (core - 1) / core
+        return (own + (ranks > core)) * bytes
+    return _critical_path(collective, bytes, ranks, algorithm)[1]
+
+
+def fit_alpha_beta(sizes, seconds):
+    """(alpha, beta): the line alpha + size * beta that is nearest to the measured times.
+
+    sizes in bytes, seconds in seconds, one of each per measurement; alpha in seconds, beta in
+    seconds per byte. Least squares of the *relative* errors, since sizes span decades: with plain
+    least squares the largest message alone would decide, and alpha would be its noise. On times
+    that are no line (a cache that overflows, say) alpha may come out negative: look at the points.
+
+    Raises ValueError for fewer than two different sizes, for lists of different lengths, and for
+    times that are not positive.
+    """
+    if len(sizes) != len(seconds):
+        raise ValueError(f"{len(sizes)} sizes but {len(seconds)} times")
+    if len(set(sizes)) < 2:
+        raise ValueError("a line needs at least two different sizes")
+    for size, time in zip(sizes, seconds, strict=True):
+        _check(bytes=size)
+        if not (isfinite(time) and time > 0):
+            raise ValueError(f"every time must be positive, not {time!r}")
+    # Minimise sum(((alpha + size * beta) / time - 1) ** 2): two unknowns, two normal equations.
+    # Sizes in units of the largest keep the sums of like magnitude.
+    unit = max(sizes)
+    rows = [(1 / time, size / unit / time) for size, time in zip(sizes, seconds, strict=True)]
+    aa = sum(a * a for a, _ in rows)
+    ab = sum(a * b for a, b in rows)
+    bb = sum(b * b for _, b in rows)
+    a1 = sum(a for a, _ in rows)
+    b1 = sum(b for _, b in rows)
+    determinant = aa * bb - ab * ab
+    return (a1 * bb - b1 * ab) / determinant, (aa * b1 - ab * a1) / determinant / unit
+
+
+def _check(collective="broadcast", bytes=0, ranks=1, algorithm=None):
+    """The algorithm meant, or ValueError."""
+    if collective not in ALGORITHMS:
+        raise ValueError(f"collective must be one of {sorted(ALGORITHMS)}, not {collective!r}")
+    if not (isfinite(bytes) and bytes >= 0):
+        raise ValueError(f"bytes must be a size, not {bytes!r}")
+    if not isinstance(ranks, int) or ranks < 1:
+        raise ValueError(f"ranks must be a positive whole number, not {ranks!r}")
+    known = ALGORITHMS[collective]
+    if algorithm is not None and algorithm not in known:
+        raise ValueError(f"{collective} is known by {known}, not by {algorithm!r}")
+    if not _runs(collective, ranks, algorithm):
+        raise ValueError(
+            f"{collective} by {algorithm} needs a power of two of ranks, not {ranks}")
+    return algorithm or known[0]

@@ -1,0 +1,35 @@
+"""Data parallelism: each rank has the whole model and a share of the batch; gradients are summed.
+
+The loss of a step is the sum over what is valid (tokens, rows, ...) divided by how many are valid
+in the *whole* step, over all micro-batches and ranks: `count`, as in `pipeline.Pipeline`. Each rank
+divides its summed loss by that one count before its backward,
+
+    (loss(model(inputs), targets) / total_count(valid_here)).backward()
+
+so that the *sum* of the ranks' gradients is the average over the step, also where shares are of
+unequal size. (The mean of the ranks' means would give a token of a short share more weight.)
+
+Three ways to add them up, each with less waiting than the one before:
+
+    sum_gradients(model)        after the backward, one parameter after the other
+    sum_in_buckets(model)       after the backward, in few long messages
+    Overlapped(model)           in buckets, while the backward still runs
+
+All three give every rank the same bits. The models are to be equal first (`make_equal`, which
+`Overlapped` calls itself). A parameter that has a gradient on no rank keeps none. A rank without
+any sample runs its model all the same, on rows that do not count (whose targets are all -100, say)
+or on no rows. `group` is the process group, None for the default one.
+"""
+
+from naranhi.data_parallel.all_reduce import sum_gradients, sum_in_buckets, total_count
+from naranhi.data_parallel.ddp import Overlapped
+from naranhi.data_parallel.sync import broadcast_buffers, make_equal
+
+__all__ = [
+    "Overlapped",
+    "broadcast_buffers",
+    "make_equal",
+    "sum_gradients",
+    "sum_in_buckets",
+    "total_count",
+]

@@ -1,0 +1,231 @@
+"""Gradients summed in buckets while the backward still runs, by hooks.
+
+Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (2020).
+"""
+
+import weakref
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from naranhi.autograd.containers import _tensors
+from naranhi.autograd.hooks import Backward, Handles, Hook, ModuleHook
+from naranhi.collectives.buckets import BUCKET, buckets
+from naranhi.data_parallel.supported import (
+    require_gradient,
+    require_same_parameters,
+    require_supported,
+)
+from naranhi.data_parallel.sync import broadcast_buffers, make_equal, require_finite, with_gradient
+from naranhi.distributed import require_same
+
+
+class Overlapped:
+    """Gradients are summed in buckets, each as soon as the backward has filled it.
+
+        parallel = Overlapped(model)
+        with parallel.no_sync():                # micro-batches, if there are several: no message
+            for inputs, targets in shares[:-1]:
+                (loss(model(inputs), targets) / count).backward()
+        (loss(model(inputs), targets) / count).backward()  # the last
+        optimizer.step()
+
+    As with torch's `DistributedDataParallel`, a backward ends with gradients that are sums over the
+    ranks, unless it begins in `no_sync()`. Three things differ: the forward may run anywhere, sums
+    are not divided by the number of ranks, and what would let replicas diverge raises an error.
+
+    model: made on every rank alike; construction calls `require_supported` and `make_equal`. It
+        keeps this object alive, until `close()`.
+    bucket_bytes: see `buckets`. Small ones start early, large ones cost less each.
+    buffers: whether `broadcast_buffers` ends each step.
+    finite: whether `require_finite` does.
+    tell: called as tell("gradient", name) when a parameter's last gradient has come, and as
+        tell("start", i) and tell("end", i) when bucket i begins to be summed, and when it is known
+        to have been, which is after the backward.
+
+    Gradients live in the buckets, of which `.grad` is a view. RuntimeError is raised
+    - by a backward, where gradients of the step before are still there, a parameter gets a second
+      gradient (by reentrant checkpoints that share it), or one has come to be trained since
+      construction; and, on every rank, where a parameter has a gradient on some ranks only, or
+      another rank's backward has failed;
+    - by the step of a torch optimizer, before it changes anything, where a gradient is this rank's
+      alone, since all backwards were in `no_sync()`.
+    After an error gradients are not to be used.
+    """
+
+    def __init__(self, model, group=None, bucket_bytes=BUCKET, buffers=True, finite=False,
+                 tell=None):
+        require_supported(model, group)
+        make_equal(model, group)
+        require_same(group, bucket_bytes=bucket_bytes, buffers=buffers, finite=finite)
+        self.model, self.group, self.buffers, self.finite = model, group, buffers, finite
+        self.tell = tell or (lambda event, what: None)
+        self.names = {p: name for name, p in model.named_parameters() if p.requires_grad}
+        self.buckets = [GradientBucket(some) for some in buckets(list(self.names), bucket_bytes)]
+        self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.views}
+        self._summed = set()  # parameters whose gradient is a sum over the ranks already
+        self._local = set()  # parameters that got a gradient which is none yet
+        self._sync = True
+        self._started = 0  # how many buckets of this step are in flight
+        self._backward = Backward()  # one that ends with sums
+        self._handles = Handles(
+            last=[p.register_post_accumulate_grad_hook(Hook(self.gradient_arrived))
+                  for p in self.names],
+            others=[model.register_forward_hook(ModuleHook(self._after_forward, keep=True)),
+                    register_optimizer_step_pre_hook(Hook(self._before_step))])
+        weakref.finalize(self, self._handles.others[-1].remove).atexit = False
+
+    def close(self):
+        """Leave the model alone from now on."""
+        self._handles.remove()
+
+    @contextmanager
+    def no_sync(self):
+        """Backwards that begin inside add to this rank's own gradients, and send nothing."""
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    def synchronize(self):
+        """Sum what was accumulated in `no_sync()`, without another backward. Every rank calls it,
+        also one that had no backward (then all are told)."""
+        self._prepare()
+        self.finish()
+
+    # --- the backward ----------------------------------------------------------------------------
+
+    def _after_forward(self, module, inputs, output):
+        """Have the backward tell when it begins: also where the last layers are recomputed in a
+        backward of their own, whose end is not the end."""
+        for tensor in _tensors(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(Hook(self._begin))
+
+    def _begin(self, gradient=None):
+        if self._sync and not self._backward.running:
+            self._prepare()
+            self._backward.begin(self.finish)
+
+    def _prepare(self):
+        if self._backward.failed:
+            self._give_up()
+        require_same_parameters(self.model, self.names, "Overlapped")
+        self._handles.order()
+        for bucket in self.buckets:
+            bucket.awaited = set(bucket.views)
+        self._started = 0
+
+    def gradient_arrived(self, parameter):
+        """The backward has added to a parameter's gradient."""
+        self._begin()
+        bucket = self._bucket_of[parameter]
+        require_gradient(self.names[parameter], parameter.grad)
+        self._move(parameter, bucket)
+        self._local.add(parameter)
+        if not self._backward.running:
+            return
+        if parameter not in bucket.awaited:
+            raise RuntimeError(f"parameter {self.names[parameter]} got a second gradient in one "
+                               "backward, when the first may be in flight")
+        bucket.awaited.remove(parameter)
+        self.tell("gradient", self.names[parameter])
+        # In one order on all ranks, whatever order gradients come in.
+        while self._started < len(self.buckets) and not self.buckets[self._started].awaited:
+            self.start_next()
+
+    def start_next(self):
+        bucket = self.buckets[self._started]
+        for parameter in bucket.views:
+            self._move(parameter, bucket)
+        bucket.start(self.group)
+        self.tell("start", self._started)
+        self._started += 1
+
+    def finish(self):
+        """The backward is over: start the buckets with a parameter that got no gradient; wait."""
+        while self._started < len(self.buckets):
+            self.start_next()
+        self._backward.end()
+        alike = True
+        for i, bucket in enumerate(self.buckets):
+            alike &= bucket.finish()
+            self.tell("end", i)
+        if any(bucket.failed for bucket in self.buckets):
+            raise RuntimeError("the backward of another rank has failed in this step")
+        if not alike:
+            with_gradient(self.model, self.group)  # raises, and says of which ranks
+        self._summed = {p for p in self.names if p.grad is not None}
+        self._local.clear()
+        if self.buffers:
+            broadcast_buffers(self.model, self.group)
+        if self.finite:
+            require_finite(self.model)
+
+    def _give_up(self):
+        """After a backward that has failed: send what other ranks wait for, marked as failed, or
+        they would take the next step's buckets for this one's."""
+        self._backward.end()
+        for bucket in self.buckets[self._started:]:
+            bucket.start(self.group, failed=True)
+        for bucket in self.buckets:
+            bucket.finish()
+
+    # --- gradients -------------------------------------------------------------------------------
+
+    def _move(self, parameter, bucket):
+        """Let a gradient live in its bucket."""
+        view = bucket.views[parameter]
+        if parameter.grad is not view:  # None, or a new one
+            self._summed.discard(parameter)
+            if parameter.grad is not None:
+                view.copy_(parameter.grad)
+                parameter.grad = view
+        elif parameter in self._summed:
+            raise RuntimeError(f"parameter {self.names[parameter]} still has the gradient of the "
+                               "step before: call zero_grad() first, which sets it to None")
+
+    def _before_step(self, optimizer, args, kwargs):
+        """Of any torch optimizer: the replicas would part."""
+        for group in optimizer.param_groups if self._local else ():
+            for parameter in group["params"]:
+                if parameter in self._local and parameter.grad is not None:
+                    raise RuntimeError(
+                        f"the gradient of parameter {self.names[parameter]} is this rank's alone: "
+                        "run the last backward of a step outside of no_sync(), or call "
+                        "synchronize()")
+
+
+class GradientBucket:
+    """Gradients in one piece of memory. Behind them, two numbers for each parameter: whether it has
+    a gradient, and whether it lacks one; when both sums are above 0, the ranks are not alike. And
+    one for all: whether the backward has failed."""
+
+    def __init__(self, parameters):
+        sizes = [one.numel() for one in parameters]
+        self.flat = parameters[0].new_zeros(sum(sizes) + 2 * len(sizes) + 1)
+        *pieces, flags, self._failed = self.flat.split([*sizes, 2 * len(sizes), 1])
+        self.views = {one: piece.view(one.shape)
+                      for one, piece in zip(parameters, pieces, strict=True)}
+        self.flags = flags.view(2, -1)
+        self.awaited, self.work = set(), None
+
+    def start(self, group, failed=False):
+        # The slot of a missing gradient is summed as well, and ignored.
+        has = [one.grad is not None for one in self.views]
+        self.flags.copy_(torch.tensor([has, [not here for here in has]]))
+        self._failed.fill_(failed)
+        self.work = dist.all_reduce(self.flat, group=group, async_op=True)
+
+    def finish(self):
+        """Wait for the sum; whether all ranks had gradients of the same parameters."""
+        self.work.wait()
+        return not (self.flags.real > 0).all(0).any().item()
+
+    @property
+    def failed(self):
+        """After `finish`: whether the backward of any rank has failed."""
+        return self._failed.real.item() > 0

@@ -1,0 +1,124 @@
+"""How the processes of ``torchrun`` or ``srun`` find each other and become one process group.
+
+A notebook's ranks have their World for that. A program that is to run under either launcher calls
+``join`` once, and hands the groups it makes to the same kernels.
+"""
+
+import datetime
+import json
+import os
+import socket
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from naranhi.distributed import processes
+
+
+def join(timeout=300.0, folder=None):
+    """Join the default process group: NCCL where each rank of this host has a GPU, else gloo.
+
+    Under ``torchrun`` the launcher has arranged the meeting, and the kernel kills this process when
+    the launcher ends. Under ``srun`` rank 0 listens on a port of the system's choice and leaves its
+    address in a file that all can read. Ranks on one machine meet and talk over its loopback.
+
+    Args:
+        timeout: the deadline of the meeting and of every collective, in seconds.
+        folder: where that file may be, on a file system that the nodes share; by default the folder
+            that the job was submitted from.
+
+    Returns:
+        This rank's device.
+
+    Raises:
+        RuntimeError: started by neither launcher, or the ranks did not meet in time.
+    """
+    deadline = datetime.timedelta(seconds=timeout)
+    if "RANK" in os.environ:
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        local_rank = int(os.environ.get("LOCAL_RANK", rank))
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            processes.die_with_parent(os.getppid())
+            if local_size == world_size:
+                # The launcher gives its host's name, which without a network means nothing.
+                os.environ["MASTER_ADDR"] = "127.0.0.1"
+                _loopback_only()
+        meeting = {}  # torch reads the launcher's environment itself
+    elif "SLURM_STEP_ID" in os.environ:
+        rank, world_size = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
+        local_rank, local_size = int(os.environ["SLURM_LOCALID"]), _tasks_on_this_node()
+        folder = Path(folder or os.environ["SLURM_SUBMIT_DIR"])
+        store = _slurm_store(rank, world_size, deadline, folder)
+        meeting = {"store": store, "rank": rank, "world_size": world_size}
+    else:
+        raise RuntimeError(
+            "this process was started by neither torchrun nor srun; "
+            "try: torchrun --standalone --nproc-per-node 4 PROGRAM"
+        )
+    device, backend = torch.device("cpu"), "gloo"
+    if torch.cuda.device_count() >= local_size:
+        device, backend = torch.device("cuda", local_rank), "nccl"
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, timeout=deadline, **meeting)
+    return device
+
+
+def _loopback_only():
+    """Nothing needs to listen beyond this machine."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+
+
+def _tasks_on_this_node():
+    """Slurm writes tasks per node as ``4(x2),3``: four on each of two nodes, then three."""
+    counts = []
+    for part in os.environ["SLURM_STEP_TASKS_PER_NODE"].split(","):
+        count, _, times = part.partition("(x")
+        counts += [int(count)] * int(times.rstrip(")") or 1)
+    return counts[int(os.environ["SLURM_NODEID"])]
+
+
+def _slurm_store(rank, world_size, deadline, folder):
+    """The store that rank 0 keeps; the others learn its address from a file that lives briefly."""
+    file = folder / "naranhi-{SLURM_JOB_ID}-{SLURM_STEP_ID}.address".format(**os.environ)
+    alone = int(os.environ["SLURM_STEP_NUM_NODES"]) == 1
+    if alone:
+        _loopback_only()
+    if rank > 0:
+        host, port = _read(file, deadline)
+        store = dist.TCPStore(host, port, is_master=False, timeout=deadline)
+        store.add("arrived", 1)
+        return store
+    host = "127.0.0.1" if alone else socket.gethostbyname(socket.gethostname())
+    listener = socket.create_server((host, 0))
+    port = listener.getsockname()[1]
+    store = dist.TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=deadline,
+        master_listen_fd=listener.detach(),
+    )
+    draft = file.with_suffix(".draft")
+    draft.write_text(json.dumps([host, port]))
+    draft.rename(file)  # whoever finds it finds all of it
+    end = time.monotonic() + deadline.total_seconds()
+    while (arrived := store.add("arrived", 0)) < world_size - 1 and time.monotonic() < end:
+        time.sleep(0.02)
+    file.unlink()
+    if arrived < world_size - 1:
+        raise RuntimeError(f"{arrived + 1} of {world_size} ranks met within {deadline}")
+    return store
+
+
+def _read(file, deadline):
+    end = time.monotonic() + deadline.total_seconds()
+    while not file.exists():
+        if time.monotonic() > end:
+            raise RuntimeError(f"rank 0 left no address in {file}: do the nodes share this folder?")
+        time.sleep(0.02)
+    return json.loads(file.read_text())

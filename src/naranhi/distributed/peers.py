@@ -1,0 +1,126 @@
+"""What the ranks of a training know of each other: who has gone, and who does not run any more.
+
+Each rank writes its process id and then a beat a second into the store of the default group, and
+watches the next rank's. A rank that has been silent for too long is named by the one that watches
+it, which then ends; the launcher ends the others.
+"""
+
+import json
+import os
+import signal
+import socket
+import threading
+
+import torch.distributed as dist
+
+from naranhi.distributed import processes
+
+BEAT = 1.0  # seconds
+
+
+class Peers:
+    """The other ranks of the default group; make it on every rank after joining.
+
+    Args:
+        silence: seconds without a beat after which a rank is given up.
+        give_up: called, from a thread, with a sentence that names the rank.
+    """
+
+    def __init__(self, silence, give_up):
+        self._silence, self._give_up = silence, give_up
+        self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+        # A connection of its own: the default one may be waiting in another thread.
+        self._store = dist.distributed_c10d._get_default_store().clone()
+        self._set("place", (socket.gethostname(), processes.namespace(), os.getpid()))
+        self._places = [self._get("place", rank) for rank in range(self._ranks)]
+        self._looks = 0
+        self._stopped = threading.Event()
+        if self._ranks > 1:
+            for function in (self._beat, self._watch_the_store):
+                threading.Thread(target=function, name="naranhi-peers", daemon=True).start()
+
+    def close(self):
+        """Stop beating and watching: from here on ranks may end."""
+        self._stopped.set()
+
+    def gone(self):
+        """The ranks on this host whose processes have ended."""
+        return [rank for rank, pid in self._here() if processes.is_gone(pid)]
+
+    def kill_stopped(self):
+        """Kill the ranks on this host that are stopped, which no other signal ends."""
+        for _, pid in self._here():
+            if processes.is_stopped(pid):
+                processes.kill(pid)
+
+    def _here(self):
+        namespace = processes.namespace()
+        return [(r, pid) for r, (_, where, pid) in enumerate(self._places) if where == namespace]
+
+    def _set(self, what, value):
+        self._store.set(f"naranhi/{what}/{self._rank}", json.dumps(value))
+
+    def _get(self, what, rank):
+        return json.loads(self._store.get(f"naranhi/{what}/{rank}"))
+
+    def _beat(self):
+        """Beat, and watch the next rank beat; counted in looks, for this rank may stop as well."""
+        following, last, silent = (self._rank + 1) % self._ranks, None, 0.0
+        try:
+            self._set("beat", 0)
+            while not self._stopped.wait(BEAT):
+                self._looks += 1
+                self._set("beat", self._looks)
+                beat = self._get("beat", following)
+                silent = 0.0 if beat != last else silent + BEAT
+                last = beat
+                if silent >= self._silence:
+                    self._name(following)
+                    return
+        except dist.DistError as error:
+            if not self._stopped.is_set():
+                cause = str(error).partition("\n")[0]
+                self._give_up(f"the store of the ranks is gone, with the one that kept it: {cause}")
+
+    def _watch_the_store(self):
+        """A store whose host is gone or stopped answers nobody: then `_beat` stands still."""
+        last, silent = None, 0.0
+        while not self._stopped.wait(BEAT):
+            silent = 0.0 if self._looks != last else silent + BEAT
+            last = self._looks
+            if silent >= self._silence + 2 * BEAT:
+                self._name(0)
+                return
+
+    def _name(self, rank):
+        if self._stopped.is_set():
+            return
+        host, namespace, pid = self._places[rank]
+        state = "it answers nobody"
+        if namespace == processes.namespace():
+            if processes.is_stopped(pid):
+                state = f"its process {pid} is stopped; kill -CONT {pid} would have woken it"
+            elif processes.is_gone(pid):
+                state = f"its process {pid} has ended"
+        self._give_up(f"rank {rank} on {host} was silent for {self._silence:g} s: {state}")
+
+
+def on_signals(numbers, function):
+    """At each of these signals call ``function()``, then end at once and in silence.
+
+    It is called by a thread, which runs also while the main thread waits in C++.
+    """
+    receiver, sender = socket.socketpair()
+    sender.setblocking(False)
+    signal.set_wakeup_fd(sender.detach(), warn_on_full_buffer=False)
+    for number in numbers:
+        signal.signal(number, lambda *_: None)  # without, the byte would not be written
+
+    def wait():
+        receiver.recv(1)
+        try:
+            function()
+        finally:
+            processes.kill(os.getpid())
+
+    threading.Thread(target=wait, name="naranhi-signals", daemon=True).start()

@@ -1,0 +1,29 @@
+"""Models as lists of layers, and their loss."""
+
+from naranhi.models.gpt2_blocks import (
+    GPT2Block,
+    GPT2Embedding,
+    GPT2Head,
+    gpt2,
+    gpt2_config,
+    gpt2_layers,
+)
+from naranhi.models.losses import NOTHING, loss
+from naranhi.models.mlp_blocks import MLPBlock, mlp
+from naranhi.models.paced import Paced
+from naranhi.models.transformer_layer import TransformerLayer
+
+__all__ = [
+    "NOTHING",
+    "GPT2Block",
+    "GPT2Embedding",
+    "GPT2Head",
+    "MLPBlock",
+    "Paced",
+    "TransformerLayer",
+    "gpt2",
+    "gpt2_config",
+    "gpt2_layers",
+    "loss",
+    "mlp",
+]

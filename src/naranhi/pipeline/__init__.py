@@ -1,0 +1,27 @@
+"""Pipeline parallelism: a rank runs its row of a schedule, action by action."""
+
+from naranhi.pipeline.partition import cut
+from naranhi.pipeline.pipeline import Pipeline, run, stand_aside
+from naranhi.pipeline.profiling import profile
+from naranhi.schedules.balance import (
+    LayerProfile,
+    balanced,
+    by_size,
+    slowest,
+    stage_times,
+    uniform,
+)
+
+__all__ = [
+    "LayerProfile",
+    "Pipeline",
+    "balanced",
+    "by_size",
+    "cut",
+    "profile",
+    "run",
+    "slowest",
+    "stage_times",
+    "stand_aside",
+    "uniform",
+]

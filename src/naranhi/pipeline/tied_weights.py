@@ -1,0 +1,74 @@
+"""Tied parameters: one parameter that several ranks of a pipeline use, each with a copy of it.
+
+GPT-2's embedding is one: the first stage looks tokens up in it, the last one multiplies by it. Each
+copy receives the sum of all gradients, so that copies that were equal stay equal.
+"""
+
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from naranhi.distributed import fingerprint
+
+
+def tied_parameters(parts, placement):
+    """Return (name, parameter, ranks) of each tied parameter, in an order common to all ranks.
+
+    Frozen parameters are among them: they may be unfrozen later. parts: by stage, its layers;
+    placement: by stage, its rank.
+    """
+    return [(name, tensor, tuple(sorted(ranks))) for name, tensor, ranks in _users(parts, placement)
+            if len(ranks) > 1 and isinstance(tensor, nn.Parameter)]
+
+
+def copies(parts, placement, rank, replicas):
+    """Return fingerprints of what must be the same on other ranks: {among whom: {name: digest}}.
+
+    "pipeline": parameters and buffers that another rank of the pipeline uses too. "replicas": all
+    of this rank's, if it has replicas. A tensor on the meta device has no values to compare.
+    """
+    def digests(least):
+        return {name: fingerprint(tensor) for name, tensor, ranks in _users(parts, placement)
+                if rank in ranks and len(ranks) >= least and not tensor.is_meta}
+
+    return {"pipeline": digests(2), "replicas": digests(1) if replicas else {}}
+
+
+def _users(parts, placement):
+    """(name in the model, parameter or buffer, the ranks that use it) of each."""
+    users, model = {}, nn.ModuleList(chain(*parts))
+    for part, rank in zip(parts, placement, strict=True):
+        module = nn.ModuleList(part)
+        for tensor in chain(module.parameters(), module.buffers()):
+            users.setdefault(tensor, set()).add(rank)
+    return [(name, tensor, users[tensor])
+            for name, tensor in chain(model.named_parameters(), model.named_buffers())]
+
+
+class Tied:
+    """This rank's copy of a tied parameter, and the process group of the ranks that have one."""
+
+    def __init__(self, name, parameter, group):
+        self.name, self.parameter, self.group, self.before = name, parameter, group, None
+
+    def begin(self):
+        """A gradient of earlier steps is a sum already: keep it out of the next one."""
+        self.before, self.parameter.grad = self.parameter.grad, None
+
+    def sum(self):
+        """Add up the gradients of all copies. Every rank of the group calls this."""
+        if not self.parameter.requires_grad:
+            self.parameter.grad, self.before = self.before, None
+            return
+        if self.parameter.grad is None:
+            self.parameter.grad = torch.zeros_like(self.parameter)
+        dist.all_reduce(self.parameter.grad, group=self.group)
+        if self.before is not None:
+            self.parameter.grad += self.before
+            self.before = None
+
+    def close(self):
+        """Let go of the group."""
+        self.group = None

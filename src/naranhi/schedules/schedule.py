@@ -1,0 +1,211 @@
+"""What a schedule is made of: actions, and for each rank a sequence of them.
+
+A model is cut into *virtual stages*, 0 to V - 1, each on one rank (one per rank, or several in an
+interleaved schedule). A schedule says what each rank does, in what order, and nothing else. What
+is sent follows from it: a forward on stage s hands an activation to stage s + 1, a backward hands
+a gradient to stage s - 1, and a message travels wherever the two stages are on different ranks.
+
+The names of actions are those of `torch.distributed.pipelining`. Sources: Huang et al., "GPipe"
+(2019), for micro-batches; Qi et al., "Zero bubble pipeline parallelism" (2024), for the backward
+in two parts; Narayanan et al., "PipeDream" (2019) and "Memory-efficient pipeline-parallel DNN
+training" (2021), for weight versions.
+"""
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+
+class ScheduleError(ValueError):
+    """A schedule that is not right. `rank` and `action` are the culprit's, or None."""
+
+    def __init__(self, message, rank=None, action=None):
+        super().__init__(message)
+        self.rank, self.action = rank, action
+
+
+class Action(NamedTuple):
+    """One thing that a rank does; ``str`` and ``Action.parse`` turn it into its name and back.
+
+    ======  =====================================================================================
+    name    kind
+    ======  =====================================================================================
+    2F0     "F": the forward of micro-batch 0 on virtual stage 2
+    2B0     "B": its whole backward
+    2I0     "I": only the gradient of the stage's input, which the stage before waits for
+    2W0     "W": only the gradient of the weights, for which nobody waits; some time after 2I0
+    2U1     "U": apply to the newest weights of stage 2 all gradients since its last update, which
+            makes version 1 of them; only in schedules without a flush (microbatch is None)
+    2F5@1   a forward that reads version 1 of its stage's weights; so does its backward
+    ======  =====================================================================================
+
+    A stage's weights begin as version 0, and with a flush they stay that for the whole schedule.
+    """
+
+    stage: int
+    kind: str
+    microbatch: int | None
+    version: int = 0
+
+    @classmethod
+    def parse(cls, name):
+        """The action of that name, or ScheduleError."""
+        match = re.fullmatch(r"([0-9]+)([FBIWU])([0-9]+)(?:@([0-9]+))?", name)
+        if not match or (match[4] and match[2] != "F"):
+            raise ScheduleError(f"{name!r} is no action: expected a name such as 2F0, 2B0 or 2U1")
+        stage, kind, number, version = match.groups()
+        if kind == "U":
+            return cls(int(stage), kind, None, int(number))
+        return cls(int(stage), kind, int(number), int(version or 0))
+
+    def __str__(self):
+        if self.kind == "U":
+            return f"{self.stage}U{self.version}"
+        return f"{self.stage}{self.kind}{self.microbatch}" + f"@{self.version}" * bool(self.version)
+
+    __repr__ = __str__
+
+
+class Message(NamedTuple):
+    """What one stage hands to the next one (an activation) or to the one before (a gradient)."""
+
+    from_stage: int
+    to_stage: int
+    microbatch: int
+
+
+class Channel(NamedTuple):
+    """Where messages of a kind, "activation" or "gradient", go from a rank to another, in order."""
+
+    from_rank: int
+    to_rank: int
+    kind: str
+
+
+@dataclass(frozen=True, repr=False)
+class Schedule:
+    """What each rank does: ``schedule[rank]`` is a tuple of actions, in the order of doing.
+
+    Built from one row per rank, each a sequence of actions or of their names, or a text of names
+    with spaces between; or from one text with a line per rank, which is also what ``str`` gives.
+    It need not be right: `check` says whether it is. Only what is no action at all is refused here,
+    with a ScheduleError. Schedules with equal rows are equal.
+    """
+
+    rows: tuple[tuple[Action, ...], ...]
+
+    def __post_init__(self):
+        rows = self.rows.strip().splitlines() if isinstance(self.rows, str) else self.rows
+        rows = tuple(_row(rank, row) for rank, row in enumerate(rows))
+        object.__setattr__(self, "rows", rows)
+
+    def __getitem__(self, rank):
+        return self.rows[rank]
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __str__(self):
+        return "\n".join(" ".join(map(str, row)) for row in self.rows)
+
+    def __repr__(self):
+        return f'Schedule("""\n{self}\n""")'
+
+    @property
+    def stages(self):
+        """The number of ranks."""
+        return len(self.rows)
+
+    @property
+    def virtual_stages(self):
+        """The number of virtual stages on all ranks together."""
+        return len(self.placement)
+
+    @cached_property
+    def microbatches(self):
+        """The number of micro-batches."""
+        numbers = [a.microbatch for row in self.rows for a in row if a.microbatch is not None]
+        return max(numbers, default=-1) + 1
+
+    @cached_property
+    def placement(self):
+        """The rank of each virtual stage, as a tuple.
+
+        ScheduleError when a stage is on two ranks or on none, or a rank has nothing to do.
+        """
+        ranks = {}
+        for rank, row in enumerate(self.rows):
+            if not row:
+                raise ScheduleError(f"rank {rank} has nothing to do", rank)
+            for action in row:
+                if ranks.setdefault(action.stage, rank) != rank:
+                    raise ScheduleError(
+                        f"rank {rank} runs {action}, but stage {action.stage} is on rank "
+                        f"{ranks[action.stage]}: a stage is on one rank",
+                        rank,
+                        action,
+                    )
+        missing = next((stage for stage in range(len(ranks)) if stage not in ranks), None)
+        if missing is not None:
+            last = max(ranks)
+            rank = ranks[last]
+            action = next(action for action in self.rows[rank] if action.stage == last)
+            message = f"rank {rank} runs {action}, but no rank runs stage {missing}"
+            raise ScheduleError(message, rank, action)
+        return tuple(ranks[stage] for stage in range(len(ranks)))
+
+    def needs(self, action):
+        """The message that an action waits for, whether it travels or not; or None."""
+        stage, kind, microbatch, _ = action
+        if kind == "F" and stage > 0:
+            return Message(stage - 1, stage, microbatch)
+        if kind in ("B", "I") and stage < len(self.placement) - 1:
+            return Message(stage + 1, stage, microbatch)
+        return None
+
+    def gives(self, action):
+        """The message that an action leads to, whether it travels or not; or None."""
+        stage, kind, microbatch, _ = action
+        if kind == "F" and stage < len(self.placement) - 1:
+            return Message(stage, stage + 1, microbatch)
+        if kind in ("B", "I") and stage > 0:
+            return Message(stage, stage - 1, microbatch)
+        return None
+
+    def channel(self, message):
+        """The channel on which a message travels; None when both stages are on one rank."""
+        return self._channels[message.from_stage, message.to_stage]
+
+    @cached_property
+    def _channels(self):
+        """By the two stages of a message."""
+        found, of = {}, self.placement
+        for stage in range(1, len(of)):
+            apart = of[stage - 1] != of[stage]
+            activations = Channel(of[stage - 1], of[stage], "activation") if apart else None
+            gradients = Channel(of[stage], of[stage - 1], "gradient") if apart else None
+            found[stage - 1, stage], found[stage, stage - 1] = activations, gradients
+        return found
+
+
+def _row(rank, row):
+    try:
+        return tuple(map(_action, row.split() if isinstance(row, str) else row))
+    except ScheduleError as error:
+        raise ScheduleError(f"rank {rank}: {error}", rank) from None
+
+
+def _action(item):
+    if isinstance(item, str):
+        return Action.parse(item)
+    if isinstance(item, Action):
+        Action.parse(str(item))
+        return item
+    raise ScheduleError(f"{item!r} is no action")
+
+
+def _positive(**numbers):
+    for name, number in numbers.items():
+        if not isinstance(number, int) or number < 1:
+            raise ValueError(f"{name} must be a whole number of at least 1, not {number!r}")

@@ -1,0 +1,43 @@
+"""Schedules exchanged with `torch.distributed.pipelining`, as CSV files of its form.
+
+So a schedule of one's own runs on torch's runtime, and torch's can be drawn and simulated here.
+"""
+
+import csv
+import re
+
+from naranhi.schedules.schedule import Schedule, ScheduleError
+
+
+def write_csv(schedule, path):
+    """Write a file that torch's pipeline runtime loads (its form "compute_only"): a row per rank.
+
+    ScheduleError when a schedule updates weights on its way, for which torch's form has no word.
+    """
+    for rank, row in enumerate(schedule):
+        for action in row:
+            if action.kind == "U" or action.version:
+                why = "torch's CSV knows no updates and no versions of weights"
+                raise ScheduleError(f"rank {rank}: cannot write {action}, {why}", rank, action)
+    with open(path, "w", newline="") as file:
+        csv.writer(file).writerows(schedule)
+
+
+def read_csv(path):
+    """The schedule in a file that torch wrote, in either of its forms; not checked yet.
+
+    What follows from a schedule anyway is left out: idle steps, sends and receives, and what
+    `fully_shard` does around them. A forward and a backward that torch runs as one are read as the
+    forward and then the backward. ScheduleError for anything else that is no action.
+    """
+    with open(path, newline="") as file:
+        rows = [";".join(_FUSED.sub(r"\1", cell) for cell in row) for row in csv.reader(file)]
+    rows = [[name.strip() for name in row.split(";")] for row in rows]
+    try:
+        return Schedule([name for name in row if not _IMPLIED.fullmatch(name)] for row in rows)
+    except ScheduleError as error:
+        raise ScheduleError(f"{path}: {error}", error.rank) from None
+
+
+_FUSED = re.compile(r"\((.*)\)OVERLAP_F_B")
+_IMPLIED = re.compile(r"|[0-9]+((SEND|RECV)_[FB][0-9]+|UNSHARD|RESHARD|REDUCE_GRAD)")

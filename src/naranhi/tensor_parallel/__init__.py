@@ -1,0 +1,59 @@
+"""Tensor and sequence parallelism: layers whose weights are cut over ranks."""
+
+from naranhi.tensor_parallel.attention import ParallelAttention
+from naranhi.tensor_parallel.gradient_norm import clip_grad_norm_
+from naranhi.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from naranhi.tensor_parallel.mappings import (
+    copy_to_group,
+    gather_from_group,
+    gather_from_sequence,
+    reduce_from_group,
+    reduce_scatter_to_sequence,
+    scatter_to_group,
+)
+from naranhi.tensor_parallel.parallelize import (
+    Column,
+    Heads,
+    Row,
+    Tokenwise,
+    Vocabulary,
+    gpt2_plan,
+    mlp_plan,
+    parallelize,
+)
+from naranhi.tensor_parallel.random import different_numbers
+from naranhi.tensor_parallel.sequence_gradients import sum_sequence_gradients
+from naranhi.tensor_parallel.shards import load_whole_state, whole_state
+from naranhi.tensor_parallel.vocabulary import (
+    VocabularyParallelEmbedding,
+    VocabularyParallelHead,
+    vocabulary_cross_entropy,
+)
+
+__all__ = [
+    "Column",
+    "ColumnParallelLinear",
+    "Heads",
+    "ParallelAttention",
+    "Row",
+    "RowParallelLinear",
+    "Tokenwise",
+    "Vocabulary",
+    "VocabularyParallelEmbedding",
+    "VocabularyParallelHead",
+    "clip_grad_norm_",
+    "copy_to_group",
+    "different_numbers",
+    "gather_from_group",
+    "gather_from_sequence",
+    "gpt2_plan",
+    "load_whole_state",
+    "mlp_plan",
+    "parallelize",
+    "reduce_from_group",
+    "reduce_scatter_to_sequence",
+    "scatter_to_group",
+    "sum_sequence_gradients",
+    "vocabulary_cross_entropy",
+    "whole_state",
+]

@@ -1,0 +1,67 @@
+"""Attention between a column-parallel and a row-parallel layer: each rank has some of the heads.
+
+Source: Shoeybi et al., "Megatron-LM" (2019), section 3.
+"""
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from naranhi.tensor_parallel.layer_checks import require_attention
+from naranhi.tensor_parallel.random import different_numbers
+
+
+class ParallelAttention(nn.Module):
+    """Some of the heads of GPT-2's attention (`transformers`' GPT2Attention) on each rank.
+
+    (batch, sequence, hidden) in and out, on every rank the same; with sequence parallelism
+    (batch, sequence / ranks, hidden). Its `c_attn` is to be a ColumnParallelLinear of 3 parts, and
+    its `c_proj` a RowParallelLinear. Attention's dropout draws other numbers on each rank.
+
+    Raises ValueError when the ranks do not divide the heads, for attention between two sequences or
+    in mixed precision of its own, and where hooks would be lost; TypeError for another kind of
+    layer, also a subclass.
+    """
+
+    def __init__(self, attention, group=None):
+        super().__init__()
+        ranks = dist.get_world_size(group)
+        require_attention(attention)
+        if attention.num_heads % ranks:
+            raise ValueError(f"{ranks} ranks do not divide {attention.num_heads} heads")
+        if attention.is_cross_attention or attention.reorder_and_upcast_attn:
+            raise ValueError("cross attention and reorder_and_upcast_attn are not provided for")
+        self.group, self.scaling, self.head_size = group, attention.scaling, attention.head_dim
+        self.eager = attention.config._attn_implementation == "eager"
+        self.c_attn, self.c_proj = attention.c_attn, attention.c_proj
+        self.attn_dropout, self.resid_dropout = attention.attn_dropout, attention.resid_dropout
+
+    def forward(self, x, attention_mask=None, past_key_values=None, **_):
+        if past_key_values is not None:
+            raise ValueError("attention split over ranks has no cache: pass use_cache=False")
+        # Each (batch, heads of this rank, sequence, head size).
+        q, k, v = (part.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+                   for part in self.c_attn(x).chunk(3, -1))
+        length = q.shape[2]
+        if attention_mask is not None and attention_mask.shape[-1] != length:
+            raise ValueError(f"a mask of {attention_mask.shape[-1]} for {length} tokens: with "
+                             "sequence parallelism, eager attention needs a padding mask")
+        dropout = self.attn_dropout.p if self.training else 0.0
+        attend = _eager if self.eager else _fused
+        if dropout:
+            with different_numbers(x, self.group):
+                values = attend(q, k, v, attention_mask, dropout, self.scaling)
+        else:
+            values = attend(q, k, v, attention_mask, dropout, self.scaling)
+        return self.resid_dropout(self.c_proj(values.transpose(1, 2).flatten(2))), None
+
+
+def _fused(q, k, v, mask, dropout, scaling):
+    return F.scaled_dot_product_attention(
+        q, k, v, mask, dropout, is_causal=mask is None, scale=scaling)
+
+
+def _eager(q, k, v, mask, dropout, scaling):
+    scores = q @ k.transpose(-1, -2) * scaling
+    weights = (scores if mask is None else scores + mask).softmax(-1)
+    return F.dropout(weights, dropout) @ v

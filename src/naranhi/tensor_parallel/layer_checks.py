@@ -1,0 +1,147 @@
+"""Which layers can be cut: those that are exactly what their class says.
+
+A cut layer takes an unsplit one's parameters. Whatever else the unsplit one is (a subclass with a
+forward of its own, hooks, a weight that is computed from others) would be lost without a word, and
+another model trained. So it is refused by name.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
+
+from naranhi.autograd.module_hooks import hooks_of, is_compiled
+from naranhi.autograd.parameter_hooks import has_hooks
+
+# By name, because transformers is imported only by those who use it.
+CONV1D = "transformers.pytorch_utils", "Conv1D"
+GPT2_ATTENTION = "transformers.models.gpt2.modeling_gpt2", "GPT2Attention"
+PRETRAINED = "transformers.modeling_utils", "PreTrainedModel"
+
+
+def require_linear(layer: nn.Module) -> None:
+    """Raise TypeError or ValueError unless this is a plain Linear, or GPT-2's Conv1D."""
+    _require_no_parametrization(layer)
+    if type(layer) is not nn.Linear and not is_conv1d(layer):
+        raise _wrong_kind("a Linear or GPT-2's Conv1D is needed", layer, nn.Linear)
+    _require_plain(layer, "weight", "bias")
+
+
+def is_conv1d(layer: nn.Module) -> bool:
+    """Return whether this is GPT-2's linear layer, whose weight is (inputs, outputs)."""
+    return _kind(layer) == CONV1D
+
+
+def require_head(layer: nn.Module) -> None:
+    """Raise TypeError or ValueError unless this is a plain Linear."""
+    _require_no_parametrization(layer)
+    if type(layer) is not nn.Linear:
+        raise _wrong_kind("a Linear is needed", layer, nn.Linear)
+    _require_plain(layer, "weight", "bias")
+
+
+def require_embedding(layer: nn.Module) -> None:
+    """Raise TypeError or ValueError unless this is a plain Embedding; padding_idx is allowed."""
+    _require_no_parametrization(layer)
+    if type(layer) is not nn.Embedding:
+        raise _wrong_kind("an Embedding is needed", layer, nn.Embedding)
+    for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+        value = getattr(layer, option)
+        if value is not None and value is not False:
+            raise ValueError(f"an embedding with {option}={value} is not provided for: make it "
+                             "without, or leave it out of the plan")
+    _require_plain(layer, "weight")
+
+
+def require_attention(layer: nn.Module) -> None:
+    """Raise TypeError or ValueError unless this is the attention of transformers' GPT-2."""
+    if _kind(layer) != GPT2_ATTENTION:
+        raise TypeError(f"GPT-2's attention is needed, not {type(layer).__name__}")
+    _require_own_forward(layer)
+
+
+def require_tokenwise(layer: nn.Module) -> None:
+    """Raise TypeError or ValueError where a layer may be more than a function of each token."""
+    _require_no_parametrization(layer)
+    if isinstance(layer, _NormBase):
+        raise TypeError(f"{type(layer).__name__} computes statistics over all tokens, of which "
+                        "this rank has a part")
+    if isinstance(layer, _DropoutNd) and type(layer) is not nn.Dropout:
+        raise _wrong_kind("a Dropout is needed", layer, nn.Dropout)
+    _require_own_forward(layer)
+    if list(layer.children()):
+        raise ValueError("what it is made of has to be named, layer by layer")
+    for name, param in layer.named_parameters():
+        _require_plain_parameter(name, param)
+
+
+def require_slow_path(parent: nn.Module) -> None:
+    """Raise ValueError where a module would use its children's weights without calling them."""
+    is_fast = torch.backends.mha.get_fastpath_enabled()
+    if isinstance(parent, nn.TransformerEncoderLayer) and is_fast:
+        raise ValueError(
+            "in evaluation, nn.TransformerEncoderLayer computes with its layers' weights itself, "
+            "and would take a part for the whole: call "
+            "torch.backends.mha.set_fastpath_enabled(False) first")
+
+
+def require_layers_of_tokens(model: nn.Module) -> None:
+    """Raise ValueError for a whole model of transformers, whose parts count the tokens they get."""
+    for name, module in model.named_modules():
+        if any((cls.__module__, cls.__name__) == PRETRAINED for cls in type(module).__mro__):
+            raise ValueError(
+                f"{name or 'the model'} is a {type(module).__name__} of transformers, which counts "
+                "positions and builds masks by the tokens that it sees, here a part of them: pass "
+                "sequence=False, or make layers of it, as models.gpt2_layers does")
+
+
+def _kind(layer):
+    return type(layer).__module__, type(layer).__name__
+
+
+def _wrong_kind(needed, layer, base):
+    name = type(layer).__name__
+    if isinstance(layer, base):
+        return TypeError(f"{needed}, not the subclass {name}, whose own behaviour would be lost")
+    return TypeError(f"{needed}, not {name}")
+
+
+def _require_no_parametrization(layer):
+    for name, chain in layer._modules.get("parametrizations", nn.ModuleDict()).items():
+        raise ValueError(
+            f"its {name} is parametrized by {type(chain[0]).__name__}, which would be lost: call "
+            "torch.nn.utils.parametrize.remove_parametrizations, or leave it out of the plan")
+
+
+def _require_own_forward(layer):
+    """Raise ValueError where a call runs something else than the forward of the class."""
+    hook = next(hooks_of(layer), None)
+    if hook:
+        raise ValueError(
+            f"{hook} would be lost, or see a part of what it saw: make its effect permanent, as "
+            "prune.remove and remove_weight_norm do, or register it on what parallelize returns")
+    if "forward" in vars(layer) or is_compiled(layer):
+        raise ValueError("its forward was replaced or compiled, which would be lost: do that to "
+                         "what parallelize returns")
+
+
+def _require_plain(layer, *names):
+    """Raise ValueError where a layer has hooks, or holds anything but these parameters."""
+    _require_own_forward(layer)
+    held = {*layer._parameters, *layer._buffers, *layer._modules}
+    if held != set(names):
+        differ = ", ".join(sorted(held ^ set(names)))
+        raise ValueError(f"it should hold {' and '.join(names)} only, but for {differ} this is not "
+                         "so: what they do would be lost")
+    for name, param in layer.named_parameters():
+        _require_plain_parameter(name, param)
+
+
+def _require_plain_parameter(name, param):
+    if type(param) is not nn.Parameter:
+        raise TypeError(f"its {name} is a {type(param).__name__}, not a torch.nn.Parameter")
+    if has_hooks(param):
+        raise ValueError(f"its {name} has a hook, which would see a part of the gradient: register "
+                         "it on the parameters of what parallelize returns, for a part of them")

@@ -1,0 +1,121 @@
+"""The gradients of what every rank holds whole and uses on its part of the sequence only.
+
+With sequence parallelism, norms, position embeddings and biases added after a row-parallel product
+see this rank's tokens. Their gradient is the sum of the ranks' parts. A sum once in a step, after
+the last backward, takes the fewest messages: `sum_sequence_gradients`. But ZeRO and `Overlapped`
+take a gradient as soon as a backward has found it, and a user's hook looks at it then: where a
+parameter has such hooks, each backward sums its gradient first.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from naranhi.autograd.parameter_hooks import hooks_of_parameter
+from naranhi.collectives.buckets import buckets, pack, unpack
+from naranhi.tensor_parallel.mappings import start_reduce
+from naranhi.tensor_parallel.shards import Sharded, as_module
+
+
+def sequence_parameters(
+    model: nn.Module | list[nn.Module],
+) -> dict[str, tuple[nn.Parameter, dist.ProcessGroup | None]]:
+    """Return {name: (parameter, group)} of what is replicated inside sequence parallelism.
+
+    Those are the trained parameters that every rank of the group holds whole, and uses on its part
+    of the sequence only.
+    """
+    params = {}
+    for prefix, module in as_module(model).named_modules():
+        if isinstance(module, Sharded) and module.sequence:
+            group, splits = module.group, module.splits
+        elif "_sequence_group" in vars(module):
+            group, splits = module._sequence_group, {}
+        else:
+            continue
+        params |= {f"{prefix}.{name}".lstrip("."): (param, group)
+                   for name, param in module.named_parameters(recurse=False)
+                   if name not in splits and param.requires_grad}
+    return params
+
+
+def mark_sequence_module(module: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Note that a module, such as a norm, runs on this rank's part of the sequence."""
+    module._sequence_group = group
+
+
+def sum_before_other_hooks(model: nn.Module | list[nn.Module]) -> None:
+    """Let each backward sum these gradients over the group where hooks are about to see them."""
+    for name, (param, group) in sequence_parameters(model).items():
+        if _sum_of(param) is None:
+            param.register_hook(_Sum(name, param, group))
+
+
+def sum_sequence_gradients(model: nn.Module | list[nn.Module]) -> None:
+    """Sum over the group the gradients of what is replicated inside sequence parallelism.
+
+    Call it once in a step, after the last micro-batch's backward and before the optimizer's step,
+    on all ranks of the group; on a pipeline, with the stage's layers. Sums over data-parallel ranks
+    may come before or after. Without sequence parallelism it does nothing.
+
+    A parameter with hooks (a user's, `Overlapped`'s, ZeRO's) was summed by the backward already,
+    before they saw its gradient, and is left alone. So with ZeRO this call is not needed.
+
+    Raises:
+        RuntimeError: when no such parameter has a gradient, or one got a hook after its backward.
+    """
+    params = {}
+    for name, (param, group) in sequence_parameters(model).items():
+        sum_of = _sum_of(param)
+        if sum_of is None or not sum_of.is_due():
+            params[name] = param, group
+        elif sum_of.left:
+            raise RuntimeError(f"{name} got a hook after its backward: its gradient is not summed "
+                               "over the tensor group, and the next ones will be")
+    if params and all(param.grad is None for param, _ in params.values()):
+        raise RuntimeError(f"none of {', '.join(params)} has a gradient to be summed: call "
+                           "sum_sequence_gradients after the backward, before zero_grad()")
+    grads = {}  # by group and parameter, which may have several names
+    for param, group in params.values():
+        if param.grad is None:  # not used in this step, by any rank
+            param.grad = torch.zeros_like(param)
+        grads.setdefault(group, {})[param] = param.grad
+        if sum_of := _sum_of(param):
+            sum_of.left = False
+    for group, some in grads.items():
+        for bucket in buckets(list(some.values())):
+            unpack(start_reduce(pack(bucket), group)(), bucket)
+
+
+def unsummed(model: nn.Module | list[nn.Module]) -> list[str]:
+    """Return the names of parameters whose gradient `sum_sequence_gradients` has yet to sum."""
+    return [name for name, (param, _) in sequence_parameters(model).items()
+            if param.grad is not None and (sum_of := _sum_of(param)) and sum_of.left]
+
+
+class _Sum:
+    """A hook of a parameter, the first: sums its gradient over the group if others will see it."""
+
+    def __init__(self, name, param, group):
+        self.name, self.param, self.group = name, param, group
+        self.left = False  # whether `param.grad` holds parts that are not summed
+
+    def is_due(self):
+        return any(hook is not self for hook in hooks_of_parameter(self.param))
+
+    def __call__(self, grad):
+        if not self.is_due():
+            self.left = True
+            return None
+        if self.left and self.param.grad is not None:
+            raise RuntimeError(
+                f"{self.name} got a hook between two backwards of one step: the gradient of the "
+                "first is not summed over the tensor group; call zero_grad() first")
+        self.left = False
+        return start_reduce(grad.clone(memory_format=torch.contiguous_format), self.group)()
+
+
+def _sum_of(param):
+    return next((hook for hook in hooks_of_parameter(param) if isinstance(hook, _Sum)), None)

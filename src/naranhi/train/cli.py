@@ -1,0 +1,198 @@
+"""Train GPT-2 on a pipeline of ranks, or on a mesh of them.
+
+    torchrun --nproc-per-node 4 -m naranhi.train --schedule gpipe --balance 4,3,3,4 --microbatches 4
+    torchrun --nproc-per-node 8 -m naranhi.train --tensor 2 --pipeline 2 --data 2
+
+Rank 0 prints the loss, that of the whole step whatever the mesh, and writes the log. What is done
+in a step is in naranhi.train.trainer. Where there is no network, or nobody knows this machine
+by its name, torchrun itself needs --local-addr=127.0.0.1.
+"""
+
+import argparse
+import inspect
+import os
+import re
+import shlex
+import signal
+import sys
+from time import perf_counter, sleep
+
+import torch.distributed as dist
+
+from naranhi import distributed, schedules
+from naranhi.distributed import peers
+from naranhi.train.log import Log
+from naranhi.train.trainer import RATE, Mistake, Training, actions_of, together
+
+EVERY = 10  # steps between two printed losses
+PATIENCE = 1800.0  # seconds; a rank may be fetching weights while the others wait for it
+LAUNCHER = 5.0  # seconds; a launcher that sees the first to end blames it, and then ends the others
+LOST = re.compile("closed by peer|reset by peer|[Bb]roken pipe|[Tt]imed out|[Tt]imeout")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise Mistake(f"{message} (--help says more)")
+
+
+def parse(arguments=None):
+    """The options, or Mistake."""
+    parser = _Parser(
+        prog="naranhi.train", formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=__doc__,
+        allow_abbrev=False)
+    add = parser.add_argument
+    add("--model", metavar="NAME", help="a trained GPT-2: its name on the Hugging Face hub (gpt2) "
+        "or a folder; by default a small one of 12 blocks with random weights")
+    add("--corpus", metavar="NAME", help="squad, which is fetched from the hub, or a JSON file in "
+        "SQuAD's form; by default the text that ships with this package")
+    add("--schedule", choices=sorted(schedule_names()), default="gpipe", help="default: gpipe")
+    add("--balance", type=_balance, metavar="N,N,...", help="layers of each stage (embedding, "
+        "blocks and head, 14 in all, such as 4,3,3,4); by default as equal as it goes")
+    add("--data", type=_whole(1), default=1, metavar="N", help="pipelines side by side, which "
+        "share each batch; default: 1")
+    add("--pipeline", type=_whole(1), metavar="N", help="ranks of each pipeline, one after the "
+        "other; by default as many as there are")
+    add("--tensor", type=_whole(1), default=1, metavar="N", help="ranks that share each layer; "
+        "default: 1")
+    add("--sequence", action="store_true", help="with --tensor: split what lies between the split "
+        "layers too, along the sequence")
+    add("--microbatches", type=_whole(1), default=4, metavar="N", help="of each pipeline; "
+        "default: 4")
+    add("--batch", type=_whole(1), default=8, metavar="N", help="passages in a step; default: 8")
+    add("--steps", type=_whole(1), default=300, metavar="N", help="default: 300")
+    add("--rate", type=_positive, metavar="R", help="Adam's learning rate; default: "
+        f"{RATE['random']:g}, with --model {RATE['trained']:g}")
+    add("--clip", type=_positive, metavar="NORM", help="scale the gradients of a step down to this "
+        "norm, that of the whole model; by default they stay as they are")
+    add("--seed", type=_whole(0), default=0, metavar="N",
+        help="of the weights and of the batches; default: 0")
+    add("--dropout", type=_probability, default=0.0, metavar="P", help="default: 0, for then any "
+        "number of ranks gives the same losses")
+    add("--untied", action="store_true",
+        help="give the head weights of its own instead of the embedding's")
+    add("--recompute", action="store_true",
+        help="keep only each block's input for the backward, and compute the rest again")
+    add("--silence", type=_positive, default=60.0, metavar="S", help="seconds after which a rank "
+        "that does not answer is given up, and the training ends; default: 60")
+    add("--log-file", "--log", dest="log", metavar="FILE", help="write a JSON object for each "
+        "step, a line each, replacing what is in FILE; on the machine of rank 0. (torchrun "
+        "takes --log for one of its own options, unless -- stands before naranhi.train)")
+    return parser.parse_args(arguments)
+
+
+def schedule_names():
+    """Those functions of `naranhi.schedules` that take stages and micro-batches, need no more, and
+    leave the weights alone during a step."""
+    for name in schedules.__all__:
+        function = getattr(schedules, name)
+        if inspect.isfunction(function):
+            parameters = inspect.signature(function).parameters.values()
+            needed = [one.name for one in parameters if one.default is one.empty]
+            if needed == ["stages", "microbatches"] and not actions_of(function(1, 1), "U"):
+                yield name
+
+
+def _whole(least):
+    def number(text):
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least {least}")
+        return int(text)
+    return number
+
+
+def _balance(text):
+    return [_whole(1)(part) for part in text.split(",")]
+
+
+def _positive(text):
+    if not (number := float(text)) > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not above 0")
+    return number
+
+
+def _probability(text):
+    if not 0 <= (probability := float(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no probability below 1")
+    return probability
+
+
+def say_aloud(line):
+    """Print a line, also where nobody looks before the end."""
+    print(line, flush=True)
+
+
+def train(options, device=None, say=say_aloud):
+    """All the steps: the list of their losses, on every rank of the default group, all of which
+    call this. Rank 0 says how it goes. Raises Mistake on every rank."""
+    first, found = dist.get_rank() == 0, []
+    with (Training(options, device) as training,
+          together(lambda: Log(options.log if first else None)) as log):
+        if first:
+            say(training.about)
+        start = perf_counter()
+        for step in training:
+            found.append(step.loss)
+            log.write(**step._asdict())
+            if first and (step.step % EVERY == 0 or step.step == options.steps - 1):
+                say(f"step: {step.step}, loss: {step.loss:.4f}")
+        if first:
+            say(f"{options.steps} steps in {perf_counter() - start:.1f} s")
+    return found
+
+
+def losses(arguments=""):
+    """What `torchrun -m naranhi.train ARGUMENTS` prints losses of, on the ranks that there are, as
+    a list: `world.run(train.losses, "--data 2 --steps 20")` in a notebook."""
+    return train(parse(shlex.split(arguments)), say=lambda line: None)
+
+
+def main(arguments=None):
+    """What `python -m naranhi.train` does on each rank."""
+    wrong = None
+    try:
+        options = parse(arguments)
+    except Mistake as mistake:
+        wrong = mistake
+    try:
+        device = distributed.join(timeout=PATIENCE)
+    except RuntimeError as error:
+        sys.exit(f"naranhi.train: error: {wrong or error}")
+
+    def no_mistake():
+        if wrong:
+            raise wrong
+
+    others = peers.Peers(60.0 if wrong else options.silence, give_up=lambda cause: end(
+        f"rank {dist.get_rank()} ends the training: {cause}", others))
+    # Ctrl-C ends a rank at once and in silence, wherever it is: each line of the log is whole. A
+    # rank that is stopped does not hear it.
+    peers.on_signals([signal.SIGINT, signal.SIGTERM], others.kill_stopped)
+    try:
+        together(no_mistake)
+        train(options, device)
+        others.close()
+        dist.barrier()
+    except Mistake as mistake:  # on every rank
+        others.close()
+        if dist.get_rank() == 0:
+            for line in str(mistake).splitlines():
+                print(f"naranhi.train: error: {line}", file=sys.stderr, flush=True)
+        dist.barrier()  # the launcher ends all ranks as soon as one has left: first let it be told
+        sys.exit(1)
+    except RuntimeError as error:
+        if not LOST.search(str(error)):
+            raise
+        gone = others.gone()
+        lost = f"lost rank {', '.join(map(str, gone))}" if gone else "lost another rank"
+        cause = str(error).strip().partition("\n")[0].partition(". ")[0]
+        end(f"rank {dist.get_rank()} ends as a consequence, for it has {lost}: {cause}", others)
+    dist.destroy_process_group()
+
+
+def end(sentence, others):
+    """Say why this rank ends, and end: killed by the launcher, if it is quick to see the cause."""
+    print(f"naranhi.train: {sentence}", file=sys.stderr, flush=True)
+    others.kill_stopped()
+    sleep(LAUNCHER)
+    os._exit(1)  # a thread may be waiting for what another rank will never take

@@ -1,0 +1,259 @@
+"""From what each rank suffered to one sentence: which rank, and why."""
+
+import linecache
+import re
+
+CONSEQUENCE = re.compile(
+    r"closed by peer|reset by peer|[Bb]roken pipe|Socket closed|connection abort"
+    r"|endpoint is not connected|[Aa]borted|not connected to peer|Bad file descriptor"
+)
+DEADLINE = re.compile(r"[Tt]imed out|[Tt]imeout|wait timeout")
+DISTRIBUTED = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError")
+
+
+class _Readable:
+    """An exception that a notebook shows as its message alone, without our frames."""
+
+    def _render_traceback_(self):
+        return [f"{type(self).__name__}: {self}"]
+
+
+class RankError(_Readable, RuntimeError):
+    """Something failed on the ranks.
+
+    The message names the rank and the cause first, then what the other ranks suffered from it.
+
+    Attributes:
+        rank: the rank at fault, or None where no single rank is.
+        errors: for each rank that failed, its error's type name and message.
+    """
+
+    def __init__(self, message, rank=None, errors=None):
+        super().__init__(message)
+        self.rank = rank
+        self.errors = errors or {}
+
+
+class RankInterrupt(_Readable, KeyboardInterrupt):
+    """The reader interrupted a cell that was running on the ranks."""
+
+
+# What a rank did that was not waiting when the others had failed.
+BUSY = "still busy"
+FROZEN = "frozen (its process is stopped)"
+DEAF = "busy outside of Python (it holds the interpreter's lock and answers nobody)"
+UNREACHABLE = "out of reach (its host or the link to it is gone, or its process is stopped)"
+
+
+def unknown(name, message):
+    """The description of an error (see `outcome`) of which no more is known."""
+    return {
+        "type": name,
+        "message": message,
+        "frames": [],
+        "syntax": None,
+        "calls": None,
+        "absent": None,
+    }
+
+
+def named(ranks):
+    """``[0, 1, 2, 5]`` as ``ranks 0-2, 5``; ``[3]`` as ``rank 3``."""
+    ranks = sorted(ranks)
+    runs = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    text = ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)
+    return f"rank{'s' if len(ranks) > 1 else ''} {text}"
+
+
+def kind(error):
+    """'consequence', 'deadline', 'mismatch' or 'cause', read off an error's message."""
+    if error["type"] in ("KeyboardInterrupt", "Severed"):
+        return "consequence"  # only the notebook sends these
+    if error["calls"] is not None:
+        return "mismatch"
+    if error["absent"] is not None:
+        return "deadline"
+    if error["type"] in DISTRIBUTED and CONSEQUENCE.search(error["message"]):
+        return "consequence"
+    if error["type"] in DISTRIBUTED and DEADLINE.search(error["message"]):
+        return "deadline"
+    return "cause"
+
+
+def diagnose(outcomes, died, stuck, timeout, cell):
+    """The RankError for what happened to the ranks.
+
+    Args:
+        outcomes: rank -> outcome (see ``process._outcome``) of the ranks that answered.
+        died: rank -> how it ended, of those whose process is gone.
+        stuck: rank -> what it was doing, of those that were not waiting when others had failed.
+        timeout: the deadline of a collective, in seconds.
+        cell: the cell's lines (see ``numbered``), or None when a function was run.
+    """
+    errors = {r: o["error"] for r, o in outcomes.items() if o["error"]}
+    kinds = {r: kind(e) for r, e in errors.items()}
+    of = {k: sorted(r for r in errors if kinds[r] == k) for k in set(kinds.values())}
+    where = {r: place(e, cell) for r, e in errors.items()}
+    head, culprit, told = _cause(errors, of, where, died, stuck, timeout, outcomes)
+    rest = {}
+    for rank in sorted(set(errors) - set(told)):
+        text = f"{_suffered(errors[rank], kinds[rank])}{where[rank]}"
+        rest.setdefault(text, []).append(rank)
+    if rest:
+        head += "\nAs a consequence:" + "".join(
+            f"\n  {named(ranks)} {text}" for text, ranks in rest.items()
+        )
+    summary = {r: (e["type"], e["message"]) for r, e in errors.items()}
+    return RankError(head, culprit, summary)
+
+
+def _cause(errors, of, where, died, stuck, timeout, outcomes):
+    """The first sentence, the rank at fault if it is one, and the ranks it has spoken of."""
+    if died:
+        parts = [f"rank {r} died ({how})" for r, how in sorted(died.items())]
+        return ", ".join(parts), min(died), []
+    if "cause" in of:
+        ranks = of["cause"]
+        first = errors[ranks[0]]
+        same = [r for r in ranks if _same(errors[r], first) and where[r] == where[ranks[0]]]
+        text = f"{named(same)} raised {first['type']}: {first['message']}{where[ranks[0]]}"
+        others = [r for r in ranks if r not in same]
+        for r in others:
+            text += f"\nand rank {r} raised {errors[r]['type']}: {errors[r]['message']}{where[r]}"
+        return text, ranks[0] if len(ranks) == 1 else None, ranks
+    if "mismatch" in of:
+        return _mismatch(errors[of["mismatch"][0]]["calls"], where)
+    if stuck and "deadline" not in of:
+        ranks = sorted(r for r, state in stuck.items() if state != BUSY) or sorted(stuck)
+        states = dict.fromkeys(stuck[r] for r in ranks)
+        text = f"{named(ranks)} {_were(ranks)} {', '.join(states)} for {timeout:g} s"
+        return text, ranks[0] if len(ranks) == 1 else None, []
+    if "deadline" in of:
+        return _late(errors, of, where, stuck, timeout, outcomes)
+    ranks = sorted(errors)
+    first = errors[ranks[0]]
+    return f"{named(ranks)} lost a connection: {_first_line(first)}{where[ranks[0]]}", None, ranks
+
+
+def _late(errors, of, where, stuck, timeout, outcomes):
+    """Who was waited for; who waited for a plain message cannot say, and then nobody is blamed."""
+    waiting = of["deadline"]
+    # The first to time out breaks the connections of those about to.
+    alike = sorted({*waiting, *of.get("consequence", ())})
+    done = [r for r, o in outcomes.items() if not o["error"]]
+    missed = {r for rank in waiting for r in errors[rank]["absent"] or ()} - set(waiting)
+    unable = {r for r, state in stuck.items() if state != BUSY}
+    absent = sorted(missed or unable or set(done) | set(stuck))
+    within = f"within {timeout:g} s"
+    if not absent:
+        text = f"every rank waited for another and none could go on {within}:"
+        return text + "".join(f"\n  rank {r}{where[r]}" for r in alike), None, alike
+    by_state = {}
+    for rank in sorted(absent, key=lambda r: r not in stuck):
+        by_state.setdefault(stuck.get(rank, "at the end of the cell"), []).append(rank)
+    states = [(ranks, f"{state}{where.get(ranks[0], '')}") for state, ranks in by_state.items()]
+    culprit = absent[0] if len(absent) == 1 else None
+    busy = [r for r in absent if r in stuck]
+    if missed:
+        parts = [f"{named(ranks)} did not take part {within}: {state}" for ranks, state in states]
+        return "; ".join(parts), culprit, busy
+    waited = [r for r in alike if r not in stuck]
+    same = [r for r in waited if where[r] == where[waited[0]]]
+    text = f"{named(same)} waited in vain for a message {within}{where[waited[0]]}"
+    for ranks, state in states:
+        text += f"\nmeanwhile {named(ranks)} {_were(ranks)} {state}"
+    return text, culprit, [*busy, *same]
+
+
+def _were(ranks):
+    return "was" if len(ranks) == 1 else "were"
+
+
+def _mismatch(calls, where):
+    """Who called what, the one that stands alone first."""
+    groups = {}
+    for rank, call in sorted(calls.items()):
+        groups.setdefault(call, []).append(rank)
+    ordered = sorted(groups.items(), key=lambda item: (len(item[1]), item[1]))
+    # Of two ranks that differ neither is the odd one.
+    alone = ordered[0][1][0] if len(ordered[0][1]) == 1 and len(calls) > 2 else None
+    text = "the ranks called different collectives:" + "".join(
+        f"\n  {named(group)} called {call}{where.get(group[0], '')}" for call, group in ordered
+    )
+    if alone is not None:
+        text = f"rank {alone} called another collective than the others:" + text.split(":", 1)[1]
+    return text, alone, list(calls)
+
+
+def interruption(outcomes, died, stuck, cell):
+    """What the reader is told who has interrupted a cell."""
+    text = "the cell was interrupted"
+    for rank, outcome in sorted(outcomes.items()):
+        if outcome["error"]:
+            text += f"\n  rank {rank} was stopped{place(outcome['error'], cell)}"
+    for rank in sorted({*died, *stuck} - set(outcomes)):
+        state = f" ({stuck[rank]})" if stuck.get(rank, BUSY) != BUSY else ""
+        text += f"\n  rank {rank} did not stop{state} and was ended"
+    return text
+
+
+def _same(a, b):
+    return (a["type"], a["message"]) == (b["type"], b["message"])
+
+
+def _first_line(error):
+    text = error["message"].strip() or error["type"]
+    # gloo begins with its own source file in brackets, ends with advice, and names ports.
+    text = re.sub(r"^\[[^\]]*\.(cc|cpp|h):\d+\]\s*", "", text.splitlines()[0])
+    return re.sub(r"\s*\[[0-9a-fA-F.:%\w]*\]:?\d*", "", text).split(". ")[0].strip(" .")
+
+
+def _suffered(error, kind_):
+    if error["type"] == "KeyboardInterrupt":
+        return "was stopped"
+    if kind_ == "deadline" or error["type"] == "Severed":
+        return "waited in vain"
+    return f"lost its connection ({_first_line(error).lower()})"
+
+
+def place(error, cell):
+    """Where in the reader's code an error arose: ``at line 3 of the cell: dist.all_reduce(x)``, and
+    in which function that this line has called, if any."""
+    if error["syntax"]:
+        return _line(error["syntax"], cell)
+    inside = ""
+    for file, number, function, text in reversed(error["frames"]):
+        if "site-packages" in file or "naranhi/world" in file or "<frozen" in file:
+            continue
+        if cell is not None and function == "<module>":
+            return _line(number, cell) + inside
+        if "/lib/python" in file or inside:
+            continue
+        text = text or linecache.getline(file, number).strip()
+        where = "at" if function == "<module>" else f"in {function}"
+        name = "" if "ipykernel" in file else f" ({file.rsplit('/', 1)[-1]}:{number})"
+        inside = f"\n    {where}{name}: {text}"
+    return inside
+
+
+def _line(number, cell):
+    if cell is None or number > len(cell):
+        return ""
+    shown, text = cell[number - 1]
+    return f"\n    at line {shown} of the cell: {text.strip()}"
+
+
+def numbered(source):
+    """A cell's lines as the ranks count them, each with the number that the reader counts.
+
+    The reader's first line is %%ranks; IPython passes over the blank lines that follow it.
+    """
+    lines = list(enumerate(source.splitlines(), start=2))
+    while lines and not lines[0][1].strip():
+        del lines[0]
+    return lines

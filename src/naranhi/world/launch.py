@@ -1,0 +1,273 @@
+"""Starting the processes of a World: on this machine, or on the nodes of a Slurm allocation."""
+
+import dataclasses
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+from naranhi.distributed import processes
+from naranhi.world import (
+    capture,
+    cluster,
+    controller,
+    engine,
+    fork,
+    leftovers,
+    lifeline,
+    requirements,
+    server,
+    slurm,
+)
+from naranhi.world.errors import RankError, named, unknown
+from naranhi.world.keys import Keys
+
+START_SECONDS = 60
+
+
+@dataclasses.dataclass
+class Member:
+    """One process: where it is, how ipyparallel calls it, its place among those of its host."""
+
+    host: str
+    pid: int
+    task: int
+    step: str
+    gpus: int
+    cores: int
+    engine: int
+    local_rank: int = 0
+    threads: int = 1
+    shown: tuple = (0, 0)  # bytes of its output that the reader has seen
+
+    @property
+    def who(self):
+        return self.host, self.pid
+
+
+class Launched:
+    """``size`` rank processes with their controller, their lifelines and their keys.
+
+    Args:
+        size: how many.
+        backend: ``"nccl"``, ``"gloo"`` or None.
+        check: called while waiting; may raise to break off.
+
+    Raises:
+        ValueError: NCCL is wanted and there is not one GPU for each rank.
+        RankError: the processes did not come up; says what they printed.
+    """
+
+    def __init__(self, size, backend, check):
+        self.in_slurm = slurm.is_here()
+        self._several_nodes = slurm.several_nodes()
+        self.host = slurm.own_address() if self._several_nodes else "127.0.0.1"
+        if not self._several_nodes:
+            requirements.loopback()
+        requirements.current_folder()
+        requirements.open_files(size)
+        if backend == "nccl" and not self.in_slurm:
+            requirements.gpus(size)
+        self.folder = requirements.folder()
+        self.keys = Keys()
+        self.lifelines = lifeline.Lifelines()
+        self._server = server.Server(self.host, lifeline=self.lifelines, store=self.keys)
+        self._check = check
+        self._client = self._cluster = self.members = None
+        try:
+            self._launch(size)
+            self.members = self._introduce(size)
+            self.backend = self._choose(backend, size)
+        except BaseException as error:
+            said = self._said()
+            self.close()
+            if isinstance(error, (RankError, ValueError)) or not isinstance(error, Exception):
+                raise
+            raise RankError(
+                f"the ranks could not be started: {type(error).__name__}: {error}\n"
+                f"They said:\n{said}"
+            ) from error
+
+    def _launch(self, size):
+        python = [sys.executable, "-m"]
+        ranks = [*python, (engine if self.in_slurm else fork).__name__]
+        launcher = slurm.srun_launcher() if self.in_slurm else cluster.fork_launcher()
+        with cluster.environment(self._environment()):
+            self._cluster = cluster.make(
+                size, self.host, self.folder, launcher, [*python, controller.__name__], ranks
+            )
+            self._cluster.start_cluster_sync()
+            self._check()
+            pids = self._cluster.controller.pid, self._cluster.engine_set.pid
+            Path(self.folder, leftovers.PIDS).write_text("{} {}".format(*pids))
+            import torch.distributed  # noqa: F401  (it takes a while, as it does in the ranks)
+
+            self._client = self._cluster.connect_client_sync(ipython_dir=self.folder)
+
+    def _environment(self):
+        values = {
+            server.ADDRESS: self._server.address,
+            server.FOLDER: self.folder,
+            "NARANHI_NOTEBOOK": str(os.getpid()),
+            "IPYTHONDIR": self.folder,
+            "OMP_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "PYDEVD_DISABLE_FILE_VALIDATION": "1",
+            # Warnings of torch's C++ carry the time of day, and would be shown below the cells.
+            "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
+        }
+        if not self._several_nodes:  # gloo's and NCCL's own sockets follow the interface they get
+            values |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+        return values
+
+    def _introduce(self, size):
+        start = time.monotonic()
+        while len(ids := self._client.ids) < size:
+            self._check()
+            seconds = time.monotonic() - start
+            if seconds > START_SECONDS or not self._cluster.engine_set.process.is_running():
+                text = f"{len(ids)} of {size} ranks were up after {seconds:.0f} s. They said:\n"
+                raise RankError(text + self._said())
+            time.sleep(0.02)
+        said = [self._client[i].apply_async(engine.introduce) for i in ids]
+        members = [Member(engine=i, **s.get(timeout=30)) for i, s in zip(ids, said, strict=True)]
+        # Slurm numbers tasks node by node; ipyparallel by who came first.
+        members.sort(key=lambda m: (m.task, m.pid))
+        hosts = {}
+        for member in members:
+            member.local_rank = hosts.setdefault(member.host, 0)
+            hosts[member.host] += 1
+        for member in members:
+            member.threads = max(1, member.cores // hosts[member.host])
+        return members
+
+    def _choose(self, backend, size):
+        enough = all(m.local_rank < m.gpus for m in self.members)
+        if backend == "nccl" and not enough:
+            counts = {m.host: m.gpus for m in self.members}
+            raise ValueError(requirements.gpus_short(size, sum(counts.values())))
+        return backend or ("nccl" if enough else "gloo")
+
+    # ---- while it runs ------------------------------------------------------------------------
+
+    def submit(self, member, function, *args):
+        """Call a function of `process` in one member; an AsyncResult, for `result`."""
+        return self._client[member.engine].apply_async(function, *args)
+
+    @staticmethod
+    def result(pending):
+        """The outcome that a call returned, also where its reply was an error."""
+        from ipyparallel.client.asyncresult import AsyncResult
+        from ipyparallel.error import RemoteError
+
+        try:
+            return pending.get()
+        except RemoteError as error:
+            return unanswered(error.ename, error.evalue)
+        except Exception as error:  # what was sent cannot be read here
+            return unanswered(type(error).__name__, str(error))
+        finally:
+            AsyncResult.split.cache_clear()  # it would keep the last 128 results
+
+    def call(self, function, arguments):
+        """Call a function of `process` on every rank, each with its own arguments.
+
+        Returns:
+            The results in rank order.
+
+        Raises:
+            RankError: a rank failed or died, or they took too long.
+        """
+        pending = [
+            self.submit(member, function, *own)
+            for member, own in zip(self.members, arguments, strict=True)
+        ]
+        from ipyparallel.error import RemoteError
+
+        end = time.monotonic() + START_SECONDS
+        waiting = dict(enumerate(pending))
+        while waiting:
+            self._check()
+            if gone := self.gone():
+                raise RankError(f"{gone} died while the process group was formed")
+            if time.monotonic() > end:
+                late = named(waiting)
+                raise RankError(f"{late} joined no process group within {START_SECONDS} s")
+            for rank in [rank for rank, result in waiting.items() if result.ready()]:
+                try:
+                    waiting.pop(rank).get()
+                except RemoteError as error:
+                    text = f"rank {rank} could join no process group: {error.ename}: {error.evalue}"
+                    raise RankError(text) from None
+            if waiting:
+                next(iter(waiting.values())).wait(0.05)
+        return [result.get() for result in pending]
+
+    def gone(self):
+        """The names of the processes that have died, as in a sentence, or an empty text."""
+        ranks = [r for r, m in enumerate(self.members) if not self.lifelines.alive(m.who)]
+        parts = [named(ranks)] if ranks else []
+        return " and ".join([*parts, *([] if self.controller_alive() else ["the controller"])])
+
+    def controller_alive(self):
+        return self.lifelines.alive((socket.gethostname(), self._cluster.controller.pid))
+
+    def how_controller_ended(self):
+        """A sentence for the reader."""
+        return (
+            "the controller died, the process through which the notebook reaches its ranks; "
+            "what they did in this cell is not known, and the next cell starts them anew"
+        )
+
+    def unseen(self, member):
+        """What a member that died has printed in its last cell: stdout and stderr."""
+        stdout, stderr = capture.unseen(self.folder, member.host, member.pid, member.shown)
+        return stdout, stderr.partition("terminate called")[0]
+
+    def how_it_ended(self, member):
+        """How a member's process ended, and the last words of a library that gave up in it."""
+        if self.in_slurm:
+            return f"its process on {member.host} ended"
+        ended = Path(self.folder, f"{member.pid}.ended")
+        deadline = time.monotonic() + 2
+        while not ended.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)  # its parent is about to know
+        status = int(ended.read_text()) if ended.exists() else None
+        if status is not None and status < 0:
+            how = f"killed by {signal.Signals(-status).name}"
+        else:
+            how = "ended" if status is None else f"exit status {status}"
+        _, stderr = capture.unseen(self.folder, member.host, member.pid, member.shown)
+        words = capture.last_words(stderr)
+        return f"{how}: {words}" if words else how
+
+    def _launchers(self):
+        return [self._cluster.controller, *self._cluster.engines.values()] if self._cluster else []
+
+    def _said(self):
+        """The ends of what the processes have printed so far."""
+        files = [Path(launcher.output_file) for launcher in self._launchers()]
+        files += Path(self.folder).glob("*.said")
+        return "\n".join(f.read_text(errors="replace")[-2000:] for f in files if f.exists())
+
+    def close(self):
+        """Kill the processes, close the sockets, remove the folder."""
+        left = self.lifelines.kill()
+        step = self.members[0].step if self.members else ""  # "" outside of an allocation
+        if left and step:
+            slurm.kill_step(step)
+        for launcher in self._launchers():
+            if launcher.state == "running":  # it may not have come to hold its lifeline yet
+                processes.kill(launcher.pid)
+        if self._client is not None:
+            self._client.close()
+        self._server.close()
+        leftovers.remove(self.folder)
+
+
+def unanswered(name, message):
+    """The outcome of a rank whose reply was an error, or cannot be read: it cannot go on."""
+    error = unknown(name, message)
+    return {"stdout": "", "stderr": "", "displays": [], "error": error, "exhausted": True}

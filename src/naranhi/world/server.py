@@ -1,0 +1,172 @@
+"""The notebook's listening socket: it lets in only processes that know the World's secret.
+
+A connection begins with one line of JSON: the secret, who connects, and the service it wants. Until
+that line is complete the connection is a stranger. A stranger may send `HELLO_BYTES` and has
+`HELLO_SECONDS`; it is never waited for, so it delays nobody.
+"""
+
+import json
+import os
+import secrets
+import selectors
+import socket
+import threading
+import time
+import weakref
+
+ADDRESS = "NARANHI_ADDRESS"  # environment variables of a World's processes
+FOLDER = "NARANHI_FOLDER"
+HELLO_BYTES = 1024
+HELLO_SECONDS = 5.0
+SEND_SECONDS = 5.0  # a process that is stopped does not read
+STRANGERS = 64  # at a time; the oldest gives way
+TICK = 0.2
+_servers = weakref.WeakSet()
+
+
+class Server:
+    """One thread that accepts connections and hands what they send to services.
+
+    Args:
+        host: the address to listen on; the port is the system's choice.
+        services: by name. A service has ``accept(connection, hello, rest)``, where ``rest`` are
+            bytes that came behind the first line; ``read(connection)``, called when there is
+            something to read, which returns False at the end; and ``tick()``, called often.
+    """
+
+    def __init__(self, host, **services):
+        self._services = services
+        self._secret = secrets.token_hex(16)
+        self._listener = socket.create_server((host, 0), backlog=128)
+        self._listener.setblocking(False)
+        self.address = "{}:{}:{}".format(*self._listener.getsockname()[:2], self._secret)
+        self._strangers = {}  # connection -> (what it has sent, its deadline), the oldest first
+        self._connections = set()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._open = True
+        _servers.add(self)
+        threading.Thread(target=self._serve, name="naranhi-server", daemon=True).start()
+
+    def close(self):
+        """Stop listening and close every connection."""
+        self._open = False
+
+    def forget(self):
+        """Close the sockets in this process."""
+        self._open = False
+        for connection in [self._listener, *self._strangers, *self._connections]:
+            connection.close()
+
+    def _serve(self):
+        while self._open:
+            for key, _ in self._selector.select(timeout=TICK):
+                key.data(key.fileobj)
+            self._close_overdue()
+            for service in self._services.values():
+                service.tick()
+        self.forget()
+        self._selector.close()
+
+    def _accept(self, listener):
+        try:
+            connection, _ = listener.accept()
+        except OSError:  # gone again; or no descriptor is left, which closing a stranger frees
+            self._close_stranger()
+            return
+        connection.setblocking(False)
+        self._strangers[connection] = b"", time.monotonic() + HELLO_SECONDS
+        self._selector.register(connection, selectors.EVENT_READ, self._greet)
+        if len(self._strangers) > STRANGERS:
+            self._close_stranger()
+
+    def _greet(self, connection):
+        sent, deadline = self._strangers[connection]
+        try:
+            data = connection.recv(HELLO_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        line, newline, rest = (sent + data).partition(b"\n")
+        if not newline and data and len(line) < HELLO_BYTES:
+            self._strangers[connection] = line, deadline
+            return
+        hello = self._authenticated(line) if newline else None
+        if hello is None:
+            self._close_stranger(connection)
+            return
+        del self._strangers[connection]
+        self._connections.add(connection)
+        connection.settimeout(SEND_SECONDS)
+        tune(connection)
+        service = self._services[hello["service"]]
+        self._selector.modify(connection, selectors.EVENT_READ, self._reader(service))
+        service.accept(connection, hello, rest)
+
+    def _authenticated(self, line):
+        """The hello of a process of ours, or None."""
+        try:
+            hello = json.loads(line)
+            ours = secrets.compare_digest(hello.pop("secret"), self._secret)
+        except (ValueError, TypeError, KeyError, AttributeError):
+            return None
+        return hello if ours and hello.get("service") in self._services else None
+
+    def _reader(self, service):
+        def read(connection):
+            if not service.read(connection):
+                self._selector.unregister(connection)
+                self._connections.discard(connection)
+                connection.close()
+
+        return read
+
+    def _close_overdue(self):
+        now = time.monotonic()
+        for connection, (_, deadline) in list(self._strangers.items()):
+            if now > deadline:
+                self._close_stranger(connection)
+
+    def _close_stranger(self, connection=None):
+        """Close this stranger, by default the oldest, if there is one."""
+        connection = connection or next(iter(self._strangers), None)
+        if connection is not None:
+            del self._strangers[connection]
+            self._selector.unregister(connection)
+            connection.close()
+
+
+def connect(service, **who):
+    """Connect to the server named in the environment; returns the connection.
+
+    Args:
+        service: the name of the service.
+        who: what the service is to know of this process.
+    """
+    host, port, secret = os.environ[ADDRESS].rsplit(":", 2)
+    connection = socket.create_connection((host, int(port)), timeout=30)
+    connection.settimeout(None)
+    tune(connection)
+    hello = {"secret": secret, "service": service, **who}
+    connection.sendall(json.dumps(hello).encode() + b"\n")
+    return connection
+
+
+def tune(connection):
+    """Send at once, and notice within 15 s that the other host or the link to it is gone."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 15_000)
+
+
+def _forget_all():
+    for server in list(_servers):
+        server.forget()
+
+
+# A forked child of the notebook would keep these sockets open after the notebook's death.
+os.register_at_fork(after_in_child=_forget_all)

@@ -1,0 +1,271 @@
+"""Save the state of a sharded training, and load it on another number of ranks.
+
+A folder with a file from each rank, which holds its shards, and a manifest, `manifest.json`. The
+manifest is written last and replaced in one piece, and files are called by their digests: a save
+that is interrupted leaves the one before it as it was. The folder has to be one for all ranks.
+
+A shard is a piece of a row of numbers (`flat_param.Flat`), and so is what an element-wise optimizer
+keeps for it. On other ranks the row is cut elsewhere, and each rank puts its piece together from
+the files that have a part of it.
+"""
+
+import hashlib
+import io
+import json
+import os
+import pickle
+import re
+from itertools import chain
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from naranhi.zero.flat_param import shard_size
+
+FORMAT = 1
+OWN = re.compile(r"rank-\d+-[0-9a-f]{16}\.pt(\.part)?")  # the files that save() writes
+
+
+class StateError(ValueError):
+    """A state that is not there, not whole, or not this model's."""
+
+
+def save(zero, folder, optimizer):
+    """Write the state of a `zero.Zero` and its optimizer; every rank calls it, between steps.
+
+    Deletes the files of earlier saves, and touches nothing else in the folder.
+
+    Raises StateError on every rank, and leaves what was saved there before, where a rank cannot
+    write, keeps something that `load` could not read, or finds a manifest that is not a save's.
+    """
+    folder = Path(folder)
+    files = _on_all_ranks(zero, lambda: _write_shards(zero, folder, optimizer))
+    # No rank goes on before the state is there.
+    _on_all_ranks(zero, lambda: _write_manifest(zero, folder, optimizer, files))
+
+
+def _write_shards(zero, folder, optimizer):
+    """This rank's file; its name and digest."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _require_own(folder / "manifest.json")
+    rank, flats = dist.get_rank(zero.group), _flats(zero)
+    buffer = io.BytesIO()
+    torch.save({
+        "masters": [_copy(flat.master[:_used(flat)]) for flat in flats],
+        "states": [{number: _state(optimizer, piece) for number, piece in flat.pieces.items()}
+                   for flat in flats],
+        "options": [_options(one) for one in optimizer.param_groups],
+        "buffers": [_copy(one) for one in zero.model.buffers()] if rank == 0 else None,
+    }, buffer)
+    buffer.seek(0)
+    unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(buffer)
+    if unsafe:
+        raise StateError(f"the optimizer or its groups have a {', '.join(unsafe)}, which is not "
+                         "read from files: use plain numbers and tensors")
+    data = buffer.getbuffer()
+    digest = hashlib.sha256(data).hexdigest()
+    name = f"rank-{rank}-{digest[:16]}.pt"
+    _write(folder / name, data)
+    return {"name": name, "sha256": digest}
+
+
+def _write_manifest(zero, folder, optimizer, files):
+    """On rank 0, which has all ranks' files; and what other saves have left goes."""
+    if dist.get_rank(zero.group) == 0:
+        manifest = {"format": FORMAT, "model": _layout(zero), "files": files,
+                    "optimizer": _kind(optimizer)}
+        _write(folder / "manifest.json", json.dumps(manifest, indent=1).encode())
+        keep = {file["name"] for file in files}
+        for old in folder.iterdir():
+            if OWN.fullmatch(old.name) and old.name not in keep and old.is_file():
+                old.unlink()
+
+
+def _require_own(manifest):
+    """StateError if there is a manifest that `save` has not written, which would be overwritten."""
+    if manifest.exists():
+        try:
+            own = json.loads(manifest.read_text()).keys() >= {"format", "model", "files"}
+        except (ValueError, AttributeError):
+            own = False
+        if not own:
+            raise StateError(f"{manifest} was not written by save: pass another folder, or move "
+                             "the file away")
+
+
+def _on_all_ranks(zero, function):
+    """What function() returns on each rank; StateError on every rank, where it fails on any."""
+    answer = error = None
+    try:
+        answer = function()
+    except (StateError, OSError) as one:
+        error = str(one)
+    told = [None] * dist.get_world_size(zero.group)
+    dist.all_gather_object(told, (answer, error), group=zero.group)
+    error = next((one for _, one in told if one), None)
+    if error:
+        raise StateError(error)
+    return [one for one, _ in told]
+
+
+def load(zero, folder, optimizer):
+    """Read what `save` has written into a `zero.Zero` of the same model, and its optimizer.
+
+    Raises StateError on every rank, and changes nothing on any, where the state is of another
+    model, other units or groups, another optimizer, or where a file is missing or not as written.
+    """
+    found = []
+    _on_all_ranks(zero, lambda: found.extend(_read(zero, Path(folder), optimizer)))
+    masters, states, options, buffers = found
+    zero.zero_grad()
+    flats = _flats(zero)
+    number_of = {one: i for i, one in enumerate(
+        chain.from_iterable(group["params"] for group in optimizer.param_groups))}
+    optimizer.load_state_dict({
+        "state": {number_of[piece]: state[group] for flat, state in zip(flats, states, strict=True)
+                  for group, piece in flat.pieces.items() if state[group]},
+        "param_groups": [{**option, "params": [number_of[one] for one in group["params"]]}
+                         for option, group in zip(options, optimizer.param_groups, strict=True)]})
+    for flat, master in zip(flats, masters, strict=True):
+        flat.master[:len(master)].copy_(master)
+    for one, saved in zip(zero.model.buffers(), buffers, strict=True):
+        one.copy_(saved)
+    zero.follow(flats)  # what is frozen, too
+
+
+def _read(zero, folder, optimizer):
+    """What this rank is to have: (masters, states, options, buffers)."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text())
+        version, saved, kind = manifest["format"], manifest["model"], manifest["optimizer"]
+        files = [(folder / Path(one["name"]).name, one["sha256"]) for one in manifest["files"]]
+    except FileNotFoundError:
+        raise StateError(f"{folder} has no manifest.json: nothing was saved there, or not to the "
+                         "end") from None
+    except OSError as error:
+        raise StateError(f"{folder / 'manifest.json'} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise StateError(f"{folder / 'manifest.json'} cannot be read: {error}") from error
+    if version != FORMAT:
+        raise StateError(f"{folder} has a state of format {version}, this is format {FORMAT}")
+    _compare(saved, _layout(zero))
+    here = _kind(optimizer)
+    if kind != here:
+        raise StateError(f"the state is of {kind}, not of {here}")
+
+    flats = _flats(zero)
+    masters = [torch.zeros_like(flat.master[:_used(flat)]) for flat in flats]
+    states = [{number: {} for number in flat.pieces} for flat in flats]
+    ranks, options, buffers = len(files), None, None
+    for rank, file in enumerate(files):
+        content = _content(*file)
+        if rank == 0:
+            options, buffers = content["options"], content["buffers"]
+        for i, flat in enumerate(flats):
+            start = rank * shard_size(flat.length, ranks)
+            _overlay(masters[i], flat.mine.start, content["masters"][i], start)
+            for number, there in content["states"][i].items():
+                first, own = flat.starts[number], flat.pieces[number]
+                for key, one in there.items():
+                    if not (torch.is_tensor(one) and one.dim()):
+                        states[i][number][key] = one
+                        continue
+                    if key not in states[i][number]:
+                        states[i][number][key] = torch.zeros(len(own), dtype=one.dtype)
+                    _overlay(states[i][number][key], max(first, flat.mine.start), one,
+                             max(first, start))
+    return masters, states, options, buffers
+
+
+def _content(path, digest):
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise StateError(f"{path} cannot be read: {error.strerror}") from error
+    if hashlib.sha256(data).hexdigest() != digest:
+        raise StateError(f"{path} is not as it was written ({len(data)} bytes, with another "
+                         "digest): truncated or corrupted")
+    try:
+        return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+    except pickle.UnpicklingError as error:
+        raise StateError(f"{path} has more than tensors and numbers in it: {error}") from error
+
+
+def _overlay(target, target_start, source, source_start):
+    """Copy what two pieces of a row have in common; each begins at its place in the row."""
+    first = max(target_start, source_start)
+    last = min(target_start + len(target), source_start + len(source))
+    if first < last:
+        target[first - target_start:last - target_start].copy_(
+            source[first - source_start:last - source_start])
+
+
+def _layout(zero):
+    """What has to be the same in the saved model: its rows, the shapes in them, its buffers."""
+    layout = {}
+    for unit in zero.units:
+        for flat in unit.flats:
+            for name, shape, one in zip(flat.names, flat.shapes, flat.parameters, strict=True):
+                layout[f"parameter {name}"] = {
+                    "unit": unit.name, "dtype": str(flat.master.dtype), "shape": list(shape),
+                    "group": flat.group_of.get(one)}
+    for name, one in zero.model.named_buffers():
+        layout[f"buffer {name}"] = {"shape": list(one.shape), "dtype": str(one.dtype)}
+    return layout
+
+
+def _compare(saved, here):
+    """StateError, naming the first difference."""
+    for name in {**saved, **here}:
+        if name not in saved or name not in here:
+            raise StateError(f"the {'model' if name in saved else 'state'} has no {name}")
+        for what, one in here[name].items():
+            if saved[name].get(what) != one:
+                raise StateError(f"{name} has {what} {saved[name].get(what)} in the state and "
+                                 f"{one} in the model")
+    if list(saved) != list(here):
+        raise StateError("the state has its parameters in another order than the model")
+
+
+def _flats(zero):
+    return [flat for unit in zero.units for flat in unit.flats]
+
+
+def _used(flat):
+    """How many numbers of a shard lie before the end of the row's parameters."""
+    return min(max(flat.length - flat.mine.start, 0), flat.size)
+
+
+def _state(optimizer, piece):
+    """What the optimizer keeps for a piece: for each number of it, or for all of them together."""
+    state = optimizer.state.get(piece, {})
+    for key, one in state.items():
+        if torch.is_tensor(one) and one.dim() and one.shape != piece.shape:
+            raise StateError(f"{type(optimizer).__name__} keeps {key} of shape {tuple(one.shape)} "
+                             f"for {len(piece)} numbers: it is not element-wise")
+    return {key: _copy(one) if torch.is_tensor(one) else one for key, one in state.items()}
+
+
+def _kind(optimizer):
+    groups = len(optimizer.param_groups)
+    return f"{type(optimizer).__name__} with {groups} parameter group{'s' * (groups != 1)}"
+
+
+def _options(group):
+    return {key: one for key, one in group.items() if key != "params"}
+
+
+def _copy(tensor):
+    """Without what else lies in its memory, which would be written too."""
+    return tensor.detach().clone()
+
+
+def _write(path, data):
+    """In one piece: under another name until it is all there."""
+    unfinished = path.with_name(path.name + ".part")
+    with unfinished.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(path)

@@ -1,0 +1,180 @@
+"""What ZeRO does at the units of a model on the way through a forward and a backward."""
+
+import torch
+
+from naranhi.autograd.containers import _map, _tensors, _to_bf16, _to_fp32, _watch, _write_back
+from naranhi.autograd.hooks import Backward, Handles, Hook, ModuleHook
+from naranhi.data_parallel.supported import require_gradient, require_same_parameters
+from naranhi.zero.gradients import Reductions
+from naranhi.zero.parameters import Gathering
+from naranhi.zero.step_checks import require_all
+from naranhi.zero.whole import Whole
+
+
+class Passes:
+    """The hooks of a sharded model: the part of `zero.Zero` that autograd and modules call."""
+
+    def __init__(self):
+        self._gathering = Gathering(self.units, self.stage, self.tell)
+        self._reductions = Reductions(self.units, self.names, self.stage, self.group, self.tell)
+        self._backward = Backward()
+        self._sync = True  # outside of no_sync()
+        self._last = False  # whether this backward is the last of its step
+        self._complete = False  # whether this step's gradients are sums over the ranks
+        self._met = False  # whether all ranks know that each has a forward in this step
+        self._whole = Whole(self)
+        self._copies = []  # of what modules are given that are in their forward now
+        self._handles = Handles(others=self._whole.hooks())
+        self._listen(copying=self._whole.require_readable)
+
+    def _listen(self, **options):
+        for unit in self.units:
+            for module in unit.modules:
+                keep = unit is self.root  # the model keeps this object, until it is closed
+                self._handles.first.append(module.register_forward_pre_hook(
+                    ModuleHook(self._before_forward, unit, keep=keep, **options),
+                    prepend=True, with_kwargs=True))
+                self._handles.last.append(module.register_forward_hook(
+                    ModuleHook(self._after_forward, unit, **options), with_kwargs=True))
+            for parameter in unit.flat_of:
+                self._handles.last.append(parameter.register_post_accumulate_grad_hook(
+                    Hook(self._arrived, unit.number)))
+
+    # --- forward ---------------------------------------------------------------------------------
+
+    def _before_forward(self, unit, module, args, kwargs):
+        self._require_end()
+        if unit is self.root and not self._backward.running:
+            self._begin_forward(torch.is_grad_enabled())
+        inputs, copies = (args, kwargs), []
+        if self.precision == "mixed" and not self._whole.state:
+            inputs = _map(_to_bf16, inputs, copies)
+        self._gathering.need(unit, module is unit.modules[0], self._whole.state)
+        if self._backward.running:  # computed again; if not recorded before, nothing else tells
+            if torch.is_grad_enabled() and unit.hidden[module]:
+                unit.hidden[module] -= 1
+                # Also what is frozen, whose gradient never comes: then the unit stays to the end.
+                own = set(module.parameters())
+                unit.awaited.update(
+                    one for flat in unit.flats for one in flat.parameters if one in own)
+        elif torch.is_grad_enabled() and unit is not self.root:
+            used = Hook(self._used, unit.number, module is unit.modules[0])
+            inputs = _watch(used, inputs, copies)
+        self._copies.append(copies)
+        return inputs
+
+    def _begin_forward(self, recording):
+        self._whole.require_forward(recording)
+        self._handles.order()
+        self._gathering.order.begin(recording)
+        self._copies.clear()  # of a forward that has failed
+        if self._sync and recording and not self._complete:
+            self._meet(True)
+
+    def _after_forward(self, unit, module, args, kwargs, output):
+        _write_back(self._copies.pop())
+        if self._backward.running:
+            return output
+        recorded = watched = False
+        if torch.is_grad_enabled():
+            before = Hook(self._before_backward, unit.number, module is unit.modules[-1])
+            for one in _tensors(output):
+                if one.grad_fn is not None:
+                    one.register_hook(before)
+                    recorded = True
+            watched = unit is not self.root and any(
+                one.requires_grad for one in _tensors((args, kwargs)))
+        unit.uses += recorded or watched
+        unit.hidden[module] += self._gathering.order.recording and not torch.is_grad_enabled()
+        if unit is not self.root:
+            if module is unit.modules[-1]:
+                self._gathering.free(unit)
+            return output
+        if not recorded:
+            self._gathering.end_pass()
+        mixed = self.precision == "mixed" and not self._whole.state
+        return _map(_to_fp32, output) if mixed else output
+
+    # --- backward --------------------------------------------------------------------------------
+
+    def _before_backward(self, number, last, gradient):
+        self._begin_backward()
+        self._gathering.need(self.units[number], last, self._whole.state)
+
+    def _begin_backward(self):
+        if self._backward.running:
+            return
+        self._require_end()
+        self._last = self._sync and not self._complete
+        if self._last:
+            require_same_parameters(self.model, self.names, "Zero")
+            if not self._met:  # its forward was in no_sync()
+                self._meet(True)
+        self._handles.order()
+        self._backward.begin(self._end_backward)
+
+    def _arrived(self, number, parameter):
+        """The backward has a parameter's gradient."""
+        self._begin_backward()
+        if self._complete:
+            raise RuntimeError(
+                f"parameter {self.names[parameter]} gets a gradient, but this step's are summed "
+                "already: call step() or zero_grad() of Zero before another backward")
+        unit = self.units[number]
+        if unit.done:
+            raise RuntimeError(
+                f"parameter {self.names[parameter]} gets a gradient when its unit's backward is "
+                "over: what uses it outside of the forward has to come after the forward")
+        require_gradient(self.names[parameter], parameter.grad)
+        self._reductions.advance()
+        if parameter in unit.awaited:
+            unit.awaited.remove(parameter)
+            if unit.over:
+                self._finish(unit)
+
+    def _used(self, number, first):
+        """One use of a module of a unit has been gone back through."""
+        unit = self.units[number]
+        unit.uses -= 1
+        if unit.over:
+            self._finish(unit)
+        elif first:
+            self._gathering.free(unit)
+
+    def _finish(self, unit):
+        """A unit's backward is over."""
+        unit.done = True
+        self._gathering.free(unit)
+        self._sum()
+
+    def _sum(self):
+        """Sum the gradients of units that are done. At stage 1, in a step's last backward only."""
+        if not self._complete and (self.stage > 1 or self._last):
+            self._reductions.start(self._last)
+
+    def _end_backward(self):
+        for unit in self.units:
+            unit.done = True
+            self._gathering.free(unit)
+        self._sum()
+        self._reductions.finish()
+        for unit in self.units:
+            unit.settle()
+        self._reductions.reset()
+        self._gathering.end_pass()
+        if self._last:
+            self._end_of_sums()
+        self._backward.end()
+
+    # --- checks ----------------------------------------------------------------------------------
+
+    def _meet(self, here):
+        """At stage 3, before the messages of a step's last forward: a rank without one is told to
+        all, who would wait for its shards."""
+        if self.stage == 3:
+            require_all(here, self.group, self.flats[0].shard.device)
+            self._met = True
+
+    def _require_end(self):
+        if self._backward.failed:
+            raise RuntimeError("the last backward did not come to its end: call zero_grad() first")

@@ -1,0 +1,232 @@
+"""A model cut into units for ZeRO: modules whose parameters are moved together.
+
+What belongs to no unit, or to several (tied embeddings), belongs to the root, the last unit, which
+is the model itself.
+"""
+
+from collections import Counter
+from itertools import count
+
+import torch
+from torch import nn
+
+from naranhi.distributed import require_same
+from naranhi.zero.flat_param import Flat
+
+SMALL = 2**15  # numbers: of fewer, a message costs its start rather than its length
+
+
+class Unit:
+    """Modules and their parameters, in one `Flat` for each of their dtypes, and apart where frozen.
+
+    number: its place among the units. The rest is the state of a step; `zero.Zero` says what it
+    means.
+    """
+
+    def __init__(self, number, name, modules, flats):
+        self.number, self.name, self.modules, self.flats = number, name, modules, flats
+        self.trained = [flat for flat in flats if flat.trained]
+        self.flat_of = {one: flat for flat in self.trained for one in flat.parameters}
+        self.gathered, self._arriving = False, None
+        self.settle()
+
+    def settle(self):
+        """Ready for another backward."""
+        self.uses = 0  # in forwards that autograd has recorded and not gone back through
+        self.hidden = Counter()  # by module: in such as autograd has not recorded, and which may be
+        # computed again
+        self.awaited = set()  # parameters whose gradients tell when all is done
+        self.done = False  # in this backward
+
+    @property
+    def over(self):
+        """Whether nothing of a backward under way is still to come."""
+        return not (self.uses or any(self.hidden.values()) or self.awaited)
+
+    # --- parameters, at stage 3 ------------------------------------------------------------------
+
+    @property
+    def held(self):
+        """Whether there is memory for all its parameters here."""
+        return self.gathered or self._arriving is not None
+
+    def gather(self):
+        """Start to."""
+        self._arriving = Transfer(flat.gathering() for flat in self.flats)
+
+    def wait(self):
+        self._arriving.finish()
+        self._arriving = None
+        for flat in self.flats:
+            flat.show()
+        self.gathered = True
+
+    def free(self):
+        if self._arriving:
+            self._arriving.finish()  # it is written into until then
+            self._arriving = None
+        for flat in self.flats:
+            flat.free()
+        self.gathered = False
+
+    # --- gradients -------------------------------------------------------------------------------
+
+    def take(self):
+        for flat in self.trained:
+            flat.take()
+
+    def reduce(self, *beside):
+        """Start to: a Transfer, also of the kernels `beside`."""
+        return Transfer([*(kernel for flat in self.trained for kernel in flat.reducing()), *beside])
+
+    def reduced(self):
+        for flat in self.trained:
+            flat.reduced()
+
+
+class Transfer:
+    """Messages under way: kernels of `collectives`, started together and taken on in turn."""
+
+    def __init__(self, kernels):
+        self._kernels, self.steps = list(kernels), 0
+        self.advance()
+
+    def advance(self):
+        """A step further, when the one under way has arrived."""
+        self._kernels = [one for one in self._kernels if next(one, "ended") != "ended"]
+        self.steps += 1
+
+    def finish(self):
+        while self._kernels:
+            self.advance()
+
+
+def cut(model, units, groups, stage, precision, group):
+    """The units of a model, the root last, and the options of each parameter group.
+
+    Arguments as in `zero.Zero`, which tells what is refused.
+    """
+    named = dict(model.named_parameters())
+    name_of = {one: name for name, one in named.items()}
+    runs = list(map(_as_run, children(model) if units is None else units))
+    group_of, options = _groups(groups, named, name_of)
+    names, root = _names(model, runs), (model,)
+    owner = _owners(runs, root)
+    if precision == "mixed":
+        _require_mixed(model)
+    computes_in = {one: _computes_in(precision, name, one) for name, one in named.items()}
+    where = {one: name for name, one in model.named_modules()}
+    require_same(group, stage=stage, precision=precision,
+                 units=[", ".join(where[one] for one in run) for run in runs],
+                 parameter_groups={name_of[one]: number for one, number in group_of.items()})
+    units, tags = [], count(1)
+    for run in [*runs, root]:
+        own = [one for one in named.values() if owner.get(one, root) == run]
+        kinds = {}
+        for one in sorted(own, key=lambda one: group_of.get(one, 0)):
+            kinds.setdefault((one.requires_grad, one.dtype), []).append((name_of[one], one))
+        flats = [Flat(some, group_of, stage, computes_in[some[0][1]], group, next(tags))
+                 for some in kinds.values()]
+        if flats or run == root:
+            units.append(Unit(len(units), names.get(run, "root"), run, flats))
+    return units, options
+
+
+def children(model):
+    """The model's children; of one without a forward of its own (a list of modules), its children:
+    it is not called, so it could not be gathered in time."""
+    found = {}  # each once
+    for child in model.children():
+        bare = type(child).forward is nn.Module.forward
+        found.update(dict.fromkeys(children(child) if bare else [child]))
+    return list(found)
+
+
+def joined(modules, small=SMALL):
+    """Units of these modules: one of fewer than `small` numbers is joined with small ones beside it
+    until together they have as many."""
+    run, size = (), 0
+    for module in modules:
+        own = sum(one.numel() for one in module.parameters())
+        if run and (size >= small or own >= small):
+            yield run
+            run, size = (), 0
+        run, size = (*run, module), size + own
+    if run:
+        yield run
+
+
+def _as_run(unit):
+    return (unit,) if isinstance(unit, nn.Module) else tuple(unit)
+
+
+def _owners(runs, root):
+    """{parameter: the run it is moved with}; the root, if several have it."""
+    owner = {}
+    for run in runs:
+        for one in {one for module in run for one in module.parameters()}:
+            owner[one] = root if one in owner else run
+    return owner
+
+
+def _names(model, runs):
+    """{run: its name}, or ValueError."""
+    where = {one: name for name, one in model.named_modules()}
+    names, taken = {}, {}
+    for run in runs:
+        if not run:
+            raise ValueError("a unit has no module")
+        for module in run:
+            if module not in where or module is model:
+                raise ValueError(
+                    f"a unit has to be a module in the model, not {type(module).__name__}")
+            if module in taken:
+                raise ValueError(f"module {where[module]} is in the units twice")
+            taken[module] = run
+        names[run] = where[run[0]] + f" to {where[run[-1]]}" * (len(run) > 1)
+    for module in taken:
+        inner = next((one for one in module.modules() if one is not module and one in taken), None)
+        if inner is not None:
+            raise ValueError(f"unit {where[inner]} lies in unit {where[module]}")
+    return names
+
+
+def _groups(groups, named, name_of):
+    """({parameter: number of its group}, options of each), or ValueError."""
+    trained = [one for one in named.values() if one.requires_grad]
+    groups = [{"params": trained}] if groups is None else [dict(one) for one in groups]
+    group_of = {}
+    for number, one in enumerate(groups):
+        params = one.pop("params")
+        for parameter in [params] if isinstance(params, torch.Tensor) else params:
+            if parameter not in name_of:
+                raise ValueError(f"parameter group {number} has one that is not the model's")
+            if parameter in group_of:
+                raise ValueError(f"parameter {name_of[parameter]} is in two groups")
+            group_of[parameter] = number
+    missing = next((one for one in trained if one not in group_of), None)
+    if missing is not None:
+        raise ValueError(f"parameter {name_of[missing]} requires a gradient and is in no group")
+    return group_of, groups
+
+
+def _require_mixed(model):
+    """ValueError for what cannot compute in bf16 with buffers in fp32."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine:
+            mean = module.running_mean
+            if mean is not None and mean.dtype == torch.float32:
+                raise ValueError(
+                    f"{name or 'the model'} is a {type(module).__name__} with running statistics "
+                    "in float32, beside which its weight cannot be in bf16: convert the statistics "
+                    "to bf16, make it without them (track_running_stats=False), or use "
+                    "precision='fp32', under autocast")
+
+
+def _computes_in(precision, name, parameter):
+    if precision == "fp32" or not parameter.is_floating_point():
+        return parameter.dtype
+    if parameter.dtype != torch.float32:
+        raise ValueError(f"mixed precision is for parameters in float32, {name} is in "
+                         f"{parameter.dtype}")
+    return torch.bfloat16
