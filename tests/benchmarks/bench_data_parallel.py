@@ -76,7 +76,7 @@ class Training:
 
     def naranhi(self):
         model = copy.deepcopy(self.model)
-        data_parallel.Overlapped(model, self.group)  # which the model keeps
+        data_parallel.DDP(model, self.group)  # which the model keeps
 
         def run():
             model.zero_grad()

@@ -91,7 +91,7 @@ class Sharded(Training):
     def naranhi(self, units):
         model = copy.deepcopy(self.model)
         sharded = zero.Zero(model, 3, units(model), group=self.group)
-        optimizer = torch.optim.SGD(sharded.groups, lr=RATE)
+        optimizer = torch.optim.SGD(sharded.param_groups, lr=RATE)
 
         def run():
             self.loss(model).backward()

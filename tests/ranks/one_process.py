@@ -40,7 +40,7 @@ def share(work, step, rank, rows=None):
     """
     if rows == 0 and work == "tied gpt2":
         tokens, targets, _ = share(work, step, rank, 1)
-        return tokens, torch.full_like(targets, models.NOTHING), 0
+        return tokens, torch.full_like(targets, models.IGNORE_INDEX), 0
     generator = torch.Generator().manual_seed(100 * step + rank)
     rows = ROWS[rank] if rows is None else rows
     if work == "mlp":
@@ -48,7 +48,7 @@ def share(work, step, rank, rows=None):
         return inputs, targets, targets.numel()
     tokens = torch.randint(50, (rows, 10), generator=generator)
     mask = torch.arange(10) < torch.randint(3, 11, (rows, 1), generator=generator)
-    targets = tokens.roll(-1, 1).masked_fill(~mask, models.NOTHING)
+    targets = tokens.roll(-1, 1).masked_fill(~mask, models.IGNORE_INDEX)
     return (tokens, mask.long()), targets, int(mask.sum())
 
 

@@ -25,23 +25,23 @@ from torch.nn.parallel import DistributedDataParallel
 
 from naranhi import data_parallel
 from naranhi.collectives.buckets import buckets
-from naranhi.data_parallel import Overlapped, sum_gradients, sum_in_buckets, total_count
+from naranhi.data_parallel import DDP, all_reduce_bucketed, all_reduce_gradients, global_count
 
 SMALL = 3000  # bytes of a bucket: several, of several parameters each
 
 
 def by_sum(model, group):
-    data_parallel.make_equal(model, group)
-    return nullcontext, lambda: sum_gradients(model, group)
+    data_parallel.broadcast_parameters(model, group)
+    return nullcontext, lambda: all_reduce_gradients(model, group)
 
 
 def by_buckets(model, group):
-    data_parallel.make_equal(model, group)
-    return nullcontext, lambda: sum_in_buckets(model, group, SMALL)
+    data_parallel.broadcast_parameters(model, group)
+    return nullcontext, lambda: all_reduce_bucketed(model, group, SMALL)
 
 
 def overlapped(model, group):
-    return Overlapped(model, group, SMALL).no_sync, lambda: None
+    return DDP(model, group, SMALL).no_sync, lambda: None
 
 
 WAYS = {"sum": by_sum, "buckets": by_buckets, "overlapped": overlapped}
@@ -70,7 +70,7 @@ def training(ranks, work, optimizer):
         way, stepper = make_way(model, group), OPTIMIZERS[optimizer](model.parameters())
         for step in range(STEPS):
             mine = share(work, step, rank)
-            count = total_count(mine[2], group)
+            count = global_count(mine[2], group)
             stepper.zero_grad()
             backward(way, [mine], model, loss, count)
             stepper.step()
@@ -111,7 +111,7 @@ def accumulation(work):
             shares = [[share(work, 3 * step + k, r, rows) for k, rows in enumerate(sizes[r])]
                       for r in range(2)]
             count = sum(valid for row in shares for _, _, valid in row)
-            assert total_count(sum(valid for _, _, valid in shares[rank]), group) == count
+            assert global_count(sum(valid for _, _, valid in shares[rank]), group) == count
             totals = []
             for row in shares:  # each share by itself, then their sum
                 alone.zero_grad()
@@ -130,7 +130,7 @@ def test_gradients_accumulate_over_micro_batches(five, work):
 
 
 def order_of_events():
-    """What `Overlapped` tells during a step of two micro-batches; its buckets by names."""
+    """What `DDP` tells during a step of two micro-batches; its buckets by names."""
     group, rank = first_ranks(2), dist.get_rank()
     if rank >= 2:
         return None
@@ -141,7 +141,7 @@ def order_of_events():
         sums.append(len(told))
         return original(*args, **kwargs)
 
-    parallel = Overlapped(model, group, SMALL, tell=lambda *event: told.append(event))
+    parallel = DDP(model, group, SMALL, tell=lambda *event: told.append(event))
     inputs, targets, _ = share("mlp", 0, rank)
     dist.all_reduce = counted
     try:
@@ -291,7 +291,7 @@ def other_models():
     frozen[1].weight.requires_grad = False
     kinds = [
         model(inner=5), model(dtype=torch.float64), model(bias=False), model(buffer=4), frozen]
-    return [message(Overlapped, kind if rank == 2 else model(), group) for kind in kinds]
+    return [message(DDP, kind if rank == 2 else model(), group) for kind in kinds]
 
 
 def test_models_that_differ_are_told_before_training(five):
@@ -310,7 +310,7 @@ def misuse():
     if rank >= 2:
         return None
     model = mlp()[0]
-    parallel = Overlapped(model, group, finite=True)
+    parallel = DDP(model, group, finite=True)
     x = torch.ones(2, 8)
 
     def step(factor=1.0, backwards=1):
@@ -326,8 +326,8 @@ def misuse():
     model.zero_grad()
     found.append(message(step, float("nan") if rank else 1.0))
     model.zero_grad()
-    found += [message(step), message(total_count, 0, group)]
-    found.append(message(Overlapped, mlp()[0], group, 0))
+    found += [message(step), message(global_count, 0, group)]
+    found.append(message(DDP, mlp()[0], group, 0))
     return found
 
 
@@ -350,9 +350,9 @@ def beside_torch():
     torch.manual_seed(0)
     ours, loss = tied_gpt2()
     theirs = DistributedDataParallel(copy.deepcopy(ours), process_group=group)
-    Overlapped(ours, group, SMALL)  # which the model keeps
+    DDP(ours, group, SMALL)  # which the model keeps
     inputs, targets, valid = share("tied gpt2", 0, rank)
-    count = total_count(valid, group)
+    count = global_count(valid, group)
     (2 * loss(theirs(inputs), targets) / count).backward()
     (loss(ours(inputs), targets) / count).backward()
     for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):

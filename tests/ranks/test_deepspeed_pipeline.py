@@ -37,7 +37,7 @@ def sgd(parameters):
 
 
 def valid(batch):
-    return int((batch.targets != models.NOTHING).sum())
+    return int((batch.targets != models.IGNORE_INDEX).sum())
 
 
 def ours():

@@ -10,16 +10,16 @@ from test_mesh import eight, make, one_process  # noqa: F401  (eight is a fixtur
 from torch import nn
 
 from naranhi import schedules, train
-from naranhi.data_parallel import sum_in_buckets
+from naranhi.data_parallel import all_reduce_bucketed
 from naranhi.distributed import Mesh
 from naranhi.pipeline import Pipeline
 from naranhi.tensor_parallel import (
     clip_grad_norm_,
+    full_state_dict,
     gpt2_plan,
     parallelize,
     sum_sequence_gradients,
     vocabulary_cross_entropy,
-    whole_state,
 )
 from naranhi.tensor_parallel.gradient_norm import norm_of_parts
 from naranhi.train import Training
@@ -39,7 +39,7 @@ def whole_gradients(layers):
     kept = {name: parameter.data for name, parameter in layers.named_parameters()}
     for parameter in layers.parameters():
         parameter.data = parameter.grad
-    state = whole_state(layers)
+    state = full_state_dict(layers)
     for name, parameter in layers.named_parameters():
         parameter.data = kept[name]
     return [state[name].clone() for name in kept]
@@ -120,7 +120,7 @@ def replicas():
     alone = nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
     model.zero_grad()
     model(x.chunk(2)[dist.get_rank()]).sum().backward()
-    sum_in_buckets(model)
+    all_reduce_bucketed(model)
     return clip_grad_norm_(model, 1.0), alone
 
 
@@ -181,6 +181,6 @@ def test_training_clips_alike_on_every_mesh(eight):  # noqa: F811
     alone = eight(1, losses, options)[0]
     assert eight(1, losses, options.replace("--clip 0.5", ""))[0][-1] != pytest.approx(
         alone[-1], rel=1e-3), "or clipping would not matter"
-    for ranks, mesh in ((2, "--pipeline 2"), (8, "--data 2 --pipeline 2 --tensor 2 --sequence")):
+    for ranks, mesh in ((2, "--pp 2"), (8, "--dp 2 --pp 2 --tp 2 --sequence-parallel")):
         for found in eight(ranks, losses, options + mesh):
             assert found == pytest.approx(alone, rel=1e-4), mesh

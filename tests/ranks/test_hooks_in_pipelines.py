@@ -101,7 +101,7 @@ def beside_one_process(ranks, schedule, wrap):
     """On a rank: by layer what differs in any bit from one process, "notes" or a parameter."""
     group, rank = first_ranks(ranks), dist.get_rank()
     if rank >= ranks:
-        pipeline.stand_aside()
+        pipeline.join_group_creation()
         return None
     wrap = Recompute if wrap else (lambda layer: layer)
     expected_notes, notes = {}, {}
@@ -171,7 +171,7 @@ def failure(case):
     """On a rank: the error of a step."""
     group, rank = first_ranks(2), dist.get_rank()
     if rank >= 2:
-        pipeline.stand_aside()
+        pipeline.join_group_creation()
         return None
     x, _ = batch()
     schedule = schedules.zero_bubble_h1(2, MICROBATCHES)
@@ -212,7 +212,7 @@ def sharded(stage, wrap):
     plain, model = models
     zero = Zero(model, stage, group=group)
     steppers = [torch.optim.SGD(plain.parameters(), lr=0.1),
-                torch.optim.SGD(zero.groups, lr=0.1)]
+                torch.optim.SGD(zero.param_groups, lr=0.1)]
     for step in range(3):
         x, target = batch()[:, step::3]
         own = slice(rank, None, 2)

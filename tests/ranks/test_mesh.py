@@ -13,12 +13,12 @@ from gloo_ranks import Ranks
 from torch import nn
 
 from naranhi import models, schedules, train
-from naranhi.data_parallel import sum_in_buckets
-from naranhi.distributed import Mesh, fingerprint, require_same
+from naranhi.data_parallel import all_reduce_bucketed
+from naranhi.distributed import Mesh, agree, fingerprint
 from naranhi.distributed.mesh import Place
 from naranhi.pipeline import Pipeline
 from naranhi.tensor_parallel import VocabularyParallelEmbedding, VocabularyParallelHead
-from naranhi.train import Mistake, Training, trainer
+from naranhi.train import Training, UsageError, trainer
 
 _made = []
 
@@ -104,7 +104,7 @@ def compared(by_rank):
     if dist.get_rank() == 0:
         return None
     try:
-        require_same(group, **by_rank[dist.get_rank() - 1])
+        agree(group, **by_rank[dist.get_rank() - 1])
     except ValueError as error:
         return str(error)
     return "the same"
@@ -149,8 +149,8 @@ def make(work):
         models.gpt2_config(vocabulary=31, positions=8, hidden=8, heads=2, blocks=6),
         tied=work == "tied gpt2", dropout=0.0)
     tokens = torch.randint(31, (16, 8))
-    targets = tokens.roll(-1, 1).masked_fill(torch.rand(16, 8) < 0.3, models.NOTHING)
-    return layers, models.loss, tokens, targets, int((targets != models.NOTHING).sum())
+    targets = tokens.roll(-1, 1).masked_fill(torch.rand(16, 8) < 0.3, models.IGNORE_INDEX)
+    return layers, models.loss, tokens, targets, int((targets != models.IGNORE_INDEX).sum())
 
 
 def one_process(work, replicas, microbatches):
@@ -215,7 +215,7 @@ def copies(first):
                       replicas=replicas) as pipe:
             pipe.step(*share, count)
             if first == "tied":
-                sum_in_buckets(nn.ModuleList(pipe.stages.values()), mesh.data)
+                all_reduce_bucketed(nn.ModuleList(pipe.stages.values()), mesh.data)
             (mine,) = [one.grad for one in pipe.parameters() if id(one) in tied]
     return fingerprint(mine)
 
@@ -309,7 +309,7 @@ def training(eight, small):
         sizes = [int(size) for size in sizes.split("x")]
         mesh = [f"--{axis}={size}" for axis, size in zip(Place._fields, sizes, strict=True)]
         found = eight(math.prod(sizes), losses, [
-            *small, *mesh, f"--steps={steps}", "--batch=8", "--rate=1e-3", *options])
+            *small, *mesh, f"--steps={steps}", "--batch=8", "--lr=1e-3", *options])
         assert all(mine == found[0] for mine in found)
         assert len(found[0]) == steps
         return found[0]
@@ -324,7 +324,7 @@ def alone(training):
 
 @pytest.mark.parametrize("sizes, steps, options", [
     ("2x1x1", 20, ()), ("1x2x1", 20, ()), ("1x1x2", 20, ()), ("2x2x1", 20, ()), ("2x2x2", 20, ()),
-    ("2x2x2", 6, ("--sequence", "--recompute", "--schedule=one_f_one_b")),
+    ("2x2x2", 6, ("--sequence-parallel", "--recompute", "--schedule=one_f_one_b")),
     ("1x2x2", 6, ("--schedule=zero_bubble_h1",))])
 def test_losses_are_the_same_whatever_the_mesh(training, alone, sizes, steps, options):
     """20 steps of Adam at 1e-3, in float32, whose numbers are 1.2e-7 apart."""
@@ -362,7 +362,7 @@ def kept(arguments):
 def test_what_several_ranks_keep_stays_equal_to_the_bit(eight, small):
     """Also with dropout, which is other numbers on each replica, and inside a tensor group."""
     found = eight(8, kept, [
-        *small, "--data=2", "--tensor=2", "--dropout=0.2", "--sequence", "--rate=1e-2",
+        *small, "--dp=2", "--tp=2", "--dropout=0.2", "--sequence-parallel", "--lr=1e-2",
         "--steps=4"])
     for place, everything, whole, tied in found:
         for other, its_everything, its_whole, its_tied in found:
@@ -376,7 +376,7 @@ def test_what_several_ranks_keep_stays_equal_to_the_bit(eight, small):
 
 def misfit(case, arguments):
     """On a rank: what is said of a training that cannot be."""
-    rank, prepare = dist.get_rank(), trainer.prepare
+    rank, prepare = dist.get_rank(), trainer.build_model_and_data
 
     def other(options):
         layers, sequences, *more = prepare(options)
@@ -386,30 +386,31 @@ def misfit(case, arguments):
             sequences[2][1] += 1
         return layers, sequences, *more
 
-    trainer.prepare = other
+    trainer.build_model_and_data = other
     if case == "seed":
         arguments = [*arguments, f"--seed={rank}"]
     try:
         return train.losses(shlex.join(arguments))
-    except Mistake as mistake:
+    except UsageError as mistake:
         return str(mistake)
     finally:
-        trainer.prepare = prepare
+        trainer.build_model_and_data = prepare
 
 
 @pytest.mark.parametrize("ranks, case, options, message", [
-    (2, "larger", ["--data=2", "--pipeline=2", "--tensor=2"],
+    (2, "larger", ["--dp=2", "--pp=2", "--tp=2"],
      "a mesh of data 2 x pipeline 2 x tensor 2 has 8 ranks, the world has 2"),
-    (3, "division", ["--data=2"], "--data 2 and --tensor 1 cannot share 3 ranks: they are for 2, "
+    (3, "division", ["--dp=2"], "--dp 2 and --tp 1 cannot share 3 ranks: they are for 2, "
      "or a multiple of that"),
-    (2, "batch", ["--data=2", "--batch=6"],
+    (2, "batch", ["--dp=2", "--batch=6"],
      "--batch 6 cannot be divided into 2 shares of 4 micro-batches of one size"),
-    (3, "heads", ["--tensor=3"], "3 ranks do not divide 2 heads"),
-    (2, "sequence", ["--sequence"], "--sequence goes with --tensor 2, 4 or 8, not 1"),
-    (2, "seed", ["--tensor=2"], "--seed: 0 on rank 0, 1 on rank 1"),
-    (2, "weights", ["--tensor=2"], "rank 0 and rank 1 have different weights"),
-    (2, "passages", ["--tensor=2"], "rank 0 and rank 1 have different passages"),
-    (2, "rate", ["--data=2", "--rate=1e30"], "is nan: a lower --rate may help"),
+    (3, "heads", ["--tp=3"], "3 ranks do not divide 2 heads"),
+    (2, "sequence", ["--sequence-parallel"],
+     "--sequence-parallel goes with --tp 2, 4 or 8, not 1"),
+    (2, "seed", ["--tp=2"], "--seed: 0 on rank 0, 1 on rank 1"),
+    (2, "weights", ["--tp=2"], "rank 0 and rank 1 have different weights"),
+    (2, "passages", ["--tp=2"], "rank 0 and rank 1 have different passages"),
+    (2, "rate", ["--dp=2", "--lr=1e30"], "is nan: a lower --lr may help"),
 ])
 def test_a_training_that_cannot_be_is_refused_on_every_rank(
         eight, small, ranks, case, options, message):

@@ -1,4 +1,4 @@
-"""`Overlapped` when something goes wrong, is forgotten, or is done by others: replicas never part
+"""`DDP` when something goes wrong, is forgotten, or is done by others: replicas never part
 silently, an error is a rank's own, nothing is kept alive."""
 
 import copy
@@ -16,7 +16,7 @@ from one_process import same_bits_everywhere
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from naranhi.data_parallel import Overlapped
+from naranhi.data_parallel import DDP
 
 SMALL = 50  # bytes of a bucket: one for each layer or less
 
@@ -53,7 +53,7 @@ def forgotten(kind, options):
         return None
     model = layers()
     expected = gradients_alone(copy.deepcopy(model))
-    parallel = Overlapped(model, group, SMALL)
+    parallel = DDP(model, group, SMALL)
     optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1, **options)
     start = copy.deepcopy(model.state_dict())
     with parallel.no_sync():
@@ -100,7 +100,7 @@ def nested_no_sync():
         return
     model = layers()
     expected = gradients_alone(copy.deepcopy(model))
-    parallel = Overlapped(model, group, SMALL)
+    parallel = DDP(model, group, SMALL)
     loss = model(rows(rank)).square().sum()  # the forward may be anywhere
     with parallel.no_sync():
         with parallel.no_sync():
@@ -143,7 +143,7 @@ def other_parameters():
     for change in unfreeze, replace, add, freeze:
         model = layers()
         model[0].requires_grad_(change is not unfreeze)
-        Overlapped(model, group, SMALL)
+        DDP(model, group, SMALL)
         model(rows(rank)).square().sum().backward()
         model.zero_grad()
         change(model)
@@ -157,7 +157,7 @@ def other_parameters():
 
 def test_a_parameter_that_is_trained_later_is_named(five):
     for found in five.call(other_parameters)[:2]:
-        end = ("requires a gradient, and did not when Overlapped was made, or was not there: "
+        end = ("requires a gradient, and did not when DDP was made, or was not there: "
                "close() it and make another")
         assert found == [f"RuntimeError: parameter {name} {end}"
                          for name in ("0.weight", "0.weight", "3.weight")] + [None]
@@ -171,9 +171,9 @@ def let_go(closed):
     there = []
     for _ in range(3):
         model = layers()
-        parallel = Overlapped(model, group, SMALL)
+        parallel = DDP(model, group, SMALL)
         model(rows(rank)).square().sum().backward()
-        model.kept = model(rows(rank))  # with its graph, whose hooks know Overlapped
+        model.kept = model(rows(rank))  # with its graph, whose hooks know DDP
         there += [weakref.ref(model), weakref.ref(parallel), weakref.ref(parallel.buckets[0]),
                   weakref.ref(parallel.buckets[0].flat), weakref.ref(model[0].weight)]
         if closed:
@@ -194,7 +194,7 @@ def held_by_the_model():
         return
     model = layers()
     expected = gradients_alone(copy.deepcopy(model))
-    Overlapped(model, group, SMALL)  # nobody keeps it, but the model
+    DDP(model, group, SMALL)  # nobody keeps it, but the model
     gc.collect()
     for copied in copy.deepcopy(model), pickle.loads(pickle.dumps(model)):
         copied(rows(rank)).square().sum().backward()  # an ordinary model, that sends nothing
@@ -215,7 +215,7 @@ def dtypes():
     for dtype in torch.float64, torch.complex64, torch.complex128:
         model = layers(dtype=dtype)
         expected = gradients_alone(copy.deepcopy(model), dtype=dtype)
-        parallel = Overlapped(model, group, SMALL, finite=True)
+        parallel = DDP(model, group, SMALL, finite=True)
         model(rows(rank, dtype)).abs().square().sum().backward()
         for param, other in zip(model.parameters(), expected, strict=True):
             assert torch.equal(param.grad, other)
@@ -238,7 +238,7 @@ def failing(ranks_that_fail):
         return None
     model, fails = layers(4), [rank in ranks_that_fail]
     expected = gradients_alone(copy.deepcopy(model))
-    Overlapped(model, group, SMALL)
+    DDP(model, group, SMALL)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def fail(gradient):
@@ -289,7 +289,7 @@ def recomputed():
         return
     model = Recomputed(True)
     expected = gradients_alone(copy.deepcopy(model))
-    Overlapped(model, group, SMALL)
+    DDP(model, group, SMALL)
     for _ in range(2):
         model.zero_grad()
         model(rows(rank)).square().sum().backward()
@@ -322,7 +322,7 @@ def hooks_of_others():
             param.register_post_accumulate_grad_hook(replace)
 
     register()
-    parallel = Overlapped(model, group, SMALL)
+    parallel = DDP(model, group, SMALL)
     for factor in 8, 64, 512:
         for summing in True, False:
             model.zero_grad()

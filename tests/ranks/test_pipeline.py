@@ -105,7 +105,7 @@ def differences(ranks, schedule, work, balance=None, steps=1, args=(), prepare=l
     {(layer, number): difference}; ("loss", 0) for the loss."""
     group, rank = first_ranks(ranks), dist.get_rank()
     if rank >= ranks:
-        pipeline.stand_aside()
+        pipeline.join_group_creation()
         return {}
     expected_loss, expected = plain_loop(work, schedule.microbatches, steps, *args)
     layers, loss, inputs, targets, count = make(work, *args)
@@ -216,7 +216,7 @@ def large_tensors_alive(microbatches):
     """The largest number, over the actions, of large storages that a rank holds when one ends."""
     group, rank, width = first_ranks(2), dist.get_rank(), 100_000
     if rank >= 2:
-        pipeline.stand_aside()
+        pipeline.join_group_creation()
         return 0
     peak = 0
 
@@ -256,7 +256,7 @@ def failure(ranks, case):
     group, rank = first_ranks(ranks), dist.get_rank()
     if rank >= ranks:
         try:
-            pipeline.stand_aside()
+            pipeline.join_group_creation()
         except ValueError as error:
             return type(error).__name__, str(error)
         return None
@@ -327,7 +327,7 @@ def test_bad_input_is_refused_on_every_rank(five, case, kind, words):
 def recorded(ranks, microbatches, seconds):
     group, rank = first_ranks(ranks), dist.get_rank()
     if rank >= ranks:
-        pipeline.stand_aside()
+        pipeline.join_group_creation()
         return None
     layers = [models.Paced(nn.Linear(4, 4), seconds, 2 * seconds) for _ in range(ranks)]
     x, recorder = torch.ones(microbatches, 4), measure.Recorder()
@@ -373,7 +373,7 @@ def test_the_offset_between_clocks_is_found_to_a_round_trip(five):
 def saved_in_first_and_second_step():
     group, rank = first_ranks(2), dist.get_rank()
     if rank >= 2:
-        return pipeline.stand_aside()
+        return pipeline.join_group_creation()
     layers, x = models.mlp(2, 8), torch.ones(4, 8)
     found = []
     with pipeline.Pipeline(layers, schedules.gpipe(2, 2), squared_error, group=group) as pipe:

@@ -179,7 +179,7 @@ def run(which, ranks):
     """On a rank: what differs from one process, as (number of the step, what)."""
     if dist.get_rank() >= ranks:
         first_ranks(ranks)
-        return pipeline.stand_aside()
+        return pipeline.join_group_creation()
     program = Program(ranks)
     with program.pipe:
         PROGRAMS[which](program)
@@ -202,7 +202,7 @@ def known_elsewhere(case):
     things, all of which they know."""
     if dist.get_rank() >= 2:
         first_ranks(2)
-        return pipeline.stand_aside()
+        return pipeline.join_group_creation()
     program, rank = Program(2), dist.get_rank()
     with program.pipe as pipe:
         program.step(rows=4)
@@ -267,7 +267,7 @@ def switched():
     """On a rank: the error of a step after a change that nobody can foresee."""
     group, rank = first_ranks(2), dist.get_rank()
     if rank >= 2:
-        return pipeline.stand_aside()
+        return pipeline.join_group_creation()
     inputs, targets = batch()
     model = [Switch(), nn.Linear(WIDTH, WIDTH)]
     try:
@@ -294,7 +294,7 @@ def frozen_ties():
     """On a rank: whether copies that were frozen when the pipeline was made are tied later on."""
     group, rank = first_ranks(2), dist.get_rank()
     if rank >= 2:
-        return pipeline.stand_aside()
+        return pipeline.join_group_creation()
     torch.manual_seed(0)
     model = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
     model[2].weight = model[0].weight
@@ -324,7 +324,7 @@ def test_frozen_copies_are_tied_when_they_are_unfrozen(five):
 def closed():
     group, rank = first_ranks(2), dist.get_rank()
     if rank >= 2:
-        return pipeline.stand_aside()
+        return pipeline.join_group_creation()
     inputs, targets = batch()
     pipe = pipeline.Pipeline(layers(), schedules.gpipe(2, PARTS), squared_error, group=group)
     pipe.close()

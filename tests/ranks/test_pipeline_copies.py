@@ -56,7 +56,7 @@ def handed_on(where):
     """On a rank: the loss of the pipeline, and that of one process."""
     group, rank = first_ranks(2), dist.get_rank()
     if rank >= 2:
-        return pipeline.stand_aside()
+        return pipeline.join_group_creation()
     torch.manual_seed(0)
     inputs, targets = torch.randn(2, 36, WIDTH)
     expected, layers = ([models_of(where), Slow()] for _ in range(2))
@@ -95,11 +95,11 @@ def two_names(ranks, each, updates, age):
     stage s reads weights that are age[s] updates old."""
     group, rank = first_ranks(ranks), dist.get_rank()
     if rank >= ranks:
-        return pipeline.stand_aside()
+        return pipeline.join_group_creation()
     generator = torch.Generator().manual_seed(4)
     inputs, targets = torch.randn(2, 2 * each * updates, WIDTH, generator=generator)
     made = schedules.pipedream(ranks, updates) if each == 1 else \
-        schedules.two_buffered(ranks, each, updates)
+        schedules.pipedream_2bw(ranks, each, updates)
     with pipeline.Pipeline([TwoNames() for _ in range(ranks)], made, squared_error, group=group,
                            optimizer=lambda some: torch.optim.SGD(some, lr=0.01)) as pipe:
         pipe.step(inputs, targets, 4 * each)
@@ -134,7 +134,7 @@ def no_seed(what):
     if rank >= 4:
         first_ranks(4)
         try:
-            return pipeline.stand_aside()
+            return pipeline.join_group_creation()
         except ValueError as error:
             return str(error)
     group = first_ranks(4)
@@ -242,7 +242,7 @@ def left_over(pipelines, tied):
 
     def once():
         if rank >= 2:
-            return pipeline.stand_aside()
+            return pipeline.join_group_creation()
         torch.manual_seed(0)
         layers = models.mlp(4, WIDTH)
         if tied:
@@ -275,7 +275,7 @@ def after_all_groups():
     """On a rank: a Pipeline that is let go of when its groups have gone with all others."""
     group, rank = first_ranks(2), dist.get_rank()
     if rank >= 2:
-        pipeline.stand_aside()
+        pipeline.join_group_creation()
     else:
         pipe = pipeline.Pipeline(models.mlp(2, WIDTH), schedules.gpipe(2, 2), squared_error,
                                  group=group)
@@ -295,7 +295,7 @@ def fails(rank_that_fails):
     """On a rank: its error, kept with all that it refers to, and after how many seconds it came."""
     group, rank = first_ranks(2), dist.get_rank()
     if rank >= 2:
-        return pipeline.stand_aside()
+        return pipeline.join_group_creation()
     layers = models.mlp(2, WIDTH)
     x = torch.ones(4, WIDTH)
 

@@ -46,7 +46,7 @@ def watched(device, changes):
     the stages, or what stands in for it. changes: before which steps the circumstances are new."""
     group, rank = first_ranks(2), dist.get_rank()
     if rank >= 2:
-        return pipeline.stand_aside()
+        return pipeline.join_group_creation()
     layers = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
     watch, steps = Watch(), []
     with pipeline.Pipeline(layers, schedules.gpipe(2, 4), squared_error, group=group) as pipe:

@@ -145,7 +145,7 @@ LAYERS = {
     "close": Close, "branch": Branch,
 }
 SCHEDULES = ["gpipe", "inter_layer", "one_f_one_b", "interleaved", "interleaved",
-             "zero_bubble_h1", "zero_bubble_h2", "pipedream", "two_buffered"]
+             "zero_bubble_h1", "zero_bubble_h2", "pipedream", "pipedream_2bw"]
 
 
 def schedule_of(draw, ranks):
@@ -154,7 +154,7 @@ def schedule_of(draw, ranks):
     microbatches = draw.randint(1, 6)
     if name == "interleaved":
         args = ranks, ranks * draw.randint(1, 2), draw.randint(2, 3)
-    elif name == "two_buffered":
+    elif name == "pipedream_2bw":
         args = ranks, draw.randint(ranks, ranks + 2), draw.randint(1, 3)
     else:
         args = ranks, microbatches
@@ -348,7 +348,7 @@ def programs(seeds, ranks):
     group, wrong = first_ranks(ranks), []
     for seed in seeds:
         if dist.get_rank() >= ranks:
-            pipeline.stand_aside()
+            pipeline.join_group_creation()
             continue
         program = Program(seed, ranks)
         with pipeline.Pipeline(

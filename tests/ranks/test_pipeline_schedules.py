@@ -121,7 +121,7 @@ def trained(ranks, schedule, each, updates, age, steps=1, stash=True, prepare=li
     versions were held after each action."""
     group, rank = first_ranks(ranks), dist.get_rank()
     if rank >= ranks:
-        return pipeline.stand_aside()
+        return pipeline.join_group_creation()
     layers, inputs, targets = work(ranks, each * updates)
     expected = delayed_loop(ranks, each, updates, age, steps)[rank]
     with pipeline.Pipeline(prepare(layers), schedule, squared_error, group=group, optimizer=sgd,
@@ -164,7 +164,7 @@ class two_buffered_age:
 
 @pytest.mark.parametrize("ranks, each, delay", [(2, 2, 1), (4, 4, 1), (3, 5, 1), (4, 2, 2)])
 def test_2bw_reads_what_a_loop_with_one_delay_reads(five, ranks, each, delay):
-    schedule = schedules.two_buffered(ranks, each, 20)
+    schedule = schedules.pipedream_2bw(ranks, each, 20)
     age = two_buffered_age(each, delay)
     for equal, _, held in five.call(trained, ranks, schedule, each, 20, age)[:ranks]:
         assert equal
@@ -197,7 +197,7 @@ def without_weights():
     """What a rank holds after each action, where the middle one of three has only a ReLU."""
     group, rank = first_ranks(3), dist.get_rank()
     if rank >= 3:
-        return pipeline.stand_aside()
+        return pipeline.join_group_creation()
     torch.manual_seed(0)
     layers, x = [nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)], torch.ones(5, 4)
     before = [one.clone() for one in layers[rank].parameters()]
@@ -254,7 +254,7 @@ def failure(case):
         schedule = Schedule(["0F0 3F0 3B0 3U1 0B0 0U1", "1F0 2F0 2B0 2U1 1B0 1U1"])
     try:
         if rank >= 2:
-            pipeline.stand_aside()
+            pipeline.join_group_creation()
         else:
             pipeline.Pipeline(layers, schedule, squared_error, group=group, **options)
     except ValueError as error:

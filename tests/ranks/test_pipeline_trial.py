@@ -49,7 +49,7 @@ def differs(make, ranks=2, schedule=schedules.gpipe, context=None, **options):
     """On a rank: what is not equal, to the bit, to one process."""
     group, rank = first_ranks(ranks), dist.get_rank()
     if rank >= ranks:
-        return pipeline.stand_aside()
+        return pipeline.join_group_creation()
     torch.manual_seed(0)
     expected = make()
     torch.manual_seed(0)
@@ -84,7 +84,7 @@ def refusal(make, **options):
     inputs, targets = batch()
     try:
         if rank >= 2:
-            return pipeline.stand_aside()
+            return pipeline.join_group_creation()
         with pipeline.Pipeline(make(), schedules.gpipe(2, PARTS), squared_error, group=group,
                                timeout=20.0, **options) as pipe:
             pipe.step(inputs, targets, ROWS)
@@ -272,7 +272,7 @@ def alive(steps):
     known = []
     for _ in range(steps):
         if rank >= 2:
-            pipeline.stand_aside()
+            pipeline.join_group_creation()
             continue
         layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Softmax(-1))
                   for _ in range(2)]
@@ -313,7 +313,7 @@ def after_tanh():
 def both_on_a_rank():
     group, rank = first_ranks(2), dist.get_rank()
     if rank >= 2:
-        return pipeline.stand_aside()
+        return pipeline.join_group_creation()
     schedule = schedules.Schedule(["0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0"])
     inputs, targets = batch()
     with pytest.raises(RuntimeError) as told, pipeline.Pipeline(

@@ -11,16 +11,16 @@ from torch import nn
 
 from naranhi import models, pipeline, schedules
 from naranhi.autograd import Recompute, splittable
-from naranhi.data_parallel import Overlapped, sum_in_buckets
+from naranhi.data_parallel import DDP, all_reduce_bucketed
 from naranhi.tensor_parallel import (
     Column,
     Row,
-    Tokenwise,
+    SequenceParallel,
+    full_state_dict,
     gpt2_plan,
     parallelize,
     sum_sequence_gradients,
     vocabulary_cross_entropy,
-    whole_state,
 )
 from naranhi.zero import Zero
 
@@ -70,7 +70,7 @@ def one_process():
 def trained(way, wrap, calls):
     """How far weights are from one process's after three steps, on two replicas of two ranks.
 
-    calls: whether `sum_sequence_gradients` is called, which ZeRO and `Overlapped` do not need.
+    calls: whether `sum_sequence_gradients` is called, which ZeRO and `DDP` do not need.
     """
     if not (place := groups()):
         return None
@@ -80,8 +80,8 @@ def trained(way, wrap, calls):
              "split": splittable}
     model = nn.Sequential(*wraps[wrap](layers))
     zero = Zero(model, int(way[-1]), group=shares) if way.startswith("zero") else None
-    parallel = Overlapped(model, shares, bucket_bytes=2000) if way == "overlapped" else None
-    stepper = optimizer(zero.groups if zero else model.parameters())
+    parallel = DDP(model, shares, bucket_bytes=2000) if way == "overlapped" else None
+    stepper = optimizer(zero.param_groups if zero else model.parameters())
 
     def backward(tokens):
         loss = vocabulary_cross_entropy(model(tokens), tokens.roll(-1, 1), tensor)
@@ -94,14 +94,14 @@ def trained(way, wrap, calls):
             backward(first)
         backward(second)
         if not (zero or parallel):
-            sum_in_buckets(model, shares)
+            all_reduce_bucketed(model, shares)
         if calls:
             sum_sequence_gradients(model)
         zero.step(stepper) if zero else stepper.step()
     expected = nn.ModuleList(one_process()).state_dict()
     if zero:
         zero.close()  # whose weights are whole then
-    state = whole_state(layers)
+    state = full_state_dict(layers)
     return max((state[name] - weight).abs().max().item() for name, weight in expected.items())
 
 
@@ -139,7 +139,7 @@ def whole_numbers():
     return model
 
 
-PLAN = {"0.wpe": Tokenwise(), "1": Column(), "2": Row()}
+PLAN = {"0.wpe": SequenceParallel(), "1": Column(), "2": Row()}
 
 
 def exact(way):
@@ -153,18 +153,18 @@ def exact(way):
     torch.optim.SGD(plain.parameters(), lr=1.0).step()
     parallelize(model, PLAN, tensor, sequence=True)
     zero = Zero(model, int(way[-1]), group=shares) if way.startswith("zero") else None
-    parallel = Overlapped(model, shares) if way == "overlapped" else None
+    parallel = DDP(model, shares) if way == "overlapped" else None
     own = [tensor_.chunk(2)[dist.get_rank(shares)].chunk(2, 1)[dist.get_rank(tensor)]
            for tensor_ in (x, grad)]
-    stepper = torch.optim.SGD(zero.groups if zero else model.parameters(), lr=1.0)
+    stepper = torch.optim.SGD(zero.param_groups if zero else model.parameters(), lr=1.0)
     model(own[0]).backward(own[1])
     if not (zero or parallel):
-        sum_in_buckets(model, shares)
+        all_reduce_bucketed(model, shares)
     sum_sequence_gradients(model)
     zero.step(stepper) if zero else stepper.step()
     if zero:
         zero.close()
-    state = whole_state(model)
+    state = full_state_dict(model)
     return [name for name, weight in plain.state_dict().items()
             if not torch.equal(state[name], weight)]
 
@@ -304,9 +304,9 @@ def zero_clip(stage, sequence):
         loss = vocabulary_cross_entropy(model(own), own.roll(-1, 1), tensor)
         (loss / tokens.numel()).backward()
         norm = nn.utils.get_total_norm(gradients, kind).item()
-        before = zero.clip(norm / 2, kind)
-        zero.clip(1e30, kind)  # which changes nothing
-        found[kind] = before / norm, 2 * zero.clip(1e30, kind) / norm
+        before = zero.clip_grad_norm_(norm / 2, kind)
+        zero.clip_grad_norm_(1e30, kind)  # which changes nothing
+        found[kind] = before / norm, 2 * zero.clip_grad_norm_(1e30, kind) / norm
         zero.zero_grad()
     zero.close()
     return found
@@ -343,7 +343,7 @@ def test_attributes_of_the_same_name_mean_nothing(five):
 def in_a_pipeline(schedule):
     """Hooks on replicated parameters under a schedule: how far gradients are from the unsplit's."""
     if not (place := groups()):
-        pipeline.stand_aside()
+        pipeline.join_group_creation()
         return None
     tensor, along = place
     unsplit, layers = gpt2(), parallelize(gpt2(), gpt2_plan(), tensor, sequence=True)

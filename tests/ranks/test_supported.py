@@ -8,12 +8,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from naranhi.data_parallel import Overlapped, sum_gradients, sum_in_buckets
+from naranhi.data_parallel import DDP, all_reduce_bucketed, all_reduce_gradients
 from naranhi.zero import Zero
 
 
 def overlapped(model, group):
-    return Overlapped(model, group)
+    return DDP(model, group)
 
 
 def zero_1(model, group):
@@ -24,7 +24,7 @@ def zero_3(model, group):
     return Zero(model, 3, group=group)
 
 
-LISTENERS = {"Overlapped": overlapped, "Zero 1": zero_1, "Zero 3": zero_3}
+LISTENERS = {"DDP": overlapped, "Zero 1": zero_1, "Zero 3": zero_3}
 
 
 def words(**options):
@@ -143,7 +143,7 @@ def sparse_gradients():
     if rank >= 2:
         return None
     found = []
-    for way in sum_gradients, sum_in_buckets:
+    for way in all_reduce_gradients, all_reduce_bucketed:
         for model in words(sparse=rank == 1), Functional(sparse=True):
             model(torch.tensor([rank])).sum().backward()
             try:

@@ -18,11 +18,11 @@ from naranhi.tensor_parallel import (
     Row,
     RowParallelLinear,
     VocabularyParallelHead,
-    load_whole_state,
+    full_state_dict,
+    load_full_state_dict,
     mlp_plan,
     parallelize,
     vocabulary_cross_entropy,
-    whole_state,
 )
 
 
@@ -78,7 +78,7 @@ def losses_of_any_targets(ranks):
     group, rank = here
     apart = {}
     for what, words, biased, targets in [
-        ("nothing valid", 7, False, torch.full((2, 3), models.NOTHING)),
+        ("nothing valid", 7, False, torch.full((2, 3), models.IGNORE_INDEX)),
         ("no rows", 7, True, torch.empty(0, 3, dtype=torch.long)),
         ("a rank without words", 5, True, torch.randint(5, (2, 3))),
         ("one word", 1, False, torch.zeros(2, 3, dtype=torch.long)),
@@ -149,11 +149,11 @@ def used_twice(whole_block):
     assert len(list(model.parameters())) == 4
     torch.testing.assert_close(model(torch.ones(3, 8)), y)
     for scale in (1, 2):
-        found = whole_state(model)
+        found = full_state_dict(model)
         assert list(found) == list(state)
         for name, one in state.items():
             assert torch.equal(found[name], one * scale), name
-        load_whole_state(model, {name: one * 2 for name, one in state.items()})
+        load_full_state_dict(model, {name: one * 2 for name, one in state.items()})
 
 
 @pytest.mark.parametrize("whole_block", [False, True])

@@ -18,14 +18,14 @@ from naranhi.autograd import Recompute, splittable
 from naranhi.tensor_parallel import (
     Column,
     Row,
-    Tokenwise,
+    SequenceParallel,
     Vocabulary,
+    full_state_dict,
     gpt2_plan,
-    load_whole_state,
+    load_full_state_dict,
     mlp_plan,
     parallelize,
     sum_sequence_gradients,
-    whole_state,
 )
 
 WORDS = 51  # two ranks do not divide them
@@ -96,7 +96,7 @@ def two_uses(layers):
 
 
 def only(name, **plan):
-    return {name: plan.get("way", Tokenwise())}
+    return {name: plan.get("way", SequenceParallel())}
 
 
 LATER = "would be lost, or see a part of what it saw: make its effect permanent, as prune.remove " \
@@ -291,7 +291,7 @@ def padding(ranks, index, sequence):
     outputs.backward(grad)
     expected = {name: param.grad.clone() for name, param in model.named_parameters()}
     model.zero_grad()
-    parallelize(model, {"0": Vocabulary(), "1": Tokenwise()}, group, sequence)
+    parallelize(model, {"0": Vocabulary(), "1": SequenceParallel()}, group, sequence)
     own = (lambda x: x.chunk(ranks, 1)[rank]) if sequence else (lambda x: x)
     found = model[0](tokens) + model[1](tokens)
     assert torch.equal(found, own(outputs))
@@ -299,7 +299,7 @@ def padding(ranks, index, sequence):
     sum_sequence_gradients(model)
     for param in model.parameters():
         param.data = param.grad
-    for name, tensor in whole_state(model).items():
+    for name, tensor in full_state_dict(model).items():
         assert torch.equal(tensor, expected[name]), name
         assert not tensor[index].any()
 
@@ -315,7 +315,7 @@ def inplace_dropout():
     if not (here := member(2)):
         return
     model = nn.ModuleList([nn.Dropout(0.5, inplace=True)])
-    parallelize(model, {"0": Tokenwise()}, here[0], sequence=True)
+    parallelize(model, {"0": SequenceParallel()}, here[0], sequence=True)
     x = torch.ones(2, 3)
     assert model[0](x) is x
 
@@ -377,7 +377,7 @@ def beside_unsplit(what):
     for param in model.parameters():
         if param.grad is not None:
             param.data = param.grad
-    for name, tensor in whole_state(model).items():
+    for name, tensor in full_state_dict(model).items():
         if grads.get(name) is not None:
             apart.append((tensor - grads[name]).abs().max().item())
     assert len(apart) > 5
@@ -453,7 +453,7 @@ def labelled(ranks):
     assert model.lm_head.weight is model.transformer.wte.weight
     for param in set(model.parameters()):
         param.data = param.grad
-    state = whole_state(model)
+    state = full_state_dict(model)
     apart += [(state[name] - param.grad).abs().max().item()
               for name, param in unsplit.named_parameters()]
     return max(apart)
@@ -474,12 +474,12 @@ def loaded_into_wrapped():
                  lambda layer: splittable([Recompute(layer)])[0]):
         layers = parallelize(gpt2(), gpt2_plan(), here[0])
         wrapped = nn.ModuleList([wrap(layer) for layer in layers])
-        state = whole_state(wrapped)
+        state = full_state_dict(wrapped)
         assert list(state) == list(expected)
         for name, tensor in expected.items():
             assert torch.equal(state[name], tensor), name
-        load_whole_state(wrapped, {name: tensor * 2 for name, tensor in state.items()})
-        for name, tensor in whole_state(layers).items():
+        load_full_state_dict(wrapped, {name: tensor * 2 for name, tensor in state.items()})
+        for name, tensor in full_state_dict(layers).items():
             assert torch.equal(tensor, expected[name] * 2), name
 
 

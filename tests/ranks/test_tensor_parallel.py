@@ -25,10 +25,11 @@ from naranhi.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     copy_to_group,
+    full_state_dict,
     gather_from_group,
     gather_from_sequence,
     gpt2_plan,
-    load_whole_state,
+    load_full_state_dict,
     mlp_plan,
     parallelize,
     reduce_from_group,
@@ -36,7 +37,6 @@ from naranhi.tensor_parallel import (
     scatter_to_group,
     sum_sequence_gradients,
     vocabulary_cross_entropy,
-    whole_state,
 )
 from naranhi.tensor_parallel import layers as tensor_layers
 
@@ -127,13 +127,13 @@ def linear_layers(ranks, conv, sequence, bias):
 
 
 def whole_gradients(model):
-    """Those of a split model, as `whole_state` gathers weights."""
+    """Those of a split model, as `full_state_dict` gathers weights."""
     kept = {one: one.data for one in as_module(model).parameters()}
     try:
         for one in kept:
             one.data = one.grad.contiguous()
         names = dict(as_module(model).named_parameters(remove_duplicate=False))
-        return {name: one for name, one in whole_state(model).items() if name in names}
+        return {name: one for name, one in full_state_dict(model).items() if name in names}
     finally:
         for one, own in kept.items():
             one.data = own
@@ -173,8 +173,9 @@ def batch(masked=True, step=0):
     mask = (torch.arange(LENGTH) < lengths).long()
     targets = tokens.roll(-1, 1)
     if masked:
-        targets = targets.masked_fill(mask == 0, models.NOTHING)
-    return (tokens, mask) if masked else tokens, targets, int((targets != models.NOTHING).sum())
+        targets = targets.masked_fill(mask == 0, models.IGNORE_INDEX)
+    count = int((targets != models.IGNORE_INDEX).sum())
+    return (tokens, mask) if masked else tokens, targets, count
 
 
 def gpt2_beside_unsplit(ranks, tied, attention, masked, sequence):
@@ -186,7 +187,7 @@ def gpt2_beside_unsplit(ranks, tied, attention, masked, sequence):
         return None
     unsplit = nn.Sequential(*gpt2(tied, attention))
     parallelize(layers, gpt2_plan(), group, sequence)
-    assert_equal(whole_state(layers), nn.ModuleList(unsplit).state_dict())
+    assert_equal(full_state_dict(layers), nn.ModuleList(unsplit).state_dict())
     if tied:
         assert layers[0].wte.weight is layers[-1].lm_head.weight
     model, apart = nn.Sequential(*layers), [0.0]
@@ -206,11 +207,11 @@ def gpt2_beside_unsplit(ranks, tied, attention, masked, sequence):
                   for name, one in nn.ModuleList(unsplit).named_parameters()]
         for stepper in steppers:
             stepper.step()
-    state, expected = whole_state(layers), nn.ModuleList(unsplit).state_dict()
+    state, expected = full_state_dict(layers), nn.ModuleList(unsplit).state_dict()
     apart += [(state[name] - one).abs().max().item() for name, one in expected.items()]
 
-    load_whole_state(layers, expected)
-    assert_equal(whole_state(layers), expected)
+    load_full_state_dict(layers, expected)
+    assert_equal(full_state_dict(layers), expected)
     return max(apart)
 
 
@@ -423,15 +424,15 @@ def on_shapes_alone(sequence):
     if rank >= 2:
         return None
     parallelize(layers, gpt2_plan(), group, sequence)
-    start, before = shape_inference.Boundary.of(batch()[0]), torch.get_rng_state()
+    start, before = shape_inference.StageSignature.of(batch()[0]), torch.get_rng_state()
     with Calls() as calls:
-        middle = shape_inference.after(layers[:2], start)
-        end = shape_inference.after(layers[2:], middle)
+        middle = shape_inference.infer(layers[:2], start)
+        end = shape_inference.infer(layers[2:], middle)
     assert not calls.count
     assert torch.equal(torch.get_rng_state(), before)
     value = nn.Sequential(*layers)[:2](batch()[0])
-    assert middle == shape_inference.Boundary.of(value)
-    assert end == shape_inference.Boundary.of(nn.Sequential(*layers)[2:](value))
+    assert middle == shape_inference.StageSignature.of(value)
+    assert end == shape_inference.StageSignature.of(nn.Sequential(*layers)[2:](value))
 
 
 @pytest.mark.parametrize("sequence", [False, True])
@@ -448,7 +449,7 @@ def pipelines_of_tensor_groups(sequence, schedule):
     tensor = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     along = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
     if rank >= 4:
-        pipeline.stand_aside()
+        pipeline.join_group_creation()
         return None
     tensor, along = tensor[rank // 2], along[rank % 2]
     unsplit = nn.Sequential(*gpt2())

@@ -9,7 +9,7 @@ from gloo_ranks import first_ranks
 from torch import nn
 
 from naranhi import models
-from naranhi.distributed import require_same
+from naranhi.distributed import agree
 from naranhi.tensor_parallel import (
     Column,
     ColumnParallelLinear,
@@ -17,15 +17,15 @@ from naranhi.tensor_parallel import (
     ParallelAttention,
     Row,
     RowParallelLinear,
-    Tokenwise,
+    SequenceParallel,
     Vocabulary,
     VocabularyParallelEmbedding,
+    full_state_dict,
     gpt2_plan,
-    load_whole_state,
+    load_full_state_dict,
     mlp_plan,
     parallelize,
     vocabulary_cross_entropy,
-    whole_state,
 )
 
 
@@ -79,7 +79,8 @@ REFUSED = {  # what is made, its plan, and the message
     "no head": (gpt2, lambda: {"*c_fc": Vocabulary()},
                 "1.block.mlp.c_fc: a Linear is needed, not Conv1D"),
     "a norm made of layers": (lambda: [nn.Sequential(nn.LayerNorm(8))],
-                              lambda: {"0": Tokenwise()}, "0: what it is made of has to be named"),
+                              lambda: {"0": SequenceParallel()},
+                              "0: what it is made of has to be named"),
     "heads alone": (gpt2, lambda: {"*.attn": Heads()},
                     r"1.block.attn: the plan has to split its c_attn as Column\(parts=3\)"),
     "half of a tied pair": (gpt2, lambda: embedding_only(gpt2_plan()),
@@ -128,9 +129,9 @@ def refused_by_layers():
     parallelize(split, gpt2_plan(), group)
     parallelize(along, gpt2_plan(), group, sequence=True)
     parallelize(eager, gpt2_plan(), group, sequence=True)
-    short = whole_state(split)
+    short = full_state_dict(split)
     del short["1.block.ln_1.bias"]
-    longer = {**whole_state(split), "0.wte.weight": torch.zeros(11, 16)}
+    longer = {**full_state_dict(split), "0.wte.weight": torch.zeros(11, 16)}
     tokens, logits = torch.zeros(1, 4, dtype=torch.long), torch.zeros(1, 4, 5)
     tries = {
         "column": lambda: ColumnParallelLinear(nn.Linear(4, 3), group),
@@ -144,15 +145,15 @@ def refused_by_layers():
         "negative token": lambda: split[0](tokens - 1),
         "target": lambda: vocabulary_cross_entropy(logits, tokens + 10, group),
         "target shape": lambda: vocabulary_cross_entropy(logits, tokens[:, 1:], group),
-        "name": lambda: load_whole_state(split, short),
-        "shape": lambda: load_whole_state(split, longer),
+        "name": lambda: load_full_state_dict(split, short),
+        "shape": lambda: load_full_state_dict(split, longer),
     }
     told = {}
     for name, function in tries.items():
         with pytest.raises((TypeError, ValueError, RuntimeError)) as error:
             function()
         told[name] = str(error.value)
-    for name, one in whole_state(split).items():  # nothing was loaded
+    for name, one in full_state_dict(split).items():  # nothing was loaded
         assert torch.equal(one, nn.ModuleList(plain).state_dict()[name])
     return told
 
@@ -185,9 +186,9 @@ def other_data():
     if rank >= 2:
         return None
     tokens = torch.arange(6)
-    require_same(group, tokens=tokens, targets=tokens + 1)
+    agree(group, tokens=tokens, targets=tokens + 1)
     with pytest.raises(ValueError) as error:
-        require_same(group, tokens=tokens, targets=tokens + rank)
+        agree(group, tokens=tokens, targets=tokens + rank)
     return str(error.value)
 
 

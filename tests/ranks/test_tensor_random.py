@@ -7,8 +7,8 @@ from gloo_ranks import first_ranks
 from torch import nn
 
 from naranhi import models
-from naranhi.tensor_parallel import different_numbers, gpt2_plan, parallelize
-from naranhi.tensor_parallel.random import RegionDropout
+from naranhi.tensor_parallel import fork_rng, gpt2_plan, parallelize
+from naranhi.tensor_parallel.random import ShardedDropout
 
 
 def everyone(x, group):
@@ -36,7 +36,7 @@ def numbers(ranks):
     inside = []
     for _ in range(3):
         assert same(torch.rand(8), group)
-        with different_numbers(torch.empty(1), group):
+        with fork_rng(torch.empty(1), group):
             inside.append(torch.rand(8))
             torch.rand(rank)  # some draw more than others
     assert same(torch.rand(8), group)
@@ -45,18 +45,18 @@ def numbers(ranks):
     assert not torch.equal(inside[0], inside[1])
 
     state = torch.get_rng_state()
-    with pytest.raises(ZeroDivisionError), different_numbers(torch.empty(1), group):
+    with pytest.raises(ZeroDivisionError), fork_rng(torch.empty(1), group):
         torch.rand(rank)
         raise ZeroDivisionError
     assert same(torch.rand(8), group)
     torch.set_rng_state(state)
-    with different_numbers(torch.empty(1), group):
+    with fork_rng(torch.empty(1), group):
         again = torch.rand(8)
     torch.set_rng_state(state)
-    with different_numbers(torch.empty(1), group):
+    with fork_rng(torch.empty(1), group):
         assert torch.equal(again, torch.rand(8))  # torch's state is all there is
 
-    drop, x = RegionDropout(0.5, group), torch.ones(1000)
+    drop, x = ShardedDropout(0.5, group), torch.ones(1000)
     y = drop(x)
     assert all_differ(y, group) and 0.4 < (y == 0).float().mean() < 0.6
     assert drop.eval()(x) is x

@@ -142,7 +142,7 @@ def test_we_read_what_torch_wrote(five, tmp_path, name, ranks):
         for stage in range(2 * ranks)
     )
     assert schedule.microbatches == microbatches
-    timeline = schedules.simulate(schedule, Fraction(1), Fraction(2), hop=0)
+    timeline = schedules.simulate(schedule, Fraction(1), Fraction(2), latency=0)
     assert timeline.bubble_rate < Fraction(ranks - 1, microbatches + ranks - 1)  # GPipe's
     idle = timeline.cost - timeline.work[0]
     if name in ("ScheduleLoopedBFS", "ScheduleInterleaved1F1B"):  # one chunk's F + B is 3

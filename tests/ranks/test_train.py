@@ -53,7 +53,7 @@ def test_any_number_of_ranks_gives_the_same_losses_and_they_fall(tmp_path):
     """Below what a model knows that knows how often each word is: the corpus's unigram entropy."""
     runs = {
         1: (12, "--schedule", "inter_layer", "--recompute"),
-        2: (12, "--data", 2),
+        2: (12, "--dp", 2),
         4: (130, "--schedule", "gpipe", "--balance", "4,3,3,4"),
     }
     losses = {}
@@ -89,10 +89,10 @@ def test_a_full_disk_ends_the_log_and_not_the_training(small):
 
 
 def test_a_loss_that_is_no_number_is_told(small, tmp_path):
-    done = run(1, *small, "--rate", 1e30, "--log-file", tmp_path / "log.jsonl")
+    done = run(1, *small, "--lr", 1e30, "--log-file", tmp_path / "log.jsonl")
     assert done.returncode != 0
     (line,) = told(done.stderr)
-    assert re.fullmatch(r"naranhi.train: error: the loss of step \d is nan: .*--rate.*", line)
+    assert re.fullmatch(r"naranhi.train: error: the loss of step \d is nan: .*--lr.*", line)
     assert len(read(tmp_path / "log.jsonl")) >= 1
 
 
@@ -205,7 +205,7 @@ def test_without_a_network_and_a_name(needs, small):
     (2, ("--corpus", "nowhere.json"), "the corpus nowhere.json does not exist"),
     (2, ("--balance", "4,3,3,5"), "the balance [4, 3, 3, 5] gives 4 stages 15 layers"),
     (1, ("--steps", "none"), "argument --steps: 'none' is no whole number"),
-    (2, ("--data", 2, "--pipeline", 4), "a mesh of data 2 x pipeline 4 x tensor 1 has 8 ranks, "
+    (2, ("--dp", 2, "--pp", 4), "a mesh of data 2 x pipeline 4 x tensor 1 has 8 ranks, "
      "the world has 2"),
 ])
 def test_a_mistake_is_told_once_and_every_rank_leaves(ranks, options, message):
@@ -235,8 +235,8 @@ def test_help_is_complete(capsys):
     assert ended.value.code == 0
     text = capsys.readouterr().out
     for option in ("model", "corpus", "schedule", "balance", "microbatches", "batch", "steps",
-                   "rate", "seed", "dropout", "untied", "recompute", "log-file", "log", "data",
-                   "pipeline", "tensor", "sequence", "silence"):
+                   "lr", "seed", "dropout", "untied", "recompute", "log-file", "log", "dp",
+                   "pp", "tp", "data-parallel", "sequence-parallel", "silence"):
         assert f"--{option}" in text
 
 
@@ -244,30 +244,44 @@ def test_defaults():
     options = train.parse([])
     assert (options.schedule, options.microbatches, options.batch, options.steps) == (
         "gpipe", 4, 8, 300)
-    assert (options.data, options.pipeline, options.tensor) == (1, None, 1)
+    assert (options.dp, options.pp, options.tp) == (1, None, 1)
     assert trainer.RATE["trained"] == 3e-5
     assert train.parse(["--log", "a"]).log == train.parse(["--log-file", "a"]).log == "a"
     assert train.parse(["--balance", "4,3,3,4"]).balance == [4, 3, 3, 4]
 
 
+@pytest.mark.parametrize("name", ["one_f_one_b", "1F1B", "1f1b"])
+def test_a_schedule_may_be_named_as_torch_does(name):
+    assert train.parse(["--schedule", name]).schedule == "one_f_one_b"
+
+
+@pytest.mark.parametrize("old, new", [
+    ("--data", "--dp"), ("--tensor", "--tp"), ("--pipeline", "--pp"), ("--rate", "--lr"),
+    ("--sequence", "--sequence-parallel")])
+@pytest.mark.parametrize("value", [[], ["2"]])
+def test_an_old_name_of_an_option_gives_the_new_one(old, new, value):
+    with pytest.raises(train.UsageError, match=f"{old} is called {new} now"):
+        train.parse([old, *value])
+
+
 @pytest.mark.parametrize("arguments", [
-    ["--schedule", "Gpipe"], ["--balance", "4,,3"], ["--balance", "4,0"], ["--microbatches", "0"],
-    ["--batch", "-8"], ["--steps", "1.5"], ["--rate", "0"], ["--rate", "nan"], ["--rate", "fast"],
-    ["--seed", "x"], ["--dropout", "1"], ["--data", "0"], ["--pipeline", "0"], ["--tensor", "two"],
+    ["--schedule", "gpype"], ["--balance", "4,,3"], ["--balance", "4,0"], ["--microbatches", "0"],
+    ["--batch", "-8"], ["--steps", "1.5"], ["--lr", "0"], ["--lr", "nan"], ["--lr", "fast"],
+    ["--seed", "x"], ["--dropout", "1"], ["--dp", "0"], ["--pp", "0"], ["--tp", "two"],
     ["--silence", "0"], ["--unknown"], ["--step", "3"], ["more"]])
 def test_options_that_make_no_sense_are_refused(arguments):
-    with pytest.raises(train.Mistake, match=re.escape(arguments[0].lstrip("-"))):
+    with pytest.raises(train.UsageError, match=re.escape(arguments[0].lstrip("-"))):
         train.parse(arguments)
 
 
 def test_a_batch_that_the_micro_batches_do_not_divide_is_refused():
     for options, shares in [
         (["--microbatches", "3"], "3 micro-batches of one size"),
-        (["--data", "4"], "4 shares of 4 micro-batches of one size"),
+        (["--dp", "4"], "4 shares of 4 micro-batches of one size"),
     ]:
-        with pytest.raises(train.Mistake,
+        with pytest.raises(train.UsageError,
                            match=f"--batch 8 cannot be divided into {shares}"):
-            trainer.prepare(train.parse(options))
+            trainer.build_model_and_data(train.parse(options))
 
 
 def test_schedules_are_found_by_their_arguments(monkeypatch):

@@ -10,12 +10,12 @@ from torch.nn import functional as F
 from naranhi.tensor_parallel import (
     VocabularyParallelEmbedding,
     VocabularyParallelHead,
+    full_state_dict,
     gather_from_group,
     vocabulary_cross_entropy,
-    whole_state,
 )
 
-NOTHING = -100
+IGNORE_INDEX = -100
 
 
 def embedding(ranks, words):
@@ -31,7 +31,7 @@ def embedding(ranks, words):
     y.backward(gradient)
     z.backward(gradient)
     assert torch.equal(y, z)
-    assert torch.equal(whole_state(split)["weight"], whole.weight)
+    assert torch.equal(full_state_dict(split)["weight"], whole.weight)
     expected = F.pad(whole.weight.grad, (0, 0, 0, len(split.weight) * ranks - words))
     assert torch.equal(split.weight.grad, expected.chunk(ranks)[rank])
 
@@ -51,11 +51,11 @@ def head_and_loss(ranks, words, bias, scale, dtype, shape):
     whole = nn.Linear(6, words, bias).to(dtype)
     x = torch.randn(*shape, 6, dtype=dtype)
     targets = torch.randint(words, shape)
-    targets.view(-1)[::3] = NOTHING
+    targets.view(-1)[::3] = IGNORE_INDEX
     split = VocabularyParallelHead(whole, group)
     xs = [x.clone().requires_grad_() for _ in range(2)]
     logits = whole(xs[0]) * scale
-    loss = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=NOTHING,
+    loss = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORE_INDEX,
                            reduction="sum")
     own = split(xs[1])
     assert own.shape[-1] == -(-words // ranks)
@@ -70,7 +70,7 @@ def head_and_loss(ranks, words, bias, scale, dtype, shape):
     apart = [(split_loss - loss).abs() / (1 + loss.abs()), (xs[1].grad - xs[0].grad).abs().max()]
     for name, parameter in split.named_parameters():
         parameter.data = parameter.grad
-        gradient = whole_state(split)[name]
+        gradient = full_state_dict(split)[name]
         apart.append((gradient - getattr(whole, name).grad).abs().max())
     return max(one.item() for one in apart)
 
@@ -104,7 +104,7 @@ def large_logits():
         torch.testing.assert_close(split, loss, rtol=1e-6, atol=0)
         torch.testing.assert_close(own.grad, whole.grad.chunk(2, -1)[rank], rtol=0, atol=1e-6)
     own = torch.randn(16, 4, requires_grad=True)
-    nothing = vocabulary_cross_entropy(own, torch.full((16,), NOTHING), group)
+    nothing = vocabulary_cross_entropy(own, torch.full((16,), IGNORE_INDEX), group)
     nothing.backward()
     assert nothing == 0 and not own.grad.any()
 

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from naranhi.autograd import Recompute
-from naranhi.data_parallel import total_count
+from naranhi.data_parallel import global_count
 from naranhi.zero import Zero, children, joined
 
 STAGES = 1, 2, 3
@@ -41,11 +41,11 @@ def train(zero, model, loss, optimizer, work, steps, rank, clip=None):
     losses = []
     for step in steps:
         inputs, targets, valid = share(work, step, rank)
-        count = total_count(valid, zero.group)
+        count = global_count(valid, zero.group)
         total = loss(model(inputs), targets)
         (total / count).backward()
         if clip:
-            norm = zero.clip(clip)
+            norm = zero.clip_grad_norm_(clip)
             assert norm > clip
         zero.step(optimizer)
         losses.append(total.item() / count)
@@ -70,7 +70,7 @@ def training(ranks, work, optimizer, clip):
             zero = Zero(model, 3, joined(children(model)), group=group)
         else:
             continue
-        stepper = OPTIMIZERS[optimizer](zero.groups)
+        stepper = OPTIMIZERS[optimizer](zero.param_groups)
         train(zero, model, loss, stepper, work, range(STEPS), rank, clip)
         with zero.gathered():
             assert same_bits_everywhere(model, group), stage
@@ -105,7 +105,7 @@ def accumulation(stage):
     one, loss = MAKE["mlp"]()
     model = copy.deepcopy(one)
     zero = Zero(model, stage, group=group)
-    steppers = [torch.optim.SGD(params, lr=0.1) for params in (one.parameters(), zero.groups)]
+    steppers = [torch.optim.SGD(params, lr=0.1) for params in (one.parameters(), zero.param_groups)]
     for step in range(2):
         shares = [[share("mlp", 3 * step + k, r) for k in range(3)] for r in range(2)]
         # Stage 1 sums once, what each rank has accumulated; the others sum each micro-batch.
@@ -180,7 +180,7 @@ def strange(stage, ranks, how):
                         {"params": [p for p in model.parameters() if p.dim() == 1],
                          "weight_decay": 0.0}])
     options = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 0.1}
-    ours = torch.optim.SGD(zero.groups, **options)
+    ours = torch.optim.SGD(zero.param_groups, **options)
     theirs = torch.optim.SGD([
         {"params": [p for p in one.parameters() if p.dim() > 1]},
         {"params": [p for p in one.parameters() if p.dim() == 1], "weight_decay": 0.0}], **options)
@@ -264,7 +264,7 @@ def shared(stage, how):
         model = Shared(reentrant).double()
         one = copy.deepcopy(model)
         zero = Zero(model, stage, how(children(model)), group=group)
-        ours = torch.optim.SGD(zero.groups, lr=1e-3)
+        ours = torch.optim.SGD(zero.param_groups, lr=1e-3)
         theirs = torch.optim.SGD(one.parameters(), lr=1e-3)
         for step in range(3):
             xs = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(step)).double()
@@ -326,8 +326,8 @@ def norms(stage, norm_type):
         dist.all_gather(parts, power, group=group)
         total = max(parts) if norm_type == float("inf") else sum(parts) ** (1 / norm_type)
         limit = float(expected) / 4
-        norm = zero.clip(limit, norm_type)
-        clipped = zero.clip(1e30, norm_type)
+        norm = zero.clip_grad_norm_(limit, norm_type)
+        clipped = zero.clip_grad_norm_(1e30, norm_type)
         found.append((float(expected), norm, total.item(), clipped / limit))
     return found
 
@@ -354,7 +354,7 @@ def mixed(stage):
     model, loss = MAKE["mlp"]()
     masters = copy.deepcopy(model)
     zero = Zero(model, stage, precision="mixed", group=group)
-    ours = torch.optim.AdamW(zero.groups, lr=1e-3)
+    ours = torch.optim.AdamW(zero.param_groups, lr=1e-3)
     theirs = torch.optim.AdamW(masters.parameters(), lr=1e-3)
     for step in range(5):
         shares = [share("mlp", step, r) for r in range(2)]
@@ -391,7 +391,7 @@ def untouched_and_beside():
         model = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)})
         model.forward = lambda x, model=model: model["a"](x)
         zero = Zero(model, 2, map(model.get_submodule, units), group=group)
-        optimizer = torch.optim.SGD(zero.groups, lr=0.1, weight_decay=0.5)
+        optimizer = torch.optim.SGD(zero.param_groups, lr=0.1, weight_decay=0.5)
         before = model["b"].weight.detach().clone()
         model(torch.ones(1, 8)).sum().backward()
         zero.step(optimizer)
@@ -468,7 +468,7 @@ def absent(precision, with_root, joins):
     def sharded(model):
         units = list(joined(model, 48)) if joins else None
         zero = Zero(model, 3, units, group=group, precision=precision)
-        return zero, torch.optim.SGD(zero.groups, lr=0.1)
+        return zero, torch.optim.SGD(zero.param_groups, lr=0.1)
 
     (zero, optimizer), (fine, optimizer_of_fine) = sharded(model), sharded(other)
 
@@ -521,7 +521,7 @@ def early_and_late_terms(stage):
             if not before:
                 weights = sum(p.square().sum() for p in model.parameters())
             (loss + weights).backward()
-            return zero.clip(1e9)
+            return zero.clip_grad_norm_(1e9)
 
         if before:
             found.append(message(norm))
@@ -577,11 +577,11 @@ def failing(stage):
     model, found = Fails(), []
     one = copy.deepcopy(model)
     zero = Zero(model, stage, group=group)
-    optimizer = torch.optim.SGD(zero.groups, lr=0.1)
+    optimizer = torch.optim.SGD(zero.param_groups, lr=0.1)
 
     def attempt(where=None, factor=1.0, step=True):
         (model(torch.ones(1, 4), where) * factor).square().sum().backward()
-        zero.clip(1e9)
+        zero.clip_grad_norm_(1e9)
         if step:
             zero.step(optimizer)
 
@@ -618,7 +618,8 @@ def test_after_what_fails_the_next_step_is_right_or_refused(five, stage):
             "first",
             "FloatingPointError: the gradients' norm is nan",
             *["RuntimeError: the gradient of parameter c.bias is summed and sharded over the "
-              "ranks: use clip() or shard_gradients() of Zero for it, and step() or zero_grad() "
+              "ranks: use clip_grad_norm_() or shard_gradients() of Zero for it, "
+              "and step() or zero_grad() "
               "before another backward"] * 2]
 
 
@@ -654,7 +655,7 @@ def misuse():
     zero = Zero(one, 3, group=group)
     found["before"] = message(zero.step, before)
     for kind in "Adafactor", "Muon", "LBFGS":
-        params = zero.groups[0]["params"]
+        params = zero.param_groups[0]["params"]
         matrix = [nn.Parameter(torch.ones(2, 2))]
         found[kind] = message(
             zero.step, getattr(torch.optim, kind)(matrix if kind == "Muon" else params))
@@ -662,8 +663,8 @@ def misuse():
     class Mine(torch.optim.Adafactor):
         pass
 
-    found["subclass"] = message(zero.step, Mine(zero.groups))
-    found["no backward"] = message(zero.step, torch.optim.AdamW(zero.groups))
+    found["subclass"] = message(zero.step, Mine(zero.param_groups))
+    found["no backward"] = message(zero.step, torch.optim.AdamW(zero.param_groups))
     found["state_dict"] = message(one.state_dict)
 
     two = model()
@@ -673,8 +674,8 @@ def misuse():
         for _ in range(backwards):
             (two(torch.ones(1, 3)) * factor).sum().backward()
         if clip:
-            zero.clip(1.0)
-        zero.step(torch.optim.SGD(zero.groups, lr=0.1))
+            zero.clip_grad_norm_(1.0)
+        zero.step(torch.optim.SGD(zero.param_groups, lr=0.1))
 
     found["twice"] = message(step, 1.0, 2)
     two = model()
@@ -710,7 +711,7 @@ def test_misuse_is_told(five):
         "no group": "ValueError: parameter 0.bias requires a gradient and is in no group",
         "foreign": "ValueError: parameter group 0 has one that is not the model's",
         "before": "RuntimeError: this optimizer does not work on the shards of this model: make it "
-                  "after Zero, of its groups",
+                  "after Zero, of its param_groups",
         **{kind: f"TypeError: {kind} needs the shapes of parameters, which shards do not have"
            for kind in ("Adafactor", "Muon", "LBFGS")},
         "subclass": "TypeError: Adafactor needs the shapes of parameters, which shards do not have",
@@ -719,7 +720,8 @@ def test_misuse_is_told(five):
         "state_dict": "RuntimeError: this model is sharded: read it inside of Zero.gathered(), or "
                       "use Zero.save()",
         "twice": "RuntimeError: the gradient of parameter 1.bias is summed and sharded over the "
-                 "ranks: use clip() or shard_gradients() of Zero for it, and step() or zero_grad() "
+                 "ranks: use clip_grad_norm_() or shard_gradients() of Zero for it, "
+                 "and step() or zero_grad() "
                  "before another backward",
         "nan": "FloatingPointError: the gradient of parameter 0.weight is not finite: so it is in "
                "the shard of rank 0, 1",

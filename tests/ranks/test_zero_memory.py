@@ -43,7 +43,7 @@ def watched(ranks, stage, precision, kind):
         one.register_post_accumulate_grad_hook(lambda _: samples.append(alive()))
     zero = Zero(model, stage, group=group, precision=precision,
                 tell=lambda *event: (samples.append(alive()), told.append(event)))
-    optimizer = OPTIMIZERS[kind](zero.groups, lr=1e-3)
+    optimizer = OPTIMIZERS[kind](zero.param_groups, lr=1e-3)
     casts = []
     optimizer.register_step_pre_hook(lambda *_: casts.append(zero.held(optimizer)["casts"]))
     original = dist.batch_isend_irecv

@@ -28,7 +28,7 @@ def run(ranks, work, stage, precision, steps, folder, load):
     zero = Zero(model, stage, group=group, precision=precision, groups=[
         {"params": [one for one in model.parameters() if one.dim() > 1]},
         {"params": [one for one in model.parameters() if one.dim() == 1], "weight_decay": 0.0}])
-    optimizer = OPTIMIZERS["adamw 0.001"](zero.groups)
+    optimizer = OPTIMIZERS["adamw 0.001"](zero.param_groups)
     if load:
         zero.load(folder, optimizer)
     first, losses = numbers(zero, optimizer), []
@@ -47,7 +47,7 @@ def run(ranks, work, stage, precision, steps, folder, load):
         total += one.detach()
         dist.all_reduce(total, group=group)
         losses.append(total.item() / count)
-        zero.clip(1.0)
+        zero.clip_grad_norm_(1.0)
         zero.step(optimizer)
     zero.save(folder, optimizer)
     return losses, first, numbers(zero, optimizer)
@@ -95,7 +95,7 @@ def refused(folder, width, optimizer, units):
     torch.manual_seed(1)
     model = nn.Sequential(*models.mlp(2, width, 6))
     zero = Zero(model, 3, [] if units == "none" else None, group=group)
-    stepper = getattr(torch.optim, optimizer)(zero.groups, lr=0.25)
+    stepper = getattr(torch.optim, optimizer)(zero.param_groups, lr=0.25)
     before = numbers(zero, stepper)
     try:
         zero.load(folder, stepper)
@@ -111,7 +111,7 @@ def written(folder):
         return
     model = nn.Sequential(*models.mlp(2, 4, 6))
     zero = Zero(model, 3, group=group)
-    optimizer = torch.optim.AdamW(zero.groups)
+    optimizer = torch.optim.AdamW(zero.param_groups)
     model(torch.ones(1, 4)).sum().backward()
     zero.step(optimizer)
     zero.save(folder, optimizer)
@@ -124,7 +124,7 @@ def interrupted(folder):
         return None
     model = nn.Sequential(*models.mlp(2, 4, 6))
     zero = Zero(model, 3, group=group)
-    optimizer = torch.optim.AdamW(zero.groups)
+    optimizer = torch.optim.AdamW(zero.param_groups)
     model(torch.ones(1, 4)).sum().backward()
     zero.step(optimizer)
     original, told = checkpoint._write, []
@@ -179,7 +179,7 @@ def with_frozen(folder, stage, precision):
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
         model[0].requires_grad_(False)
         zero = Zero(model, stage, group=group, precision=precision)
-        optimizer = torch.optim.SGD(zero.groups, lr=0.1)
+        optimizer = torch.optim.SGD(zero.param_groups, lr=0.1)
         (zero.load if seed else zero.save)(folder, optimizer)
         with torch.no_grad():
             outputs.append(model(torch.ones(1, 3)))
@@ -199,7 +199,7 @@ def refused_save(folder):
         return None
     model = nn.Linear(3, 3)
     zero = Zero(model, 2, [], group=group)
-    optimizer = torch.optim.SGD(zero.groups, lr=0.1)
+    optimizer = torch.optim.SGD(zero.param_groups, lr=0.1)
     try:
         zero.save(folder, optimizer)
     except StateError as error:

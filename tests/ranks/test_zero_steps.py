@@ -47,7 +47,7 @@ def beside(make, stage, steps=3, loss=squares, change=None, **options):
     group, rank = first_ranks(2), dist.get_rank()
     model, one = make(), make()
     zero = Zero(model, stage, group=group, **options)
-    ours = torch.optim.SGD(zero.groups, lr=0.01, momentum=0.5)
+    ours = torch.optim.SGD(zero.param_groups, lr=0.01, momentum=0.5)
     theirs = torch.optim.SGD([p for p in one.parameters() if p.requires_grad], lr=0.01,
                              momentum=0.5)
     for step in range(steps):
@@ -78,7 +78,7 @@ def forgotten(stage):
     model = layers()
     one = copy.deepcopy(model)
     zero = Zero(model, stage, group=group)
-    optimizer = torch.optim.SGD(zero.groups, lr=0.1)
+    optimizer = torch.optim.SGD(zero.param_groups, lr=0.1)
     with zero.no_sync():
         model(rows(rank)).square().sum().backward()
     zero.step(optimizer)  # which sums what has not been summed
@@ -92,10 +92,10 @@ def forgotten(stage):
     found = []
     with zero.no_sync():
         model(rows(rank)).square().sum().backward()
-    found.append(zero.clip(1e9))
+    found.append(zero.clip_grad_norm_(1e9))
     zero.zero_grad()
     model(rows(rank)).square().sum().backward()
-    found[0] -= zero.clip(1e9)  # clip sums as well
+    found[0] -= zero.clip_grad_norm_(1e9)  # clip sums as well
     optimizer.step()  # instead of zero.step(optimizer)
     found.append(message(lambda: model(rows(rank)).square().sum().backward()))
     return found
@@ -106,7 +106,8 @@ def test_a_forgotten_sum_is_made_up_for(five, stage):
     for found in five.call(forgotten, stage)[:2]:
         assert found == [0.0, (
             "RuntimeError: the gradient of parameter 2.bias is summed and sharded over the ranks: "
-            "use clip() or shard_gradients() of Zero for it, and step() or zero_grad() before "
+            "use clip_grad_norm_() or shard_gradients() of Zero for it, "
+            "and step() or zero_grad() before "
             "another backward")]
 
 
@@ -139,7 +140,7 @@ def other_parameters(stage):
         model = layers()
         model[0].requires_grad_(change is not unfreeze)
         zero = Zero(model, stage, group=group)
-        optimizer = torch.optim.SGD(zero.groups, lr=0.1)
+        optimizer = torch.optim.SGD(zero.param_groups, lr=0.1)
         model(rows(rank)).square().sum().backward()
         zero.step(optimizer)
 
@@ -155,10 +156,10 @@ def other_parameters(stage):
     zero, of_other = Zero(model, stage, group=group), Zero(other, stage, group=group)
     model.requires_grad_(False)
     model(other(rows(rank))).square().sum().backward()
-    of_other.step(torch.optim.SGD(of_other.groups, lr=0.1))
+    of_other.step(torch.optim.SGD(of_other.param_groups, lr=0.1))
     model.requires_grad_(True)
     model(other(rows(rank)).detach()).square().sum().backward()
-    zero.step(torch.optim.SGD(zero.groups, lr=0.1))
+    zero.step(torch.optim.SGD(zero.param_groups, lr=0.1))
     return found
 
 
@@ -183,7 +184,7 @@ def let_go(stage, precision, closed):
     for _ in range(3):
         model = layers()
         zero = Zero(model, stage, group=group, precision=precision)
-        optimizer = torch.optim.SGD(zero.groups, lr=0.1)
+        optimizer = torch.optim.SGD(zero.param_groups, lr=0.1)
         model(rows(rank)).square().sum().backward()
         zero.step(optimizer)
         model.kept = model(rows(rank))  # with its graph, whose hooks know Zero
@@ -232,7 +233,7 @@ def torchs_clipping(stage):
         return None
     model = layers()
     zero = Zero(model, stage, group=group)
-    optimizer = torch.optim.SGD(zero.groups, lr=0.1)
+    optimizer = torch.optim.SGD(zero.param_groups, lr=0.1)
     found = set()
     for _ in range(2):
         model(rows(rank)).square().sum().backward()
@@ -274,7 +275,7 @@ def zeroed_by_the_model(stage):
     norms = []
     for _ in range(2):
         model(rows(rank)).square().sum().backward()
-        norms.append(zero.clip(1e9))
+        norms.append(zero.clip_grad_norm_(1e9))
         zero.zero_grad()
     assert norms[0] == norms[1] > 0
     return error
@@ -322,13 +323,14 @@ def gradient_hooks(stage):
             else:
                 with zero.no_sync():
                     model(rows(rank)).square().sum().backward()
-            assert zero.clip(1e9) * factor == pytest.approx(expected, rel=1e-6), (factor, sync)
+            norm = zero.clip_grad_norm_(1e9) * factor
+            assert norm == pytest.approx(expected, rel=1e-6), (factor, sync)
             zero.zero_grad()
         register()  # between two steps
     loss = model(rows(rank)).square().sum()
     register()  # between forward and backward
     loss.backward()
-    assert zero.clip(1e9) * 4096 == pytest.approx(expected, rel=1e-6)
+    assert zero.clip_grad_norm_(1e9) * 4096 == pytest.approx(expected, rel=1e-6)
     zero.zero_grad()
 
     def take_away(param):
@@ -492,7 +494,7 @@ def fp32_buffers(stage):
     assert output.dtype == torch.float32
     torch.testing.assert_close(output, expected, rtol=0, atol=0)
     output.square().sum().backward()
-    zero.step(torch.optim.SGD(zero.groups, lr=0.1))
+    zero.step(torch.optim.SGD(zero.param_groups, lr=0.1))
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -565,7 +567,7 @@ def input_gradients(stage):
         return
     model, one = layers(), layers()
     zero = Zero(model, stage, group=group)
-    optimizer = torch.optim.SGD(zero.groups, lr=0.1)
+    optimizer = torch.optim.SGD(zero.param_groups, lr=0.1)
     theirs = torch.optim.SGD(one.parameters(), lr=0.1)
     x = rows(rank).requires_grad_()
 

@@ -112,7 +112,7 @@ def apart(kind, stage, several):
     one = copy.deepcopy(model)
     first, *rest = children(model)
     zero = Zero(model, stage, [first, tuple(rest)] if several else None, group=group)
-    ours = torch.optim.SGD(zero.groups, lr=0.01)
+    ours = torch.optim.SGD(zero.param_groups, lr=0.01)
     theirs = torch.optim.SGD([p for p in one.parameters() if p.requires_grad], lr=0.01)
     for step in range(3):
         xs = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(step)).double()
@@ -150,7 +150,7 @@ def recomputed_alone(stage, reentrant, regions):
     told = []
     zero = Zero(model, stage, [tuple(layers[:2]), tuple(layers[2:])], group=group,
                 tell=lambda event, what: told.append((event, what)))
-    ours = torch.optim.SGD(zero.groups, lr=0.1)
+    ours = torch.optim.SGD(zero.param_groups, lr=0.1)
     theirs = torch.optim.SGD(run.parameters(), lr=0.1)
 
     def loss(blocks, x):

@@ -62,7 +62,7 @@ def taken_out(stage, precision):
     x = torch.randn(4, 4)
     torch.testing.assert_close(copied(x), one(x))  # an ordinary model
 
-    optimizer = torch.optim.SGD(zero.groups, lr=0.1)
+    optimizer = torch.optim.SGD(zero.param_groups, lr=0.1)
     model(x).square().sum().backward()
     zero.step(optimizer)
     with zero.gathered():
@@ -95,7 +95,7 @@ def forward_inside(stage, precision):
         if precision == "mixed":
             found.append(message(model, x))
         found.append(message(zero.gathered(write=True).__enter__))
-        found.append(message(zero.step, torch.optim.SGD(zero.groups, lr=0.1)))
+        found.append(message(zero.step, torch.optim.SGD(zero.param_groups, lr=0.1)))
     if precision == "mixed":
         return found
     for within in True, False:
@@ -105,7 +105,7 @@ def forward_inside(stage, precision):
                 loss.backward()
         if not within:
             loss.backward()
-        norm = zero.clip(1e9)
+        norm = zero.clip_grad_norm_(1e9)
         one.zero_grad()
         for other in 0, 1:
             other = torch.randn(4, 4, generator=torch.Generator().manual_seed(other))
@@ -117,7 +117,7 @@ def forward_inside(stage, precision):
     with zero.gathered():
         assert same({name: p.detach() for name, p in model.named_parameters()}, one)
     loss.backward()
-    assert zero.clip(1e9) == pytest.approx(expected.item(), rel=1e-5)
+    assert zero.clip_grad_norm_(1e9) == pytest.approx(expected.item(), rel=1e-5)
     return found
 
 
@@ -138,7 +138,7 @@ def loaded(stage, precision, how):
         return None
     model, one = layers(), layers(seed=1)
     zero = Zero(model, stage, precision=precision, group=group)
-    optimizer = torch.optim.SGD(zero.groups, lr=0.125)
+    optimizer = torch.optim.SGD(zero.param_groups, lr=0.125)
     x = torch.randn(4, 4, generator=torch.Generator().manual_seed(rank))
     model(x).square().sum().backward()  # there is a step before
     zero.step(optimizer)
@@ -166,7 +166,7 @@ def loaded(stage, precision, how):
     with torch.no_grad():  # with what is frozen, too
         torch.testing.assert_close(model(x), low(x.to(low[0].weight.dtype)).float())
     model(x).square().sum().backward()
-    norm = zero.clip(1e9)
+    norm = zero.clip_grad_norm_(1e9)
     total = 0
     for place in 0, 1:
         x = torch.randn(4, 4, generator=torch.Generator().manual_seed(place))
@@ -174,7 +174,7 @@ def loaded(stage, precision, how):
     total.backward()
     expected = nn.utils.get_total_norm([p.grad for p in low.parameters() if p.requires_grad])
     assert norm == pytest.approx(expected.item(), rel=1e-5 if precision == "fp32" else 0.05)
-    zero.step(torch.optim.SGD(zero.groups, lr=0.0))
+    zero.step(torch.optim.SGD(zero.param_groups, lr=0.0))
     with zero.gathered():
         assert same({name: p.detach() for name, p in model.named_parameters()}, one)
 
@@ -253,7 +253,7 @@ def closed(stage, precision):
         return
     model, one = layers(), layers()
     zero = Zero(model, stage, list(children(model))[:2], precision=precision, group=group)
-    optimizer = torch.optim.SGD(zero.groups, lr=0.1)
+    optimizer = torch.optim.SGD(zero.param_groups, lr=0.1)
     x = torch.randn(4, 4)
     model(x).square().sum().backward()
     zero.step(optimizer)

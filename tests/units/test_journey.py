@@ -20,8 +20,8 @@ def shown(monkeypatch):
     return outputs
 
 
-def alone(stages=3, hop=Fraction(1, 2), **times):
-    return schedules.simulate(schedules.inter_layer(stages, 1), hop=hop, **times)
+def alone(stages=3, latency=Fraction(1, 2), **times):
+    return schedules.simulate(schedules.inter_layer(stages, 1), latency=latency, **times)
 
 
 def html(shown, timeline=None, **options):
@@ -61,7 +61,7 @@ def test_the_frame_goes_from_box_to_box_there_and_back(shown):
 
 
 def test_times_are_those_of_the_timeline(shown):
-    timeline = alone(hop=1, forward=2, backward=4)
+    timeline = alone(latency=1, forward=2, backward=4)
     places = stops(html(shown, timeline))
     begins = sorted(span.start for row in timeline for span in row)
     share = (1 - _journey.REST) * 100 / timeline.cost

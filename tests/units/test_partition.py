@@ -130,7 +130,7 @@ def test_no_pipeline_is_faster_than_its_slowest_stage():
         costs = [
             max(
                 row[-1].end
-                for row in simulate(schedules.one_f_one_b(3, m), forward, backward, hop=0)
+                for row in simulate(schedules.one_f_one_b(3, m), forward, backward, latency=0)
             )
             for m in (10, 11)
         ]

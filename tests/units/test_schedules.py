@@ -35,7 +35,7 @@ def right_schedules(draw, updates=True):
     ]
     if updates:
         choices.append(lambda: schedules.pipedream(p, m))
-        choices.append(lambda: schedules.two_buffered(p, m, 3))
+        choices.append(lambda: schedules.pipedream_2bw(p, m, 3))
     return draw(st.sampled_from(choices))()
 
 
@@ -521,3 +521,21 @@ def test_time_grows_with_the_number_of_actions(small, large):
 def test_schedules_need_no_torch():
     code = "import sys, naranhi.schedules; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+# --- by name -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["1F1B", "GPipe", "Interleaved1F1B"])
+def test_torch_names_a_schedule_so_too(name):
+    from torch.distributed.pipelining.schedules import get_schedule_class
+
+    torchs = {"ScheduleGPipe": schedules.gpipe, "Schedule1F1B": schedules.one_f_one_b,
+              "ScheduleInterleaved1F1B": schedules.interleaved}
+    assert schedules.get(name) is torchs[get_schedule_class(name).__name__]
+
+
+def test_a_schedule_is_found_by_its_own_name():
+    assert schedules.get("zero_bubble_h1") is schedules.zero_bubble_h1
+    with pytest.raises(ValueError, match="schedule 'ZB-H1' does not exist; choose one of inter_la"):
+        schedules.get("ZB-H1")

@@ -26,17 +26,18 @@ def waiting(schedule, forward, input_grad, weight_grad, chunks=1):
         schedule,
         forward,
         input_grad + weight_grad,
-        hop=0,
+        latency=0,
         input_grad=input_grad,
         weight_grad=weight_grad,
     )
-    assert len(set(timeline.work)) == 1
-    return timeline.cost - timeline.work[0]
+    assert len(set(timeline.busy)) == 1
+    return timeline.cost - timeline.busy[0]
 
 
 def end(schedule, forward, input_grad, weight_grad):
     """From the first action of all to the last."""
-    timeline = simulate(schedule, forward, hop=0, input_grad=input_grad, weight_grad=weight_grad)
+    timeline = simulate(
+        schedule, forward, latency=0, input_grad=input_grad, weight_grad=weight_grad)
     return max(row[-1].end for row in timeline)
 
 
@@ -79,7 +80,7 @@ def test_without_a_flush_by_hand():
         0F0 0F1 0B0 0U1 0F2@1 0B1 0U2 0B2 0U3
         1F0 1B0 1U1 1F1@1 1B1 1U2 1F2@2 1B2 1U3
     """)
-    assert schedules.two_buffered(2, 2, 3) == Schedule("""
+    assert schedules.pipedream_2bw(2, 2, 3) == Schedule("""
         0F0 0F1 0B0 0F2 0B1 0U1 0F3 0B2 0F4@1 0B3 0U2 0F5@1 0B4 0B5 0U3
         1F0 1B0 1F1 1B1 1U1 1F2 1B2 1F3 1B3 1U2 1F4@1 1B4 1F5@1 1B5 1U3
     """)
@@ -94,7 +95,7 @@ ALL = {
     "zero_bubble_h1": schedules.zero_bubble_h1,
     "zero_bubble_h2": schedules.zero_bubble_h2,
     "pipedream": schedules.pipedream,
-    "two_buffered": lambda p, m: schedules.two_buffered(p, m, 3),
+    "pipedream_2bw": lambda p, m: schedules.pipedream_2bw(p, m, 3),
 }
 
 
@@ -114,7 +115,7 @@ def test_every_size_is_right(make):
         (schedules.zero_bubble_h2, ("stages", "microbatches")),
         (schedules.pipedream, ("stages", "microbatches")),
         (schedules.interleaved, ("stages", "microbatches", "chunks")),
-        (schedules.two_buffered, ("stages", "microbatches", "updates")),
+        (schedules.pipedream_2bw, ("stages", "microbatches", "updates")),
     ],
 )
 def test_a_number_that_makes_no_schedule_is_named(generator, numbers):
@@ -182,7 +183,7 @@ def test_why_interleaving_starts_that_far_ahead():
     ours, fewer = schedules.interleaved(4, 16, 2), shorter(4, 16, 2)
     assert waiting(ours, 2, 2, 2, chunks=2) == waiting(fewer, 2, 2, 2, chunks=2) == 9
     assert peaks(ours) == (5.5, 4.5, 3.5, 2.5) and peaks(fewer) == (4.0, 3.5, 3.0, 2.5)
-    late, later = (simulate(s, 1, 2, hop=Fraction(1, 10)).cost for s in (ours, fewer))
+    late, later = (simulate(s, 1, 2, latency=Fraction(1, 10)).cost for s in (ours, fewer))
     assert late - 96 < 11 and later - 96 > 14
 
 
@@ -267,7 +268,7 @@ LARGE = {
     "one_f_one_b": schedules.one_f_one_b,
     "interleaved": lambda p, m: schedules.interleaved(p, m, 2),
     "zero_bubble_h2": schedules.zero_bubble_h2,
-    "two_buffered": lambda p, m: schedules.two_buffered(p, m // 4, 4),
+    "pipedream_2bw": lambda p, m: schedules.pipedream_2bw(p, m // 4, 4),
 }
 
 
@@ -280,7 +281,7 @@ def seconds(make, p, m):
         start = time.process_time()
         schedule = make(p, m)
         simulate(schedule)
-        schedules.versions_held(schedule)
+        schedules.peak_versions(schedule)
         return time.process_time() - start
     finally:
         gc.enable()
@@ -294,6 +295,6 @@ def test_time_grows_with_the_number_of_actions(make):
 
 def test_64_stages_and_1024_microbatches():
     schedule = schedules.zero_bubble_h1(64, 1024)
-    timeline = simulate(schedule, 1, hop=0, input_grad=1, weight_grad=1)
+    timeline = simulate(schedule, 1, latency=0, input_grad=1, weight_grad=1)
     assert timeline.cost == 3 * 1024 + 63
     assert timeline.peak_activations == (64,) * 64

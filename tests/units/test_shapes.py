@@ -15,7 +15,7 @@ from naranhi.pipeline.dry_run import copied
 
 
 def after(layers, *shape, **options):
-    return shapes.after(layers, shapes.Boundary.of(torch.empty(shape, **options)))
+    return shapes.infer(layers, shapes.StageSignature.of(torch.empty(shape, **options)))
 
 
 def test_a_trial_changes_nothing():
@@ -24,7 +24,7 @@ def test_a_trial_changes_nothing():
     layers = [nn.Sequential(nn.Linear(4, 1), nn.BatchNorm1d(1)), nn.Dropout(0.5)]
     before = [one.clone() for one in nn.ModuleList(layers).state_dict().values()]
     random = torch.get_rng_state()
-    assert after(layers, 5, 4) == shapes.Boundary.of(torch.empty(5, 1, requires_grad=True))
+    assert after(layers, 5, 4) == shapes.StageSignature.of(torch.empty(5, 1, requires_grad=True))
     assert torch.equal(torch.get_rng_state(), random)
     for one, other in zip(nn.ModuleList(layers).state_dict().values(), before, strict=True):
         assert torch.equal(one, other)
@@ -42,7 +42,7 @@ class Scale(nn.Module):
 
 
 def test_the_trial_is_on_the_device_of_the_layers_though_they_have_no_parameter():
-    assert after([Scale("meta")], 5, 4) == shapes.Boundary.of(torch.empty(5, 4))
+    assert after([Scale("meta")], 5, 4) == shapes.StageSignature.of(torch.empty(5, 4))
 
 
 # --- layers of many kinds ------------------------------------------------------------------------
@@ -83,12 +83,13 @@ KINDS = {
 def test_layers_of_many_kinds(kind):
     """Tried without values, on values, and run: the same; and nothing of a trial stays."""
     layer, x = KINDS[kind](), torch.randn(5, 4)
-    takes = shapes.Boundary.of(x.clone().requires_grad_())
+    takes = shapes.StageSignature.of(x.clone().requires_grad_())
     state = {name: one.clone() for name, one in layer.state_dict().items()}
     references = [weakref.ref(one) for one in layer.parameters()]
-    expected = shapes.Boundary.of(copied([layer])[0](takes.value([x.clone().requires_grad_()])))
-    assert shapes.after([layer], takes) == expected
-    found, (y,) = shapes.after_data([layer], takes, [x])
+    signature, given = shapes.StageSignature.of, x.clone().requires_grad_()
+    expected = signature(copied([layer])[0](takes.value([given])))
+    assert shapes.infer([layer], takes) == expected
+    found, (y,) = shapes.infer_data([layer], takes, [x])
     assert found == expected
     assert tuple(y.shape) == expected.specs[0].shape
     assert all(torch.equal(one, state[name]) for name, one in layer.state_dict().items())
@@ -158,10 +159,11 @@ def test_a_tensor_that_a_cache_keeps_is_told_with_its_layer():
     layers = [nn.Linear(4, 4), Apply(lambda linear, x: x * table(len(x))), nn.Linear(4, 4)]
     with pytest.raises(ValueError, match=r"layer 4 \(Apply\) was tried on shapes, and a tensor of "
                        r"torch.float32 \(5, 1\) that it made there, without values, is kept"):
-        shapes.after(layers, shapes.Boundary.of(torch.empty(5, 4)), first=3)
+        shapes.infer(layers, shapes.StageSignature.of(torch.empty(5, 4)), first=3)
     table.cache_clear()
     table(5)  # made by somebody else, it is no matter
-    assert shapes.after(layers, shapes.Boundary.of(torch.empty(5, 4))).specs[0].shape == (5, 4)
+    found = shapes.infer(layers, shapes.StageSignature.of(torch.empty(5, 4)))
+    assert found.specs[0].shape == (5, 4)
 
 
 def test_an_output_without_values_is_an_error():
@@ -179,7 +181,7 @@ def test_an_output_without_values_is_an_error():
     ((torch.ones(3),), False),
 ])
 def test_what_may_be_sent(value, fits):
-    boundary = shapes.Boundary.of(torch.ones(3, requires_grad=True))
+    boundary = shapes.StageSignature.of(torch.ones(3, requires_grad=True))
     if fits:
         boundary.require(value, 2, nn.Linear(1, 1))
     else:
@@ -190,7 +192,7 @@ def test_what_may_be_sent(value, fits):
 
 def test_a_gradient_that_nobody_expects_is_an_error():
     with pytest.raises(ValueError, match=r"returned torch.float32 \(3,\) requiring a gradient"):
-        shapes.Boundary.of(torch.ones(3)).require(
+        shapes.StageSignature.of(torch.ones(3)).require(
             torch.ones(3, requires_grad=True), 2, nn.Linear(1, 1))
 
 
@@ -199,7 +201,7 @@ def test_a_layer_may_change_in_place_what_it_takes():
     given = torch.randn(3, requires_grad=True)
     saved = given.tanh()
     leaf = saved.detach().requires_grad_()
-    takes = shapes.Boundary.of(leaf)
+    takes = shapes.StageSignature.of(leaf)
     value = takes.value([leaf])
     takes.note_changes(value, [leaf])
     torch.autograd.grad(saved.sum(), given, retain_graph=True)
@@ -223,6 +225,6 @@ def test_the_owner_of_a_hook_is_not_copied(caplog):
     """A copy would count beside it; and copying a storage without values is logged by torch."""
     layer, outside = nn.Linear(2, 2), Outside()
     layer.register_forward_hook(outside.hook)
-    shapes.after([layer], shapes.Boundary.of(torch.zeros(1, 2)))
+    shapes.infer([layer], shapes.StageSignature.of(torch.zeros(1, 2)))
     assert outside.calls == 1
     assert not caplog.records

@@ -22,7 +22,7 @@ fractions = st.fractions(Fraction(1, 8), 8, max_denominator=8)
 @given(stages, microbatches, fractions, fractions)
 def test_gpipe(p, m, forward, backward):
     """(m + p - 1)(F + B), of which (p - 1) / (m + p - 1) is bubble; m micro-batches held."""
-    timeline = simulate(schedules.gpipe(p, m), forward, backward, hop=0)
+    timeline = simulate(schedules.gpipe(p, m), forward, backward, latency=0)
     assert timeline.cost == (m + p - 1) * (forward + backward)
     assert timeline.bubble_rate == Fraction(p - 1, m + p - 1)
     assert timeline.peak_activations == (m,) * p
@@ -32,7 +32,7 @@ def test_gpipe(p, m, forward, backward):
 @given(stages, microbatches, fractions, fractions)
 def test_inter_layer(p, m, forward, backward):
     """One of p ranks works at a time."""
-    timeline = simulate(schedules.inter_layer(p, m), forward, backward, hop=0)
+    timeline = simulate(schedules.inter_layer(p, m), forward, backward, latency=0)
     assert timeline.cost == m * p * (forward + backward)
     assert 1 - timeline.bubble_rate == Fraction(1, p)
     assert timeline.peak_activations == (1,) * p
@@ -46,21 +46,21 @@ def test_gpipe_with_unequal_stages(data, p, m):
     """The slowest stage sets the pace of all micro-batches but the first."""
     per_stage = st.lists(fractions, min_size=p, max_size=p)
     forward, backward = data.draw(per_stage), data.draw(per_stage)
-    timeline = simulate(schedules.gpipe(p, m), forward, backward, hop=0)
+    timeline = simulate(schedules.gpipe(p, m), forward, backward, latency=0)
     once, again = sum(forward) + sum(backward), max(forward) + max(backward)
     assert timeline[0][-1].end == once + (m - 1) * again
-    assert timeline.work == tuple(m * (f + b) for f, b in zip(forward, backward, strict=True))
+    assert timeline.busy == tuple(m * (f + b) for f, b in zip(forward, backward, strict=True))
 
 
 @unhurried
 @given(stages, microbatches, fractions, fractions, fractions)
-def test_latency(p, m, forward, backward, hop):
+def test_latency(p, m, forward, backward, latency):
     """GPipe pays each of its 2(p - 1) hops once, inter-layer once for every micro-batch."""
     work = forward + backward
-    timeline = simulate(schedules.gpipe(p, m), forward, backward, hop)
-    assert timeline.cost == (m + p - 1) * work + 2 * (p - 1) * hop
-    timeline = simulate(schedules.inter_layer(p, m), forward, backward, hop)
-    assert timeline.cost == m * (p * work + 2 * (p - 1) * hop)
+    timeline = simulate(schedules.gpipe(p, m), forward, backward, latency)
+    assert timeline.cost == (m + p - 1) * work + 2 * (p - 1) * latency
+    timeline = simulate(schedules.inter_layer(p, m), forward, backward, latency)
+    assert timeline.cost == m * (p * work + 2 * (p - 1) * latency)
 
 
 @unhurried
@@ -68,7 +68,8 @@ def test_latency(p, m, forward, backward, hop):
 def test_a_split_backward(p, m, forward, input_grad, weight_grad):
     """Gradients of weights hold nobody up: all wait only for forwards and for inputs' gradients."""
     schedule = own_schedules.late_weights(p, m)
-    timeline = simulate(schedule, forward, hop=0, input_grad=input_grad, weight_grad=weight_grad)
+    timeline = simulate(
+        schedule, forward, latency=0, input_grad=input_grad, weight_grad=weight_grad)
     last_input = (m + p - 1) * (forward + input_grad)
     assert timeline[0][-1] == (Action(0, "W", m - 1), *_after(last_input, m, weight_grad))
     assert timeline.peak_activations == (m,) * p
@@ -82,13 +83,13 @@ def _after(start, m, time):
 
 
 def test_every_time_of_a_small_pipeline():
-    timeline = simulate(schedules.one_f_one_b(2, 2), hop=0.5)
+    timeline = simulate(schedules.one_f_one_b(2, 2), latency=0.5)
     assert [[(str(action), start, end) for action, start, end in row] for row in timeline] == [
         [("0F0", 0, 1), ("0F1", 1, 2), ("0B0", 5, 7), ("0B1", 8, 10)],
         [("1F0", 1.5, 2.5), ("1B0", 2.5, 4.5), ("1F1", 4.5, 5.5), ("1B1", 5.5, 7.5)],
     ]
     assert timeline.cost == 10
-    assert timeline.work == (6, 6)
+    assert timeline.busy == (6, 6)
     assert timeline.bubble_rate == pytest.approx(1 - 12 / 20)
     assert repr(timeline) == "<Timeline of 2 ranks: cost=10, bubble_rate=0.4>"
 
@@ -116,9 +117,9 @@ def test_activations_are_held_until_the_gradient_of_the_weights():
 
 
 def test_hand_over_within_a_rank_takes_no_time():
-    assert simulate(own_schedules.there_and_back(1, 1), hop=100).cost == 6
+    assert simulate(own_schedules.there_and_back(1, 1), latency=100).cost == 6
     # 0 -> 1 -> (1) -> 0 and back: four hops.
-    assert simulate(own_schedules.there_and_back(2, 1), hop=100).cost == 12 + 4 * 100
+    assert simulate(own_schedules.there_and_back(2, 1), latency=100).cost == 12 + 4 * 100
 
 
 def test_without_a_flush_the_bubble_is_paid_once():
@@ -134,7 +135,7 @@ def test_without_a_flush_the_bubble_is_paid_once():
 
 @unhurried
 @given(st.data(), right_schedules(), fractions)
-def test_every_action_starts_as_early_as_it_can(data, schedule, hop):
+def test_every_action_starts_as_early_as_it_can(data, schedule, latency):
     """Against times that are raised until nothing is too early any more."""
     per_stage = st.lists(
         fractions, min_size=schedule.virtual_stages, max_size=schedule.virtual_stages
@@ -142,7 +143,7 @@ def test_every_action_starts_as_early_as_it_can(data, schedule, hop):
     forward, whole, halves = data.draw(per_stage), data.draw(per_stage), data.draw(per_stage)
     update = data.draw(fractions)
     timeline = simulate(
-        schedule, forward, whole, hop, input_grad=halves, weight_grad=halves, update=update
+        schedule, forward, whole, latency, input_grad=halves, weight_grad=halves, update=update
     )
     times = {"F": forward, "B": whole, "I": halves, "W": halves, "U": [update] * 99}
     rank_of = {action.stage: rank for rank, row in enumerate(schedule) for action in row}
@@ -158,7 +159,7 @@ def test_every_action_starts_as_early_as_it_can(data, schedule, hop):
                 other = Action(action.stage + (way or 0), kind, action.microbatch, version)
                 if way and other in start:
                     travels = rank_of[other.stage] != rank_of[action.stage]
-                    return end(other) + (hop if travels else 0)
+                    return end(other) + (latency if travels else 0)
         return 0
 
     changed = True
@@ -174,7 +175,7 @@ def test_every_action_starts_as_early_as_it_can(data, schedule, hop):
     assert [list(row) for row in timeline] == [
         [Span(action, start[action], end(action)) for action in row] for row in schedule
     ]
-    assert timeline.work == tuple(
+    assert timeline.busy == tuple(
         sum(times[action.kind][action.stage] for action in row) for row in schedule
     )
     assert 0 <= timeline.bubble_rate < 1
@@ -190,7 +191,7 @@ def test_every_action_starts_as_early_as_it_can(data, schedule, hop):
         ({"backward": (1.0, 2.0, 3.0)}, "backward has 3 times for 2 virtual stages"),
         ({"forward": [1.0, -1.0]}, "forward must be a time, not -1.0"),
         ({"forward": float("nan")}, "forward must be a time, not nan"),
-        ({"hop": float("inf")}, "hop must be a time, not inf"),
+        ({"latency": float("inf")}, "latency must be a time, not inf"),
         ({"update": -1}, "update must be a time, not -1"),
         ({"input_grad": 1.0}, "give both input_grad and weight_grad, or neither"),
         ({"input_grad": 1.0, "weight_grad": [1.0]}, "weight_grad has 1 times for 2"),

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from naranhi.pipeline.shape_inference import Boundary
+from naranhi.pipeline.shape_inference import StageSignature
 from naranhi.pipeline.stage import Stage
-from naranhi.pipeline.weight_stash import Stashed
+from naranhi.pipeline.weight_stash import WeightStash
 
 
 class Positions(nn.Module):
@@ -25,12 +25,13 @@ class Positions(nn.Module):
 def test_a_gradient_on_its_way_is_not_added_to(versions):
     stage = Stage([Positions()], 0)
     if versions:
-        stage.weights = Stashed(stage, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+        stage.weights = WeightStash(stage, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
     stage.begin()
     handed_on = []
     for k in range(3):
         x = torch.randn(1, 3, 4)
-        takes, gives = (Boundary.of(one.clone().requires_grad_()) for one in (x, x.transpose(0, 1)))
+        takes, gives = (StageSignature.of(one.clone().requires_grad_())
+                        for one in (x, x.transpose(0, 1)))
         (output,) = stage.run_forward(k, [x], takes, gives, None, 1)
         handed_on += stage.run_backward(k, [torch.ones_like(output)])
     assert all(torch.equal(one, torch.full((1, 3, 4), 2.0)) for one in handed_on)

@@ -25,7 +25,7 @@ def held_by_definition(row, place, stage):
 @unhurried
 @given(right_schedules())
 def test_as_many_as_are_needed_and_no_more(schedule):
-    counts = schedules.held_after(schedule)
+    counts = schedules.live_versions(schedule)
     assert counts == tuple(
         tuple(held_by_definition(row, place, action.stage) for place, action in enumerate(row))
         for row in schedule
@@ -34,7 +34,7 @@ def test_as_many_as_are_needed_and_no_more(schedule):
     for row, its in zip(schedule, counts, strict=True):
         for action, count in zip(row, its, strict=True):
             most[action.stage] = max(most[action.stage], count)
-    assert schedules.versions_held(schedule) == tuple(most)
+    assert schedules.peak_versions(schedule) == tuple(most)
 
 
 @unhurried
@@ -58,7 +58,7 @@ def test_nothing_is_released_before_its_last_use(schedule):
 @unhurried
 @given(right_schedules(updates=False))
 def test_with_a_flush_there_is_one_version(schedule):
-    assert schedules.versions_held(schedule) == (1,) * schedule.virtual_stages
+    assert schedules.peak_versions(schedule) == (1,) * schedule.virtual_stages
     assert schedules.staleness(schedule) == ((),) * schedule.virtual_stages
     assert set(schedules.versions_read(schedule)) == {(0,) * schedule.virtual_stages}
     schedules.check_versions(schedule, 1)
@@ -85,9 +85,9 @@ def test_pipedream_reads_the_newest_weights(p, m):
 def test_pipedream_holds_p_minus_stage_versions(p, more):
     """In the steady state; but for the moments between a backward and the update that follows."""
     schedule = schedules.pipedream(p, 2 * p + more)
-    assert schedules.versions_held(schedule) == tuple(p - stage for stage in range(p))
+    assert schedules.peak_versions(schedule) == tuple(p - stage for stage in range(p))
     for stage, row in enumerate(schedule):
-        counts = schedules.held_after(schedule)[stage]
+        counts = schedules.live_versions(schedule)[stage]
         ahead = p - stage
         first = row.index(Action(stage, "U", None, ahead))
         last = max(place for place, action in enumerate(row) if action.kind == "F")
@@ -123,8 +123,8 @@ def test_pipedream_has_no_vertical_sync():
 def test_two_buffered_holds_two_versions(p, m):
     """Where m >= p - 1 (the paper asks for p); below, as many as the delay asks for."""
     delay = max(1, -(-(p - 1) // m))
-    schedule = schedules.two_buffered(p, m, 2 * delay + 2)
-    assert schedules.versions_held(schedule) == (delay + 1,) * p
+    schedule = schedules.pipedream_2bw(p, m, 2 * delay + 2)
+    assert schedules.peak_versions(schedule) == (delay + 1,) * p
     assert delay == 1 or m < p - 1
     assert set(schedules.staleness(schedule)) == {
         tuple(min(batch, delay) for batch in range(2 * delay + 2))
@@ -132,17 +132,17 @@ def test_two_buffered_holds_two_versions(p, m):
 
 
 def test_two_buffered_by_hand():
-    assert schedules.versions_held(schedules.two_buffered(4, 4, 6)) == (2, 2, 2, 2)
-    assert schedules.versions_held(schedules.two_buffered(4, 2, 6)) == (3, 3, 3, 3)
-    assert schedules.versions_held(schedules.two_buffered(4, 1, 6)) == (4, 4, 4, 4)
-    assert schedules.staleness(schedules.two_buffered(4, 4, 4))[0] == (0, 1, 1, 1)
+    assert schedules.peak_versions(schedules.pipedream_2bw(4, 4, 6)) == (2, 2, 2, 2)
+    assert schedules.peak_versions(schedules.pipedream_2bw(4, 2, 6)) == (3, 3, 3, 3)
+    assert schedules.peak_versions(schedules.pipedream_2bw(4, 1, 6)) == (4, 4, 4, 4)
+    assert schedules.staleness(schedules.pipedream_2bw(4, 4, 4))[0] == (0, 1, 1, 1)
 
 
 @unhurried
 @given(st.integers(2, 7), st.integers(1, 9))
 def test_two_buffered_could_not_be_less_stale(p, m):
     """With the delay of a version less, a forward would read what is not made yet."""
-    schedule = schedules.two_buffered(p, m, 8)
+    schedule = schedules.pipedream_2bw(p, m, 8)
     delay = max(1, -(-(p - 1) // m))
     rows = [
         [
@@ -160,7 +160,7 @@ def test_two_buffered_could_not_be_less_stale(p, m):
 def test_two_buffered_is_in_vertical_sync(p, m):
     """All stages read the same version, so that one process can repeat it."""
     assert all(
-        len(set(read)) == 1 for read in schedules.versions_read(schedules.two_buffered(p, m, 3))
+        len(set(read)) == 1 for read in schedules.versions_read(schedules.pipedream_2bw(p, m, 3))
     )
 
 
@@ -169,7 +169,7 @@ def test_two_buffered_is_in_vertical_sync(p, m):
 
 def test_split_backwards_hold_their_version_until_the_gradient_of_the_weights():
     schedule = Schedule("0F0 0I0 0F1 0W0 0U1 0I1 0W1 0U2")
-    assert schedules.held_after(schedule) == ((1, 1, 1, 1, 2, 2, 1, 1),)
+    assert schedules.live_versions(schedule) == ((1, 1, 1, 1, 2, 2, 1, 1),)
     assert schedules.releases(schedule) == ({6: (0, 0), 7: (0, 1)},)
     assert schedules.staleness(schedule) == ((0, 1),)
 
@@ -213,11 +213,11 @@ def test_bounds_that_make_no_sense_are_named(most, message):
 
 def test_what_check_refuses_is_refused_here_too():
     for function in (
-        schedules.versions_held,
+        schedules.peak_versions,
         schedules.versions_read,
         schedules.staleness,
         schedules.releases,
-        schedules.held_after,
+        schedules.live_versions,
     ):
         with pytest.raises(ScheduleError, match="rank 0 forgets 0B0"):
             function(Schedule("0F0"))

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from naranhi.models import NOTHING
+from naranhi.models import IGNORE_INDEX
 
 
 class Batch(NamedTuple):
@@ -34,7 +34,7 @@ class Batch(NamedTuple):
     @property
     def count(self):
         """How many targets are valid: what the summed loss of the step is divided by."""
-        return int((self.targets != NOTHING).sum())
+        return int((self.targets != IGNORE_INDEX).sum())
 
     @property
     def padding(self):
@@ -116,7 +116,7 @@ def collate(sequences, rows=None, pad=0, multiple=1):
     rows = len(sequences) if rows is None else rows
     shape = rows, _up(max(map(len, sequences)), multiple)
     tokens, mask = torch.full(shape, pad), torch.zeros(shape, dtype=torch.int64)
-    targets = torch.full(shape, NOTHING)
+    targets = torch.full(shape, IGNORE_INDEX)
     mask[:, 0] = 1
     for row, sequence in enumerate(sequences):
         tokens[row, :len(sequence)] = torch.tensor(sequence)

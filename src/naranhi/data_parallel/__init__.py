@@ -4,32 +4,32 @@ The loss of a step is the sum over what is valid (tokens, rows, ...) divided by 
 in the *whole* step, over all micro-batches and ranks: `count`, as in `pipeline.Pipeline`. Each rank
 divides its summed loss by that one count before its backward,
 
-    (loss(model(inputs), targets) / total_count(valid_here)).backward()
+    (loss(model(inputs), targets) / global_count(valid_here)).backward()
 
 so that the *sum* of the ranks' gradients is the average over the step, also where shares are of
 unequal size. (The mean of the ranks' means would give a token of a short share more weight.)
 
 Three ways to add them up, each with less waiting than the one before:
 
-    sum_gradients(model)        after the backward, one parameter after the other
-    sum_in_buckets(model)       after the backward, in few long messages
-    Overlapped(model)           in buckets, while the backward still runs
+    all_reduce_gradients(model)        after the backward, one parameter after the other
+    all_reduce_bucketed(model)       after the backward, in few long messages
+    DDP(model)           in buckets, while the backward still runs
 
-All three give every rank the same bits. The models are to be equal first (`make_equal`, which
-`Overlapped` calls itself). A parameter that has a gradient on no rank keeps none. A rank without
-any sample runs its model all the same, on rows that do not count (whose targets are all -100, say)
-or on no rows. `group` is the process group, None for the default one.
+All three give every rank the same bits. The models are to be equal first (`broadcast_parameters`,
+which `DDP` calls itself). A parameter that has a gradient on no rank keeps none. A rank without any
+sample runs its model all the same, on rows that do not count (whose targets are all -100, say) or
+on no rows. `group` is the process group, None for the default one.
 """
 
-from naranhi.data_parallel.all_reduce import sum_gradients, sum_in_buckets, total_count
-from naranhi.data_parallel.ddp import Overlapped
-from naranhi.data_parallel.sync import broadcast_buffers, make_equal
+from naranhi.data_parallel.all_reduce import all_reduce_bucketed, all_reduce_gradients, global_count
+from naranhi.data_parallel.ddp import DDP
+from naranhi.data_parallel.sync import broadcast_buffers, broadcast_parameters
 
 __all__ = [
-    "Overlapped",
+    "DDP",
+    "all_reduce_bucketed",
+    "all_reduce_gradients",
     "broadcast_buffers",
-    "make_equal",
-    "sum_gradients",
-    "sum_in_buckets",
-    "total_count",
+    "broadcast_parameters",
+    "global_count",
 ]

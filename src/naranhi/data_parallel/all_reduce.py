@@ -15,7 +15,7 @@ from naranhi.collectives.buckets import BUCKET, buckets, pack, unpack
 from naranhi.data_parallel.sync import with_gradient
 
 
-def total_count(count, group=None):
+def global_count(count, group=None):
     """How many are valid in the whole step: the sum of the ranks' own `count`, an int.
 
     Raises ValueError on every rank when it is 0: there is no loss to average.
@@ -29,7 +29,7 @@ def total_count(count, group=None):
     return total.item()
 
 
-def sum_gradients(model, group=None):
+def all_reduce_gradients(model, group=None):
     """Add up each parameter's gradients over the ranks, in place, one parameter after the other.
 
     Raises on every rank, before any is added, and names the parameter and the ranks: RuntimeError
@@ -40,8 +40,8 @@ def sum_gradients(model, group=None):
         all_reduce(parameter.grad, group, algorithm="ring")
 
 
-def sum_in_buckets(model, group=None, bucket_bytes=BUCKET):
-    """`sum_gradients` in fewer, longer messages, of about `bucket_bytes` each; see `buckets`."""
+def all_reduce_bucketed(model, group=None, bucket_bytes=BUCKET):
+    """`all_reduce_gradients` in fewer, longer messages, of about `bucket_bytes` each."""
     for bucket in buckets(with_gradient(model, group), bucket_bytes):
         gradients = [parameter.grad for parameter in bucket]
         flat = pack(gradients)

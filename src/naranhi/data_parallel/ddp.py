@@ -18,14 +18,19 @@ from naranhi.data_parallel.supported import (
     require_same_parameters,
     require_supported,
 )
-from naranhi.data_parallel.sync import broadcast_buffers, make_equal, require_finite, with_gradient
-from naranhi.distributed import require_same
+from naranhi.data_parallel.sync import (
+    broadcast_buffers,
+    broadcast_parameters,
+    require_finite,
+    with_gradient,
+)
+from naranhi.distributed import agree
 
 
-class Overlapped:
+class DDP:
     """Gradients are summed in buckets, each as soon as the backward has filled it.
 
-        parallel = Overlapped(model)
+        parallel = DDP(model)
         with parallel.no_sync():                # micro-batches, if there are several: no message
             for inputs, targets in shares[:-1]:
                 (loss(model(inputs), targets) / count).backward()
@@ -36,8 +41,8 @@ class Overlapped:
     ranks, unless it begins in `no_sync()`. Three things differ: the forward may run anywhere, sums
     are not divided by the number of ranks, and what would let replicas diverge raises an error.
 
-    model: made on every rank alike; construction calls `require_supported` and `make_equal`. It
-        keeps this object alive, until `close()`.
+    model: made on every rank alike; construction calls `require_supported` and
+        `broadcast_parameters`. It keeps this object alive, until `close()`.
     bucket_bytes: see `buckets`. Small ones start early, large ones cost less each.
     buffers: whether `broadcast_buffers` ends each step.
     finite: whether `require_finite` does.
@@ -58,8 +63,8 @@ class Overlapped:
     def __init__(self, model, group=None, bucket_bytes=BUCKET, buffers=True, finite=False,
                  tell=None):
         require_supported(model, group)
-        make_equal(model, group)
-        require_same(group, bucket_bytes=bucket_bytes, buffers=buffers, finite=finite)
+        broadcast_parameters(model, group)
+        agree(group, bucket_bytes=bucket_bytes, buffers=buffers, finite=finite)
         self.model, self.group, self.buffers, self.finite = model, group, buffers, finite
         self.tell = tell or (lambda event, what: None)
         self.names = {p: name for name, p in model.named_parameters() if p.requires_grad}
@@ -113,7 +118,7 @@ class Overlapped:
     def _prepare(self):
         if self._backward.failed:
             self._give_up()
-        require_same_parameters(self.model, self.names, "Overlapped")
+        require_same_parameters(self.model, self.names, "DDP")
         self._handles.order()
         for bucket in self.buckets:
             bucket.awaited = set(bucket.views)

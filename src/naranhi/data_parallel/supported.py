@@ -20,7 +20,7 @@ def require_supported(model, group=None):
     - parameters that are not initialised yet, or on the meta device: they have no values;
     - parameters of a tensor subclass of its own behaviour (`DTensor`, quantized ones);
     - parameters that accumulate their gradient in another dtype than their own;
-    - a model that another `Overlapped` or `Zero` listens to: gradients would be summed twice.
+    - a model that another `DDP` or `Zero` listens to: gradients would be summed twice.
     """
     group = group or dist.group.WORLD
     reasons = [None] * dist.get_world_size(group)

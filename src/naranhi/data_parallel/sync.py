@@ -13,7 +13,7 @@ from naranhi.collectives.chunks import overlap
 ABSENT, DENSE, SPARSE = 0, 1, 2  # gradients, in the table that ranks compare
 
 
-def make_equal(model, group=None):
+def broadcast_parameters(model, group=None):
     """Give every rank the parameters and buffers of rank 0, in place.
 
     Raises ValueError on every rank, before anything is changed, where the models are not of the

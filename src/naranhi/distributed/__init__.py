@@ -9,9 +9,9 @@ _HOME = {
     "Mesh": "mesh",
     "fingerprint": "agreement",
     "join": "launch",
-    "require_same": "agreement",
+    "agree": "agreement",
 }
-__all__ = ["Mesh", "fingerprint", "join", "require_same"]
+__all__ = ["Mesh", "agree", "fingerprint", "join"]
 
 
 def __getattr__(name):

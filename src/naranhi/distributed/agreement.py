@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 
-def require_same(group=None, **things):
+def agree(group=None, **things):
     """Compare things across the ranks of a group (None: the default one), all of which call this.
 
     things: by name, anything that pickles and compares; or a tensor or a module, of which only the

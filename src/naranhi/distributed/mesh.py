@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from naranhi.distributed.agreement import require_same
+from naranhi.distributed.agreement import agree
 
 AXES = "pipeline", "data", "tensor"  # from the outermost, whose neighbours may be far apart
 
@@ -55,7 +55,7 @@ class Mesh:
 
     def __init__(self, data=1, pipeline=1, tensor=1):
         self.sizes = Place(data, pipeline, tensor)
-        require_same(size_of_the_mesh=str(self))
+        agree(size_of_the_mesh=str(self))
         ranks, world = 1, dist.get_world_size()
         for axis, size in self.sizes._asdict().items():
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:

@@ -8,13 +8,13 @@ from naranhi.models.gpt2_blocks import (
     gpt2_config,
     gpt2_layers,
 )
-from naranhi.models.losses import NOTHING, loss
+from naranhi.models.losses import IGNORE_INDEX, loss
 from naranhi.models.mlp_blocks import MLPBlock, mlp
 from naranhi.models.paced import Paced
 from naranhi.models.transformer_layer import TransformerLayer
 
 __all__ = [
-    "NOTHING",
+    "IGNORE_INDEX",
     "GPT2Block",
     "GPT2Embedding",
     "GPT2Head",

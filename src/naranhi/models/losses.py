@@ -5,7 +5,7 @@ It is divided by the number of valid targets in the whole step, over all micro-b
 
 from torch.nn import functional as F
 
-NOTHING = -100  # the target where there is nothing to predict
+IGNORE_INDEX = -100  # the target where there is nothing to predict
 
 
 def loss(logits, targets):
@@ -15,4 +15,4 @@ def loss(logits, targets):
     valid at all the sum is 0, and so is its gradient.
     """
     return F.cross_entropy(
-        logits.flatten(0, 1), targets.flatten(), ignore_index=NOTHING, reduction="sum")
+        logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")

@@ -1,7 +1,7 @@
 """Pipeline parallelism: a rank runs its row of a schedule, action by action."""
 
 from naranhi.pipeline.partition import cut
-from naranhi.pipeline.pipeline import Pipeline, run, stand_aside
+from naranhi.pipeline.pipeline import Pipeline, join_group_creation, run
 from naranhi.pipeline.profiling import profile
 from naranhi.schedules.balance import (
     LayerProfile,
@@ -18,10 +18,10 @@ __all__ = [
     "balanced",
     "by_size",
     "cut",
+    "join_group_creation",
     "profile",
     "run",
     "slowest",
     "stage_times",
-    "stand_aside",
     "uniform",
 ]

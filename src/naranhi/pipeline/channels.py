@@ -33,7 +33,7 @@ AHEAD = 2  # receives posted ahead on a channel: one arrives while the one befor
 BY_CPU = 2  # see [The first steps between GPUs]; an optimizer's second update has other kernels
 
 
-def meet(mine, timeout):
+def new_groups(mine, timeout):
     """This rank's process groups, when nothing is wrong on any rank of the world; all call this.
 
     mine: what this rank was given for its pipeline, by name. "pipeline": its ranks in the world, on

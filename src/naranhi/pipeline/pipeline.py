@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from naranhi.data_parallel import broadcast_buffers, sum_in_buckets
-from naranhi.pipeline.channels import AGREEMENT, Receiver, Sender, carrier, meet
+from naranhi.data_parallel import all_reduce_bucketed, broadcast_buffers
+from naranhi.pipeline.channels import AGREEMENT, Receiver, Sender, carrier, new_groups
 from naranhi.pipeline.microbatches import Microbatches
 from naranhi.pipeline.partition import check_kinds, check_layers, cut
-from naranhi.pipeline.signatures import Boundaries
+from naranhi.pipeline.signatures import StageSignatures
 from naranhi.pipeline.stage import Stage
-from naranhi.pipeline.tied_weights import Tied, copies, tied_parameters
-from naranhi.pipeline.weight_stash import Stashed
+from naranhi.pipeline.tied_weights import TiedWeight, copies, tied_parameters
+from naranhi.pipeline.weight_stash import WeightStash
 from naranhi.schedules import Channel, channels, check, check_versions, releases
 from naranhi.tensor_parallel import clip_grad_norm_
 
@@ -54,7 +54,7 @@ class Pipeline:
         ranks that have the same stages as this one; each step adds up their gradients.
     optimizer: for a schedule that updates weights on its way, a function that makes a torch
         optimizer of a list of parameters; each stage has its own.
-    stash: see `weight_stash.Stashed`. False gives wrong gradients.
+    stash: see `weight_stash.WeightStash`. False gives wrong gradients.
     versions: the most versions of its weights that a stage may hold, or a list by virtual stage.
     timeout: after how many seconds a message that does not come is an error.
     trial: how to find out what each stage returns, before a step whose circumstances are new: other
@@ -67,14 +67,14 @@ class Pipeline:
         that a hook appends to.
 
     Make it on every rank of the world at the same time, each in its own pipeline (several may stand
-    side by side), and close it; a rank that is in none calls `stand_aside`. Raises, on every rank
-    and before anything of the model is sent: ScheduleError as `schedules.check` does, and where a
-    stage would hold more `versions`; ValueError for a balance that does not fit (see `cut`), for a
-    group of another size, for ranks of a pipeline, or replicas, that were given different schedules
-    or balances, for a backward to be split on a layer that is not `autograd.splittable`, for
-    updates without an optimizer, with replicas, or with a parameter that two stages share; for a
-    layer without shapes or with sparse gradients; for tied parameters or replicas that are not
-    equal, to the bit.
+    side by side), and close it; a rank that is in none calls `join_group_creation`. Raises, on
+    every rank and before anything of the model is sent: ScheduleError as `schedules.check` does,
+    and where a stage would hold more `versions`; ValueError for a balance that does not fit (see
+    `cut`), for a group of another size, for ranks of a pipeline, or replicas, that were given
+    different schedules or balances, for a backward to be split on a layer that is not
+    `autograd.splittable`, for updates without an optimizer, with replicas, or with a parameter that
+    two stages share; for a layer without shapes or with sparse gradients; for tied parameters or
+    replicas that are not equal, to the bit.
 
     Attributes: `stages`, {virtual stage: Stage} of this rank.
     """
@@ -113,7 +113,7 @@ class Pipeline:
             mine["copies"] = copies(parts, schedule.placement, self.rank, self.replicas)
         except ValueError as error:
             mine["error"] = error
-        groups = meet(mine, timeout)
+        groups = new_groups(mine, timeout)
         self._ends, users = {}, []
         self._let_go = weakref.finalize(self, _let_go, users, groups)
         self._let_go.atexit = False  # the process ends then, and all of this with it
@@ -125,10 +125,10 @@ class Pipeline:
         self._releases = releases(schedule)[self.rank]
         if any(action.kind == "U" for action in schedule[self.rank]):
             for stage in self.stages.values():
-                stage.weights = Stashed(stage, optimizer, stash)
-        self._tied = [Tied(name, parameter, groups[self._group_of(ranks)])
+                stage.weights = WeightStash(stage, optimizer, stash)
+        self._tied = [TiedWeight(name, parameter, groups[self._group_of(ranks)])
                       for name, parameter, ranks in tied if self.rank in ranks]
-        self._boundaries = Boundaries(self.stages, schedule.placement,
+        self._boundaries = StageSignatures(self.stages, schedule.placement,
                                       groups[self._group_of(AGREEMENT)], trial, self._tied)
         users += [self._boundaries, *self._tied]
         for channel in self._messages:
@@ -250,7 +250,7 @@ class Pipeline:
             end.flush()
         if self.replicas:
             model = nn.ModuleList(self.stages.values())
-            sum_in_buckets(model, self.replicas)
+            all_reduce_bucketed(model, self.replicas)
             broadcast_buffers(model, self.replicas)
         for parameter in tied:  # last: whatever order replicas were added up in, copies are equal
             parameter.sum()
@@ -303,10 +303,10 @@ def _let_go(users, groups):
         user.close()
 
 
-def stand_aside():
+def join_group_creation():
     """What a rank of the world that is in no pipeline calls while others make theirs.
 
     Torch makes process groups on all ranks at once. On a mesh (`mesh.Mesh`) no rank calls this:
     each is in a pipeline, and all make theirs by the one line `Pipeline(..., mesh.pipeline)`.
     """
-    meet({}, 60.0)
+    new_groups({}, 60.0)

@@ -18,7 +18,7 @@ WAY_OUT = ('make the Pipeline with trial="data", which tries copies of the layer
            "instead")
 
 
-class Spec(NamedTuple):
+class TensorMeta(NamedTuple):
     """A tensor without its values.
 
     requires_grad: a gradient comes back for it. kept: its storage is also that of a tensor that the
@@ -31,16 +31,16 @@ class Spec(NamedTuple):
     kept: bool = False
 
 
-class Boundary(NamedTuple):
+class StageSignature(NamedTuple):
     """What a stage takes: a tensor, or a tuple of them."""
 
-    specs: tuple[Spec, ...]
+    specs: tuple[TensorMeta, ...]
     is_tuple: bool
 
     @classmethod
     def of(cls, value, kept=frozenset()):
         """Return that of a tensor or a tuple of tensors. kept: the storages that a stage keeps."""
-        specs = [Spec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad,
+        specs = [TensorMeta(tuple(tensor.shape), tensor.dtype, tensor.requires_grad,
                       bool(kept) and tensor.untyped_storage() in kept)
                  for tensor in _as_tuple(value)]
         return cls(tuple(specs), isinstance(value, tuple))
@@ -82,7 +82,7 @@ class Boundary(NamedTuple):
                        or tensor.requires_grad > spec.requires_grad
                        for tensor, spec in zip(tensors, self.specs, strict=True))):
             raise ValueError(
-                f"{name_of(number, layer)} returned {Boundary.of(value).describe()}, and "
+                f"{name_of(number, layer)} returned {StageSignature.of(value).describe()}, and "
                 f"{self.describe()} when it was tried: what a stage returns may change from step "
                 "to step with the inputs' shapes, autocast, the grad mode, and the layers' modes "
                 "and parameters; after any other change make a new Pipeline")
@@ -115,8 +115,8 @@ class _Entry(torch.autograd.Function):
         return gradient
 
 
-def after(layers, boundary, first=0):
-    """Return the Boundary after some layers, by trying copies of them on shapes.
+def infer(layers, boundary, first=0):
+    """Return the StageSignature after some layers, by trying copies of them on shapes.
 
     first: the model's number of the first layer. The caller's circumstances hold: autocast, the
     grad mode, the layers' modes. Hooks run, and what lies outside of the layers is used as it is.
@@ -139,7 +139,7 @@ def after(layers, boundary, first=0):
             value = _tried(number, layer, value,
                            " (layers are tried on shapes, without values: for one that needs "
                            f"values, {WAY_OUT})")
-        result = Boundary.of(value, storages(copies))
+        result = StageSignature.of(value, storages(copies))
     del copies, layer, value
     survivor = created.survivor()
     if survivor:
@@ -151,10 +151,11 @@ def after(layers, boundary, first=0):
     return result
 
 
-def after_data(layers, boundary, tensors, first=0):
-    """Return the Boundary after some layers and the tensors there, by a trial on real tensors.
+def infer_data(layers, boundary, tensors, first=0):
+    """Return the StageSignature after some layers and the tensors there, by a trial on real
+    tensors.
 
-    As `after`, but the copies need as much memory as the layers. tensors: as `boundary` says, on
+    As `infer`, but the copies need as much memory as the layers. tensors: as `boundary` says, on
     any device. Random numbers that the trial draws are drawn again afterwards.
     """
     layers = list(layers)
@@ -167,7 +168,7 @@ def after_data(layers, boundary, tensors, first=0):
         for number, layer in enumerate(copies, first):
             value = _tried(number, layer, value)
             require_values(value, number, layer)
-        return (Boundary.of(value, storages(copies)),
+        return (StageSignature.of(value, storages(copies)),
                 [tensor.detach() for tensor in _as_tuple(value)])
 
 
@@ -177,7 +178,7 @@ def _device(layers):
 
 
 def _tried(number, layer, value, hint=""):
-    taken = Boundary.of(value)
+    taken = StageSignature.of(value)
     try:
         value = layer(value)
     except Exception as error:

@@ -13,15 +13,15 @@ import torch.distributed as dist
 
 from naranhi.pipeline import shape_inference
 from naranhi.pipeline.dry_run import without_a_trace
-from naranhi.pipeline.shape_inference import Boundary
+from naranhi.pipeline.shape_inference import StageSignature
 
 
-class Boundaries:
-    """The `Boundary` before each stage, and after the last, by the circumstances of a step.
+class StageSignatures:
+    """The `StageSignature` before each stage, and after the last, by the circumstances of a step.
 
     stages: {virtual stage: Stage} of this rank. placement: by virtual stage, its rank. group: all
     ranks of the pipeline, to agree by messages between CPUs. trial: "shapes" or "data". tied: this
-    rank's `Tied` parameters.
+    rank's `TiedWeight` parameters.
     """
 
     def __init__(self, stages, placement, group, trial, tied=()):
@@ -38,7 +38,7 @@ class Boundaries:
         is wrong on this rank, if anything.
 
         Raises, on every rank: the error of any rank; ValueError if the ranks disagree on what must
-        be the same; TypeError and ValueError as `shape_inference.after` does.
+        be the same; TypeError and ValueError as `shape_inference.infer` does.
         """
         common, number = {}, 0  # 0 stands for an error
         if error is None:
@@ -66,7 +66,7 @@ class Boundaries:
                     and torch.get_autocast_dtype(kind) for kind in kinds}
         frozen = {f"requires_grad of {tied.name}": tied.parameter.requires_grad
                   for tied in self.tied}
-        return {"a micro-batch": Boundary.of(microbatch), **autocast, **frozen,
+        return {"a micro-batch": StageSignature.of(microbatch), **autocast, **frozen,
                 "the grad mode": torch.is_grad_enabled(),
                 "inference mode": torch.is_inference_mode_enabled(),
                 "the default dtype": torch.get_default_dtype()}
@@ -110,7 +110,7 @@ class Boundaries:
     def _try(self, microbatch):
         """Try each stage on the rank that has it, which tells all ranks the boundary after it."""
         with without_a_trace():  # the first time, torch imports for seconds: on all ranks at once
-            boundaries = [Boundary.of(microbatch)]
+            boundaries = [StageSignature.of(microbatch)]
         tensors = microbatch if isinstance(microbatch, tuple) else (microbatch,)
         for number, owner in enumerate(self.placement):
             message = [None]
@@ -121,13 +121,13 @@ class Boundaries:
                     message = [(type(error), str(error))]
             dist.broadcast_object_list(message, group=self.group, group_src=owner)
             after, tensors = message[0]
-            if not isinstance(after, Boundary):
+            if not isinstance(after, StageSignature):
                 raise after(tensors)
             boundaries.append(after)
         return boundaries
 
     def _after(self, stage, boundary, tensors):
         if self.trial == "shapes":
-            return shape_inference.after(stage.layers, boundary, stage.first), None
-        after, tensors = shape_inference.after_data(stage.layers, boundary, tensors, stage.first)
+            return shape_inference.infer(stage.layers, boundary, stage.first), None
+        after, tensors = shape_inference.infer_data(stage.layers, boundary, tensors, stage.first)
         return after, [tensor.cpu() for tensor in tensors]

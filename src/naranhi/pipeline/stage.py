@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 from naranhi.autograd import Splittable
-from naranhi.pipeline.shape_inference import Boundary, name_of, require_values
+from naranhi.pipeline.shape_inference import StageSignature, name_of, require_values
 
 
 class Stage(nn.Module):
     """Layers, of which each takes what the one before returns: a tensor or a tuple of tensors.
 
     first: the model's number of the first layer. loss: on the last stage `loss(output, target)`, a
-    scalar tensor; None on the others. weights: a `weight_stash.Stashed` where the schedule updates
-    them on its way; None where they stay the same.
+    scalar tensor; None on the others. weights: a `weight_stash.WeightStash` where the schedule
+    updates them on its way; None where they stay the same.
     """
 
     def __init__(self, layers, first, loss=None):
@@ -41,7 +41,7 @@ class Stage(nn.Module):
         """The outputs, a list of tensors without their graph; on the last stage, the loss.
 
         tensors: the inputs, as `takes` says, and the outputs are to be as `gives` says (both a
-        `shape_inference.Boundary`). count: what the loss is divided by. `losses` has the
+        `shape_inference.StageSignature`). count: what the loss is divided by. `losses` has the
         quotient by micro-batch, and `total` is their sum.
         """
         for tensor, spec in zip(tensors, takes.specs, strict=True):
@@ -56,7 +56,7 @@ class Stage(nn.Module):
             value = self.loss(value, target) / count
             self.losses[microbatch] = one = value.detach()
             self.total = one if self.total is None else self.total + one
-            gives = Boundary.of(value)
+            gives = StageSignature.of(value)
         gives.require(value, number, layer)
         edges, outputs = gives.edges(value), gives.detached(value)
         self._kept[microbatch] = [x for x in tensors if x.requires_grad], edges, version

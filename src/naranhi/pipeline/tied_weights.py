@@ -1,4 +1,5 @@
-"""Tied parameters: one parameter that several ranks of a pipeline use, each with a copy of it.
+"""TiedWeight parameters: one parameter that several ranks of a pipeline use, each with a copy of
+it.
 
 GPT-2's embedding is one: the first stage looks tokens up in it, the last one multiplies by it. Each
 copy receives the sum of all gradients, so that copies that were equal stay equal.
@@ -47,7 +48,7 @@ def _users(parts, placement):
             for name, tensor in chain(model.named_parameters(), model.named_buffers())]
 
 
-class Tied:
+class TiedWeight:
     """This rank's copy of a tied parameter, and the process group of the ranks that have one."""
 
     def __init__(self, name, parameter, group):

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 
-class Stashed:
+class WeightStash:
     """The versions of a module's parameters, and the optimizer that makes one from another.
 
     optimizer: a function that makes a torch optimizer of a list of parameters. Not called for a

@@ -2,7 +2,7 @@
 
 A forward may then read weights that its backward no longer finds. How many versions a stage keeps,
 and how old the weights are that a gradient is taken at, follows from the schedule alone:
-`versions_held`, `staleness`.
+`peak_versions`, `staleness`.
 """
 
 from naranhi.schedules.flush import in_turn
@@ -31,7 +31,7 @@ def pipedream(stages, microbatches):
     return Schedule(map(row, range(stages)))
 
 
-def two_buffered(stages, microbatches, updates):
+def pipedream_2bw(stages, microbatches, updates):
     """PipeDream-2BW: two versions whatever the depth (Narayanan et al. 2021, section 3.1).
 
     `updates` batches of `microbatches` each, one update after the last backward of each batch. All
@@ -41,7 +41,7 @@ def two_buffered(stages, microbatches, updates):
     The forwards of batch t start before the backwards of batch t - 1 have ended, and have to find
     update t - 1 made. With enough micro-batches a batch it is; the paper asks for m >= p, and in
     this order m >= p - 1 does. With fewer, batch t reads version t - d with d = ceil((p - 1) / m),
-    and d + 1 versions are held: `versions_held` shows it.
+    and d + 1 versions are held: `peak_versions` shows it.
     """
     _positive(stages=stages, microbatches=microbatches, updates=updates)
     delay = max(1, -(-(stages - 1) // microbatches))
@@ -88,7 +88,7 @@ def _releases(row):
     }
 
 
-def held_after(schedule):
+def live_versions(schedule):
     """By rank, for each of its actions: the versions of that stage's weights held once it is done.
 
     A version is held from the update that makes it, or from the start, until nobody needs it.
@@ -107,14 +107,14 @@ def _held(row, released):
     return tuple(counts)
 
 
-def versions_held(schedule):
+def peak_versions(schedule):
     """By virtual stage, the most versions of its weights held at once between two actions.
 
     1 throughout with a flush; p - stage in `pipedream`, once it is in its steady state; 2 in
-    `two_buffered` with enough micro-batches.
+    `pipedream_2bw` with enough micro-batches.
     """
     most = [1] * schedule.virtual_stages
-    for row, counts in zip(schedule, held_after(schedule), strict=True):
+    for row, counts in zip(schedule, live_versions(schedule), strict=True):
         for action, count in zip(row, counts, strict=True):
             most[action.stage] = max(most[action.stage], count)
     return tuple(most)
@@ -135,8 +135,8 @@ def check_versions(schedule, most):
     for bound in allowed:
         if not isinstance(bound, int) or bound < 1:
             raise ValueError(f"a stage holds a whole number of versions, 1 or more, not {bound!r}")
-    needed = versions_held(schedule)
-    for rank, (row, counts) in enumerate(zip(schedule, held_after(schedule), strict=True)):
+    needed = peak_versions(schedule)
+    for rank, (row, counts) in enumerate(zip(schedule, live_versions(schedule), strict=True)):
         for action, count in zip(row, counts, strict=True):
             stage = action.stage
             if count > allowed[stage]:

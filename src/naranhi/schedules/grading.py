@@ -12,7 +12,7 @@ from naranhi.schedules.validate import channels
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Grade:
     """What there is to say about a schedule; true where nothing speaks against it.
 
     faults: a sentence for each thing that does. schedule, timeline: what was judged, and
@@ -30,9 +30,9 @@ class Verdict:
         return "; ".join(self.faults) or "passes"
 
 
-def judge(rows, stages, microbatches, cost, held, forward=1.0, input_grad=1.0, weight_grad=1.0,
-          hop=0.0, messages=None):
-    """The Verdict on a schedule, as far as simulating it can tell.
+def grade(rows, stages, microbatches, cost, held, forward=1.0, input_grad=1.0, weight_grad=1.0,
+          latency=0.0, messages=None):
+    """The Grade on a schedule, as far as simulating it can tell.
 
     rows: a Schedule, or what one is built from: for each rank a text of names, or a sequence.
     stages, microbatches: how many ranks and micro-batches it has to have.
@@ -40,7 +40,7 @@ def judge(rows, stages, microbatches, cost, held, forward=1.0, input_grad=1.0, w
         activations a rank may hold at once.
     forward, input_grad, weight_grad: what all that a rank has of the model takes for a micro-batch;
         where a rank has it in several chunks, each takes an equal part. A whole backward takes as
-        long as its two parts. hop: as `simulate` is given it.
+        long as its two parts. latency: as `simulate` is given it.
     messages: the most that may be sent, None for any number.
 
     Raises nothing for a wrong schedule, that being a verdict; ValueError for times that make no
@@ -50,14 +50,14 @@ def judge(rows, stages, microbatches, cost, held, forward=1.0, input_grad=1.0, w
         schedule = rows if isinstance(rows, Schedule) else Schedule(rows)
         faults = _counted(schedule, stages, microbatches)
         if faults:
-            return Verdict(faults, schedule)
+            return Grade(faults, schedule)
         chunks = schedule.virtual_stages / stages
         forward, input_grad, weight_grad = (
             time / chunks for time in (forward, input_grad, weight_grad))
-        timeline = simulate(schedule, forward, input_grad + weight_grad, hop=hop,
+        timeline = simulate(schedule, forward, input_grad + weight_grad, latency=latency,
                             input_grad=input_grad, weight_grad=weight_grad)
     except ScheduleError as error:
-        return Verdict((str(error),))
+        return Grade((str(error),))
     # Chunks take fractions of a unit, whose sum may be off in the last digits.
     if timeline.cost > cost + 1e-9:
         faults += (f"takes {float(timeline.cost):g}, where {cost:g} is the budget",)
@@ -68,7 +68,7 @@ def judge(rows, stages, microbatches, cost, held, forward=1.0, input_grad=1.0, w
     sent = sum(map(len, channels(schedule).values()))
     if messages is not None and sent > messages:
         faults += (f"sends {sent} messages, where {messages} is the budget",)
-    return Verdict(faults, schedule, timeline)
+    return Grade(faults, schedule, timeline)
 
 
 def _counted(schedule, stages, microbatches):

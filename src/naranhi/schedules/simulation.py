@@ -2,7 +2,7 @@
 
 A rank does one action at a time, in its schedule's order, each as soon as what it needs has come.
 Times are in any unit that is used throughout. Numbers of any kind do: with `fractions.Fraction`
-(and hop=0) the results are exact.
+(and latency=0) the results are exact.
 """
 
 from math import isfinite
@@ -15,7 +15,7 @@ def simulate(
     schedule,
     forward=1.0,
     backward=2.0,
-    hop=0.0,
+    latency=0.0,
     input_grad=None,
     weight_grad=None,
     update=0.0,
@@ -26,7 +26,8 @@ def simulate(
     input_grad, weight_grad: likewise for an I and a W; each half of `backward` when neither is
         given.
     update: likewise for a U.
-    hop: the latency of a message between two ranks; the sender does not wait for it, and messages
+    latency: the latency of a message between two ranks; the sender does not wait for it, and
+    messages
         do not get into each other's way. Between stages on one rank nothing travels.
 
     Raises ScheduleError as `schedules.check` does, and ValueError for times that make no sense.
@@ -34,7 +35,7 @@ def simulate(
     check(schedule)
     if (input_grad is None) != (weight_grad is None):
         raise ValueError("give both input_grad and weight_grad, or neither")
-    _check_time("hop", hop)
+    _check_time("latency", latency)
     stages = schedule.virtual_stages
     times = {
         kind: _by_stage(name, given, stages)
@@ -59,7 +60,7 @@ def simulate(
         spans[rank].append(Span(action, start, end))
         # A link with a bandwidth would also keep, by channel, when it is free again.
         if message := schedule.gives(action):
-            arrival[message] = end + hop if schedule.channel(message) else end
+            arrival[message] = end + latency if schedule.channel(message) else end
     return Timeline(spans)
 
 

@@ -53,7 +53,7 @@ class Timeline:
         return f"<Timeline of {len(self)} ranks: {numbers}>"
 
     @property
-    def work(self):
+    def busy(self):
         """By rank, the time spent on actions."""
         return tuple(sum(end - start for _, start, end in spans) for spans in self.rows)
 
@@ -70,7 +70,7 @@ class Timeline:
         """
         if not self.cost:
             return 0.0
-        return 1 - sum(self.work) / (len(self.rows) * self.cost)
+        return 1 - sum(self.busy) / (len(self.rows) * self.cost)
 
     @property
     def peak_activations(self):

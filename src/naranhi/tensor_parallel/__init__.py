@@ -15,15 +15,15 @@ from naranhi.tensor_parallel.parallelize import (
     Column,
     Heads,
     Row,
-    Tokenwise,
+    SequenceParallel,
     Vocabulary,
     gpt2_plan,
     mlp_plan,
     parallelize,
 )
-from naranhi.tensor_parallel.random import different_numbers
+from naranhi.tensor_parallel.random import fork_rng
 from naranhi.tensor_parallel.sequence_gradients import sum_sequence_gradients
-from naranhi.tensor_parallel.shards import load_whole_state, whole_state
+from naranhi.tensor_parallel.shards import full_state_dict, load_full_state_dict
 from naranhi.tensor_parallel.vocabulary import (
     VocabularyParallelEmbedding,
     VocabularyParallelHead,
@@ -37,17 +37,18 @@ __all__ = [
     "ParallelAttention",
     "Row",
     "RowParallelLinear",
-    "Tokenwise",
+    "SequenceParallel",
     "Vocabulary",
     "VocabularyParallelEmbedding",
     "VocabularyParallelHead",
     "clip_grad_norm_",
     "copy_to_group",
-    "different_numbers",
+    "fork_rng",
+    "full_state_dict",
     "gather_from_group",
     "gather_from_sequence",
     "gpt2_plan",
-    "load_whole_state",
+    "load_full_state_dict",
     "mlp_plan",
     "parallelize",
     "reduce_from_group",
@@ -55,5 +56,4 @@ __all__ = [
     "scatter_to_group",
     "sum_sequence_gradients",
     "vocabulary_cross_entropy",
-    "whole_state",
 ]

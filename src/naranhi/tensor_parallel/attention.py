@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from naranhi.tensor_parallel.layer_checks import require_attention
-from naranhi.tensor_parallel.random import different_numbers
+from naranhi.tensor_parallel.random import fork_rng
 
 
 class ParallelAttention(nn.Module):
@@ -49,7 +49,7 @@ class ParallelAttention(nn.Module):
         dropout = self.attn_dropout.p if self.training else 0.0
         attend = _eager if self.eager else _fused
         if dropout:
-            with different_numbers(x, self.group):
+            with fork_rng(x, self.group):
                 values = attend(q, k, v, attention_mask, dropout, self.scaling)
         else:
             values = attend(q, k, v, attention_mask, dropout, self.scaling)

@@ -14,7 +14,7 @@ from torch import nn
 
 from naranhi.collectives import all_gather
 from naranhi.tensor_parallel.sequence_gradients import unsummed
-from naranhi.tensor_parallel.shards import Sharded
+from naranhi.tensor_parallel.shards import ShardedModule
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, *,
@@ -52,7 +52,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, *
 def split_over(model: nn.Module) -> dict[nn.Parameter, dist.ProcessGroup]:
     """Return the parameters of which each rank of a group holds a part, with that group."""
     return {getattr(module, name): module.group for module in model.modules()
-            if isinstance(module, Sharded) for name in module.splits}
+            if isinstance(module, ShardedModule) for name in module.splits}
 
 
 def norm_of_parts(parts: dict[dist.ProcessGroup | None, list[torch.Tensor]], norm_type: float,

@@ -33,10 +33,10 @@ from naranhi.tensor_parallel.mappings import (
     start_reduce,
     start_reduce_scatter,
 )
-from naranhi.tensor_parallel.shards import Sharded, Split
+from naranhi.tensor_parallel.shards import ShardedModule, Split
 
 
-class ColumnParallelLinear(Sharded):
+class ColumnParallelLinear(ShardedModule):
     """This rank's outputs of a linear layer: (..., inputs) to (..., outputs / ranks).
 
     Inputs are the same on every rank; with `sequence`, (..., sequence / ranks, inputs) are gathered
@@ -84,7 +84,7 @@ class SplittableColumn(Splittable):
         return super().forward(copy_to_group(x, self.group))
 
 
-class RowParallelLinear(Sharded):
+class RowParallelLinear(ShardedModule):
     """A linear layer of which this rank has some of the inputs: (..., inputs / ranks) to (...,
     outputs), the same on every rank; with `sequence`, (..., sequence / ranks, outputs).
 

@@ -14,7 +14,7 @@ too, along the sequence; `sum_sequence_gradients` (`sequence_gradients`) then en
 backward, unless ZeRO or other hooks have taken the gradients already.
 
 Every rank of the group is to be given the same batch, in the same order, and to stand at the same
-place of torch's random numbers: `distributed.require_same(group, tokens=..., targets=...)`
+place of torch's random numbers: `distributed.agree(group, tokens=..., targets=...)`
 compares.
 
 Sources: Shoeybi et al., "Megatron-LM: training multi-billion parameter language models using model
@@ -41,13 +41,13 @@ from naranhi.tensor_parallel.layers import ColumnParallelLinear, RowParallelLine
 from naranhi.tensor_parallel.mappings import (
     scatter_to_group,
 )
-from naranhi.tensor_parallel.random import RegionDropout
+from naranhi.tensor_parallel.random import ShardedDropout
 from naranhi.tensor_parallel.sequence_gradients import (
     mark_sequence_module,
     sequence_parameters,
     sum_before_other_hooks,
 )
-from naranhi.tensor_parallel.shards import Sharded, as_module
+from naranhi.tensor_parallel.shards import ShardedModule, as_module
 from naranhi.tensor_parallel.vocabulary import (
     VocabularyParallelEmbedding,
     VocabularyParallelHead,
@@ -100,7 +100,7 @@ class Vocabulary:
 
 
 @dataclass(frozen=True)
-class Tokenwise:
+class SequenceParallel:
     """A norm, dropout or position embedding works on each token by itself: whole on every rank, but
     with sequence parallelism only for this rank's tokens. ValueError then for a layer made of
     layers, each of which is to be in the plan by itself."""
@@ -110,15 +110,15 @@ class Tokenwise:
             return layer
         require_tokenwise(layer)
         if isinstance(layer, nn.Dropout):
-            return RegionDropout(layer.p, group, layer.inplace)
+            return ShardedDropout(layer.p, group, layer.inplace)
         if isinstance(layer, nn.Embedding):
-            return OwnPositions(layer, group)
+            return SequencePositions(layer, group)
         layer = copy(layer)  # which has the same parameters
         mark_sequence_module(layer, group)
         return layer
 
 
-class OwnPositions(Sharded):
+class SequencePositions(ShardedModule):
     """An embedding of positions, (..., sequence) to (..., sequence / ranks, hidden): of this rank's
     part of the sequence. ValueError when the ranks do not divide it."""
 
@@ -143,8 +143,8 @@ def gpt2_plan(gather_output=False):
         "*wte": Vocabulary(), "*lm_head": Vocabulary(gather_output),
         "*.attn": Heads(), "*.attn.c_attn": Column(parts=3), "*.attn.c_proj": Row(),
         "*.mlp.c_fc": Column(), "*.mlp.c_proj": Row(),
-        "*wpe": Tokenwise(), "*ln_[12f]": Tokenwise(), "*drop": Tokenwise(),
-        "*.resid_dropout": Tokenwise(), "*.mlp.dropout": Tokenwise()}
+        "*wpe": SequenceParallel(), "*ln_[12f]": SequenceParallel(), "*drop": SequenceParallel(),
+        "*.resid_dropout": SequenceParallel(), "*.mlp.dropout": SequenceParallel()}
 
 
 def mlp_plan():
@@ -193,7 +193,7 @@ def _new_layers(module, plan, group, sequence):
         if not names:
             raise ValueError(f"the plan names {pattern!r}, but no layer is called so")
         for name in names:
-            if name in chosen or isinstance(layers[name], (Sharded, ParallelAttention)):
+            if name in chosen or isinstance(layers[name], (ShardedModule, ParallelAttention)):
                 raise ValueError(f"{name} is split twice")
             chosen[name] = way
     for name in [name for name in layers if name in chosen]:

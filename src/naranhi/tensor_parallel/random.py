@@ -23,7 +23,7 @@ from naranhi.tensor_parallel.mappings import stays
 
 
 @contextmanager
-def different_numbers(x, group=None):
+def fork_rng(x, group=None):
     """Inside, random numbers on x's device are others on each rank of the group. Outside it is as
     if one number had been drawn on the CPU."""
     if stays(x, group):
@@ -40,7 +40,7 @@ def different_numbers(x, group=None):
         generator.set_state(before)
 
 
-class RegionDropout(nn.Dropout):
+class ShardedDropout(nn.Dropout):
     """Dropout inside the split region: each rank of the group draws numbers of its own."""
 
     def __init__(self, p, group=None, inplace=False):
@@ -50,5 +50,5 @@ class RegionDropout(nn.Dropout):
     def forward(self, x):
         if not (self.training and self.p):
             return x
-        with different_numbers(x, self.group):
+        with fork_rng(x, self.group):
             return super().forward(x)

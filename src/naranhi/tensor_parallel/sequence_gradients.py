@@ -2,7 +2,7 @@
 
 With sequence parallelism, norms, position embeddings and biases added after a row-parallel product
 see this rank's tokens. Their gradient is the sum of the ranks' parts. A sum once in a step, after
-the last backward, takes the fewest messages: `sum_sequence_gradients`. But ZeRO and `Overlapped`
+the last backward, takes the fewest messages: `sum_sequence_gradients`. But ZeRO and `DDP`
 take a gradient as soon as a backward has found it, and a user's hook looks at it then: where a
 parameter has such hooks, each backward sums its gradient first.
 """
@@ -16,7 +16,7 @@ from torch import nn
 from naranhi.autograd.parameter_hooks import hooks_of_parameter
 from naranhi.collectives.buckets import buckets, pack, unpack
 from naranhi.tensor_parallel.mappings import start_reduce
-from naranhi.tensor_parallel.shards import Sharded, as_module
+from naranhi.tensor_parallel.shards import ShardedModule, as_module
 
 
 def sequence_parameters(
@@ -29,7 +29,7 @@ def sequence_parameters(
     """
     params = {}
     for prefix, module in as_module(model).named_modules():
-        if isinstance(module, Sharded) and module.sequence:
+        if isinstance(module, ShardedModule) and module.sequence:
             group, splits = module.group, module.splits
         elif "_sequence_group" in vars(module):
             group, splits = module._sequence_group, {}
@@ -60,7 +60,7 @@ def sum_sequence_gradients(model: nn.Module | list[nn.Module]) -> None:
     on all ranks of the group; on a pipeline, with the stage's layers. Sums over data-parallel ranks
     may come before or after. Without sequence parallelism it does nothing.
 
-    A parameter with hooks (a user's, `Overlapped`'s, ZeRO's) was summed by the backward already,
+    A parameter with hooks (a user's, `DDP`'s, ZeRO's) was summed by the backward already,
     before they saw its gradient, and is left alone. So with ZeRO this call is not needed.
 
     Raises:

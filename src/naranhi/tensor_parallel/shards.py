@@ -44,7 +44,7 @@ class Split(NamedTuple):
         return whole.narrow(self.dim, 0, self.size)
 
 
-class Sharded(nn.Module):
+class ShardedModule(nn.Module):
     """A layer of which this rank of `group` holds a part.
 
     sequence: whether activations outside are split along the sequence (sequence parallelism).
@@ -73,14 +73,14 @@ def as_module(model):
 def _splits(model):
     """{name in the state_dict: (Split, group)} of all that is split."""
     split_of = {id(getattr(module, name)): (split, module.group)
-                for module in model.modules() if isinstance(module, Sharded)
+                for module in model.modules() if isinstance(module, ShardedModule)
                 for name, split in module.splits.items()}
     state = model.state_dict(keep_vars=True)
     return {name: split_of[id(param)] for name, param in state.items() if id(param) in split_of}
 
 
 @torch.no_grad()
-def whole_state(model):
+def full_state_dict(model):
     """The state_dict of the unsplit model, on every rank: parts gathered, padding stripped.
 
     model: a module, or a list of layers, that was given to `parallelize`, or some of its layers;
@@ -98,7 +98,7 @@ def whole_state(model):
 
 
 @torch.no_grad()
-def load_whole_state(model, state):
+def load_full_state_dict(model, state):
     """Load the state_dict of an unsplit model: each rank takes its parts of it.
 
     Raises ValueError, before anything is changed, for a name that is missing or not known, and

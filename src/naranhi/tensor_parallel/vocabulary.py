@@ -6,7 +6,7 @@ the sum of the exponentials, and the target's.
 
 A vocabulary that the ranks do not divide (GPT-2's 50,257 is odd) is filled up, at the end: with
 weights of 0, whose logits are made -inf, so that they have no part in a softmax, and get no
-gradient. `whole_state` strips them.
+gradient. `full_state_dict` strips them.
 
 Source: Shoeybi et al. (2019), section 3.
 """
@@ -20,7 +20,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from naranhi.models import NOTHING
+from naranhi.models import IGNORE_INDEX
 from naranhi.tensor_parallel.layer_checks import require_embedding, require_head
 from naranhi.tensor_parallel.layers import ColumnParallelLinear
 from naranhi.tensor_parallel.mappings import (
@@ -29,10 +29,10 @@ from naranhi.tensor_parallel.mappings import (
     reduce_scatter_to_sequence,
     start_reduce,
 )
-from naranhi.tensor_parallel.shards import Sharded, Split
+from naranhi.tensor_parallel.shards import ShardedModule, Split
 
 
-class VocabularyParallelEmbedding(Sharded):
+class VocabularyParallelEmbedding(ShardedModule):
     """An `nn.Embedding` of which this rank has some of the rows: (...) whole numbers to (...,
     hidden), on every rank the same; with `sequence`, (batch, sequence / ranks, hidden).
 
@@ -130,7 +130,7 @@ class CrossEntropyFunction(Function):
     @staticmethod
     def forward(ctx, logits, targets, group):
         ctx.dtype, logits = logits.dtype, logits.to(torch.promote_types(logits.dtype, torch.float))
-        valid = targets != NOTHING
+        valid = targets != IGNORE_INDEX
         words = logits.shape[-1] * dist.get_world_size(group)
         fine = (~valid | (targets >= 0) & (targets < words)).all()
         torch._assert_async(fine, f"a target is not among {words} words")

@@ -1,6 +1,6 @@
 """GPT-2 on a mesh of ranks: ``torchrun ... -m naranhi.train``."""
 
 from naranhi.train.cli import losses, parse, train
-from naranhi.train.trainer import Mistake, Training
+from naranhi.train.trainer import Training, UsageError
 
-__all__ = ["Mistake", "Training", "losses", "parse", "train"]
+__all__ = ["Training", "UsageError", "losses", "parse", "train"]

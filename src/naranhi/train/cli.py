@@ -1,7 +1,7 @@
 """Train GPT-2 on a pipeline of ranks, or on a mesh of them.
 
     torchrun --nproc-per-node 4 -m naranhi.train --schedule gpipe --balance 4,3,3,4 --microbatches 4
-    torchrun --nproc-per-node 8 -m naranhi.train --tensor 2 --pipeline 2 --data 2
+    torchrun --nproc-per-node 8 -m naranhi.train --dp 2 --tp 2 --pp 2
 
 Rank 0 prints the loss, that of the whole step whatever the mesh, and writes the log. What is done
 in a step is in naranhi.train.trainer. Where there is no network, or nobody knows this machine
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from naranhi import distributed, schedules
 from naranhi.distributed import peers
 from naranhi.train.log import Log
-from naranhi.train.trainer import RATE, Mistake, Training, actions_of, together
+from naranhi.train.trainer import RATE, Training, UsageError, actions_of, raise_on_all
 
 EVERY = 10  # steps between two printed losses
 PATIENCE = 1800.0  # seconds; a rank may be fetching weights while the others wait for it
@@ -30,13 +30,28 @@ LAUNCHER = 5.0  # seconds; a launcher that sees the first to end blames it, and 
 LOST = re.compile("closed by peer|reset by peer|[Bb]roken pipe|[Tt]imed out|[Tt]imeout")
 
 
+RENAMED = {"--data": "--dp", "--pipeline": "--pp", "--tensor": "--tp", "--rate": "--lr",
+           "--sequence": "--sequence-parallel"}
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message):
-        raise Mistake(f"{message} (--help says more)")
+        raise UsageError(f"{message} (--help says more)")
+
+
+class _Renamed(argparse.Action):
+    """An option that has another name now."""
+
+    def __init__(self, *names, new, **options):
+        super().__init__(*names, **options)
+        self.new = new
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        parser.error(f"{option_string} is called {self.new} now")
 
 
 def parse(arguments=None):
-    """The options, or Mistake."""
+    """The options, or UsageError."""
     parser = _Parser(
         prog="naranhi.train", formatter_class=argparse.RawDescriptionHelpFormatter,
         description=__doc__,
@@ -46,22 +61,23 @@ def parse(arguments=None):
         "or a folder; by default a small one of 12 blocks with random weights")
     add("--corpus", metavar="NAME", help="squad, which is fetched from the hub, or a JSON file in "
         "SQuAD's form; by default the text that ships with this package")
-    add("--schedule", choices=sorted(schedule_names()), default="gpipe", help="default: gpipe")
+    add("--schedule", type=_schedule, choices=sorted(schedule_names()), default="gpipe",
+        help="one of these, or a name as torch writes it (1F1B); default: gpipe")
     add("--balance", type=_balance, metavar="N,N,...", help="layers of each stage (embedding, "
         "blocks and head, 14 in all, such as 4,3,3,4); by default as equal as it goes")
-    add("--data", type=_whole(1), default=1, metavar="N", help="pipelines side by side, which "
-        "share each batch; default: 1")
-    add("--pipeline", type=_whole(1), metavar="N", help="ranks of each pipeline, one after the "
-        "other; by default as many as there are")
-    add("--tensor", type=_whole(1), default=1, metavar="N", help="ranks that share each layer; "
-        "default: 1")
-    add("--sequence", action="store_true", help="with --tensor: split what lies between the split "
-        "layers too, along the sequence")
+    add("--dp", "--data-parallel", type=_whole(1), default=1, metavar="N", help="pipelines side by "
+        "side, which share each batch; default: 1")
+    add("--pp", "--pipeline-parallel", type=_whole(1), metavar="N", help="ranks of each pipeline, "
+        "one after the other; by default as many as there are")
+    add("--tp", "--tensor-parallel", type=_whole(1), default=1, metavar="N", help="ranks that "
+        "share each layer; default: 1")
+    add("--sequence-parallel", action="store_true", help="with --tp: split what lies between the "
+        "split layers too, along the sequence")
     add("--microbatches", type=_whole(1), default=4, metavar="N", help="of each pipeline; "
         "default: 4")
     add("--batch", type=_whole(1), default=8, metavar="N", help="passages in a step; default: 8")
     add("--steps", type=_whole(1), default=300, metavar="N", help="default: 300")
-    add("--rate", type=_positive, metavar="R", help="Adam's learning rate; default: "
+    add("--lr", type=_positive, metavar="R", help="Adam's learning rate; default: "
         f"{RATE['random']:g}, with --model {RATE['trained']:g}")
     add("--clip", type=_positive, metavar="NORM", help="scale the gradients of a step down to this "
         "norm, that of the whole model; by default they stay as they are")
@@ -78,6 +94,8 @@ def parse(arguments=None):
     add("--log-file", "--log", dest="log", metavar="FILE", help="write a JSON object for each "
         "step, a line each, replacing what is in FILE; on the machine of rank 0. (torchrun "
         "takes --log for one of its own options, unless -- stands before naranhi.train)")
+    for old, new in RENAMED.items():
+        add(old, nargs="?", action=_Renamed, new=new, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
 
@@ -91,6 +109,13 @@ def schedule_names():
             needed = [one.name for one in parameters if one.default is one.empty]
             if needed == ["stages", "microbatches"] and not actions_of(function(1, 1), "U"):
                 yield name
+
+
+def _schedule(name):
+    try:
+        return schedules.get(name).__name__
+    except ValueError:
+        return name  # which is none of the choices
 
 
 def _whole(least):
@@ -124,10 +149,10 @@ def say_aloud(line):
 
 def train(options, device=None, say=say_aloud):
     """All the steps: the list of their losses, on every rank of the default group, all of which
-    call this. Rank 0 says how it goes. Raises Mistake on every rank."""
+    call this. Rank 0 says how it goes. Raises UsageError on every rank."""
     first, found = dist.get_rank() == 0, []
     with (Training(options, device) as training,
-          together(lambda: Log(options.log if first else None)) as log):
+          raise_on_all(lambda: Log(options.log if first else None)) as log):
         if first:
             say(training.about)
         start = perf_counter()
@@ -143,7 +168,7 @@ def train(options, device=None, say=say_aloud):
 
 def losses(arguments=""):
     """What `torchrun -m naranhi.train ARGUMENTS` prints losses of, on the ranks that there are, as
-    a list: `world.run(train.losses, "--data 2 --steps 20")` in a notebook."""
+    a list: `world.run(train.losses, "--dp 2 --steps 20")` in a notebook."""
     return train(parse(shlex.split(arguments)), say=lambda line: None)
 
 
@@ -152,7 +177,7 @@ def main(arguments=None):
     wrong = None
     try:
         options = parse(arguments)
-    except Mistake as mistake:
+    except UsageError as mistake:
         wrong = mistake
     try:
         device = distributed.join(timeout=PATIENCE)
@@ -169,11 +194,11 @@ def main(arguments=None):
     # rank that is stopped does not hear it.
     peers.on_signals([signal.SIGINT, signal.SIGTERM], others.kill_stopped)
     try:
-        together(no_mistake)
+        raise_on_all(no_mistake)
         train(options, device)
         others.close()
         dist.barrier()
-    except Mistake as mistake:  # on every rank
+    except UsageError as mistake:  # on every rank
         others.close()
         if dist.get_rank() == 0:
             for line in str(mistake).splitlines():

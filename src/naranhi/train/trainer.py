@@ -28,7 +28,7 @@ from torch import nn
 
 from naranhi import data, models, schedules
 from naranhi.autograd import Recompute, splittable
-from naranhi.distributed import Mesh, require_same
+from naranhi.distributed import Mesh, agree
 from naranhi.pipeline import Pipeline
 from naranhi.tensor_parallel import (
     gpt2_plan,
@@ -41,8 +41,8 @@ RATE = {"random": 2e-3, "trained": 3e-5}  # Adam's; a model that is trained alre
 MULTIPLE = 8  # of what lengths are multiples: the stages try their layers once for each length
 
 
-class Mistake(Exception):
-    """What the one who started this can put right; a line for each, when it comes of `together`."""
+class UsageError(Exception):
+    """A user's error. `raise_on_all` puts one distinct message on a line."""
 
 
 class Step(NamedTuple):
@@ -59,13 +59,13 @@ class Step(NamedTuple):
 class Training:
     """Goes through the steps when it is iterated over, once: a `Step` for each.
 
-        with Training(train.parse(["--data", "2"])) as training:
+        with Training(train.parse(["--dp", "2"])) as training:
             losses = [step.loss for step in training]
 
     options: as `naranhi.train.parse` returns them. device: this rank's, by default that of the
     default group's backend. Every rank of the default group makes it, and goes through it, at the
-    same time. Raises Mistake on every rank for what cannot be done, before the first step; and in a
-    step whose loss is no number.
+    same time. Raises UsageError on every rank for what cannot be done, before the first step; and
+    in a step whose loss is no number.
 
     Attributes: `about`, a line on model and corpus; `mesh`, `pipeline`, `optimizer`.
     """
@@ -75,17 +75,17 @@ class Training:
             gpu = dist.get_backend() == "nccl"
             device = torch.device("cuda", torch.cuda.current_device()) if gpu else "cpu"
         self.options, self.device = options, device
-        together(lambda: require_same(**{
+        raise_on_all(lambda: agree(**{
             f"--{name}": value for name, value in vars(options).items() if name != "log"}))
-        self.mesh = together(partial(make_mesh, options))
-        layers, sequences, pad, self.about = together(lambda: prepare(options))
+        self.mesh = raise_on_all(partial(make_mesh, options))
+        layers, sequences, pad, self.about = raise_on_all(lambda: build_model_and_data(options))
         ends = [token for one in sequences for token in (*one, -1)]
-        together(partial(
-            require_same, weights=nn.ModuleList(layers), passages=torch.tensor(ends)))
+        raise_on_all(partial(
+            agree, weights=nn.ModuleList(layers), passages=torch.tensor(ends)))
         loss, place, sizes = models.loss, self.mesh.place, self.mesh.sizes
         if sizes.tensor > 1:
-            together(partial(
-                parallelize, layers, gpt2_plan(), self.mesh.tensor, options.sequence))
+            raise_on_all(partial(
+                parallelize, layers, gpt2_plan(), self.mesh.tensor, options.sequence_parallel))
             loss = partial(vocabulary_cross_entropy, group=self.mesh.tensor)
         # Dropout: other numbers on each stage of each pipeline, the same in a tensor group.
         drawn = random.Random(f"{options.seed}/{place.data}/{place.pipeline}")
@@ -94,11 +94,11 @@ class Training:
         if actions_of(schedule, "I"):
             layers = splittable(layers)
         nn.ModuleList(layers).to(device)
-        self.pipeline = together(partial(
+        self.pipeline = raise_on_all(partial(
             Pipeline, layers, schedule, loss, options.balance, self.mesh.pipeline,
             replicas=self.mesh.data))
         del layers  # the other stages' are not needed any more
-        rate = options.rate or RATE["trained" if options.model else "random"]
+        rate = options.lr or RATE["trained" if options.model else "random"]
         self.optimizer = torch.optim.Adam(self.pipeline.parameters(), lr=rate)
         self._batches = data.stream(sequences, options.batch, options.seed, pad, MULTIPLE)
 
@@ -108,9 +108,9 @@ class Training:
             try:
                 loss = self._step(batch)
             except FloatingPointError as error:  # of `clip_grad_norm_`, on every rank
-                raise Mistake(f"step {step}: {error}: a lower --rate may help") from None
+                raise UsageError(f"step {step}: {error}: a lower --lr may help") from None
             if not math.isfinite(loss):
-                raise Mistake(f"the loss of step {step} is {loss}: a lower --rate may help")
+                raise UsageError(f"the loss of step {step} is {loss}: a lower --lr may help")
             yield Step(step, loss, batch.count, batch.padding, round(perf_counter() - start, 6))
 
     def _step(self, batch):
@@ -142,20 +142,20 @@ class Training:
 
 def make_mesh(options):
     """The Mesh; its pipelines are as long as the world allows, when `options` does not say."""
-    ranks, across = dist.get_world_size(), options.data * options.tensor
-    if options.pipeline is None and ranks % across:
-        raise Mistake(f"--data {options.data} and --tensor {options.tensor} cannot share "
+    ranks, across = dist.get_world_size(), options.dp * options.tp
+    if options.pp is None and ranks % across:
+        raise UsageError(f"--dp {options.dp} and --tp {options.tp} cannot share "
                       f"{ranks} ranks: they are for {across}, or a multiple of that")
-    if options.sequence and (options.tensor == 1 or MULTIPLE % options.tensor):
-        raise Mistake(f"--sequence goes with --tensor 2, 4 or {MULTIPLE}, not {options.tensor}")
-    return Mesh(options.data, options.pipeline or ranks // across, options.tensor)
+    if options.sequence_parallel and (options.tp == 1 or MULTIPLE % options.tp):
+        raise UsageError(f"--sequence-parallel goes with --tp 2, 4 or {MULTIPLE}, not {options.tp}")
+    return Mesh(options.dp, options.pp or ranks // across, options.tp)
 
 
-def prepare(options):
+def build_model_and_data(options):
     """The layers of the model, the passages as tokens, the padding token, and a line about them."""
-    if options.batch % (options.data * options.microbatches):
-        shares = f"{options.data} shares of " * (options.data > 1)
-        raise Mistake(f"--batch {options.batch} cannot be divided into "
+    if options.batch % (options.dp * options.microbatches):
+        shares = f"{options.dp} shares of " * (options.dp > 1)
+        raise UsageError(f"--batch {options.batch} cannot be divided into "
                       f"{shares}{options.microbatches} micro-batches of one size")
     passages = data.contexts(options.corpus)
     distinct = data.unique(passages)
@@ -165,7 +165,7 @@ def prepare(options):
     layers = models.gpt2(source, tied=not options.untied, dropout=options.dropout)
     words, positions = layers[0].wte.num_embeddings, layers[0].wpe.num_embeddings
     if len(tokenizer) > words:
-        raise Mistake(f"the tokenizer of {options.model} has {len(tokenizer)} words, its model "
+        raise UsageError(f"the tokenizer of {options.model} has {len(tokenizer)} words, its model "
                       f"only {words}")
     sequences = data.encode(tokenizer, distinct, positions)
     parameters = sum(one.numel() for one in nn.ModuleList(layers).parameters())
@@ -183,16 +183,17 @@ def actions_of(schedule, kind):
     return [action for row in schedule for action in row if action.kind == kind]
 
 
-def together(function):
+def raise_on_all(function):
     """What `function()` returns, when it returns on every rank of the default group.
 
-    Where it raises on some what can be put right (Mistake, OSError, ValueError), Mistake is raised
-    on every rank, with a line for each that says on which ranks: none waits for one that has gone.
+    Where it raises on some what can be put right (UsageError, OSError, ValueError), UsageError is
+    raised on every rank, with a line for each that says on which ranks: none waits for one that has
+    gone.
     """
     result = wrong = None
     try:
         result = function()
-    except (Mistake, OSError, ValueError) as error:
+    except (UsageError, OSError, ValueError) as error:
         wrong = str(error)
     told = [None] * dist.get_world_size()
     dist.all_gather_object(told, wrong)
@@ -203,4 +204,4 @@ def together(function):
         ranks = [rank for rank, other in enumerate(told) if other == message]
         everywhere = len(ranks) == len(told)
         lines.append(message if everywhere else f"on rank {', '.join(map(str, ranks))}: {message}")
-    raise Mistake("\n".join(lines))
+    raise UsageError("\n".join(lines))

@@ -4,9 +4,9 @@ A folder with a file from each rank, which holds its shards, and a manifest, `ma
 manifest is written last and replaced in one piece, and files are called by their digests: a save
 that is interrupted leaves the one before it as it was. The folder has to be one for all ranks.
 
-A shard is a piece of a row of numbers (`flat_param.Flat`), and so is what an element-wise optimizer
-keeps for it. On other ranks the row is cut elsewhere, and each rank puts its piece together from
-the files that have a part of it.
+A shard is a piece of a row of numbers (`flat_param.FlatParam`), and so is what an element-wise
+optimizer keeps for it. On other ranks the row is cut elsewhere, and each rank puts its piece
+together from the files that have a part of it.
 """
 
 import hashlib

@@ -20,7 +20,7 @@ from naranhi.zero.absent_gradient import Elsewhere
 ALIGN = 8  # numbers: parameters begin where a processor loads 16 bytes (in bf16) at once
 
 
-class Flat:
+class FlatParam:
     """The row of some parameters, in four forms: whole and shard, parameters and gradients.
 
     named: [(name, parameter)], of one dtype, all trained or none; those of a parameter group side
@@ -206,8 +206,8 @@ class Flat:
             if stand_in is None or stand_in.shape != param.shape:
                 stand_in = self._stand_ins[param] = Elsewhere(param, (
                     f"the gradient of parameter {self.name_of[param]} is summed and sharded over "
-                    "the ranks: use clip() or shard_gradients() of Zero for it, and step() or "
-                    "zero_grad() before another backward"))
+                    "the ranks: use clip_grad_norm_() or shard_gradients() of Zero for it, and "
+                    "step() or zero_grad() before another backward"))
             param.grad = stand_in
 
     def forget_gradients(self):

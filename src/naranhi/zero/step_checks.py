@@ -54,4 +54,4 @@ def require_own(optimizer, flats):
     theirs = {id(param) for group in optimizer.param_groups for param in group["params"]}
     if theirs != {id(piece) for flat in flats for piece in flat.pieces.values()}:
         raise RuntimeError("this optimizer does not work on the shards of this model: make it "
-                           "after Zero, of its groups")
+                           "after Zero, of its param_groups")

@@ -10,14 +10,15 @@ from itertools import count
 import torch
 from torch import nn
 
-from naranhi.distributed import require_same
-from naranhi.zero.flat_param import Flat
+from naranhi.distributed import agree
+from naranhi.zero.flat_param import FlatParam
 
 SMALL = 2**15  # numbers: of fewer, a message costs its start rather than its length
 
 
 class Unit:
-    """Modules and their parameters, in one `Flat` for each of their dtypes, and apart where frozen.
+    """Modules and their parameters, in one `FlatParam` for each of their dtypes, and apart where
+    frozen.
 
     number: its place among the units. The rest is the state of a step; `zero.Zero` says what it
     means.
@@ -116,7 +117,7 @@ def cut(model, units, groups, stage, precision, group):
         _require_mixed(model)
     computes_in = {one: _computes_in(precision, name, one) for name, one in named.items()}
     where = {one: name for name, one in model.named_modules()}
-    require_same(group, stage=stage, precision=precision,
+    agree(group, stage=stage, precision=precision,
                  units=[", ".join(where[one] for one in run) for run in runs],
                  parameter_groups={name_of[one]: number for one, number in group_of.items()})
     units, tags = [], count(1)
@@ -125,7 +126,7 @@ def cut(model, units, groups, stage, precision, group):
         kinds = {}
         for one in sorted(own, key=lambda one: group_of.get(one, 0)):
             kinds.setdefault((one.requires_grad, one.dtype), []).append((name_of[one], one))
-        flats = [Flat(some, group_of, stage, computes_in[some[0][1]], group, next(tags))
+        flats = [FlatParam(some, group_of, stage, computes_in[some[0][1]], group, next(tags))
                  for some in kinds.values()]
         if flats or run == root:
             units.append(Unit(len(units), names.get(run, "root"), run, flats))

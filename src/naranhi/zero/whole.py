@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from naranhi.autograd.hooks import ModuleHook
 from naranhi.collectives import ring
 from naranhi.collectives.chunks import overlap
-from naranhi.distributed import require_same
+from naranhi.distributed import agree
 
 
 class Whole:
@@ -79,7 +79,7 @@ class Whole:
                 if param.data_ptr() != view.data_ptr():  # `param.data = ...` was assigned
                     view.copy_(param.detach())
                 values[f"parameter {name}"] = view
-        require_same(self.zero.group, **values)
+        agree(self.zero.group, **values)
         for flat, row in rows.items():
             flat.master.copy_(row[flat.mine])
 

@@ -5,15 +5,15 @@ Every rank still computes with the whole model on its share of the batch, as in 
 (whose rule for the loss holds here); what it does not keep is sent to it when it needs it.
 
     zero = Zero(model, stage=3)
-    optimizer = torch.optim.AdamW(zero.groups, lr=1e-3)    # after sharding, over the shards
+    optimizer = torch.optim.AdamW(zero.param_groups, lr=1e-3)    # after sharding, over the shards
     with zero.no_sync():                                   # micro-batches, if there are several
         for inputs, targets in shares[:-1]:
             (loss(model(inputs), targets) / count).backward()
     (loss(model(inputs), targets) / count).backward()      # the last
-    zero.clip(1.0)                                         # if wanted
+    zero.clip_grad_norm_(1.0)                                         # if wanted
     zero.step(optimizer)                                   # or zero.zero_grad(), to leave one out
 
-The model is cut into *units*, each of them moved as one row of numbers (`flat_param.Flat`). At
+The model is cut into *units*, each of them moved as one row of numbers (`flat_param.FlatParam`). At
 stage 3:
 
     forward    gather a unit just before it computes, and the next while it does; free it after
@@ -36,10 +36,10 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from naranhi.collectives.chunks import overlap
-from naranhi.data_parallel import broadcast_buffers, make_equal
+from naranhi.data_parallel import broadcast_buffers, broadcast_parameters
 from naranhi.data_parallel.supported import require_same_parameters, require_supported
 from naranhi.data_parallel.sync import require_same_gradients
-from naranhi.distributed import require_same
+from naranhi.distributed import agree
 from naranhi.tensor_parallel.gradient_norm import norm_of_parts, norm_power, scale_to, split_over
 from naranhi.zero import checkpoint
 from naranhi.zero.memory import held
@@ -51,7 +51,7 @@ from naranhi.zero.units import cut
 class Zero(Passes):
     """The model sharded over the ranks; see the module for how a step goes.
 
-    model: made on every rank alike; construction calls `make_equal`.
+    model: made on every rank alike; construction calls `broadcast_parameters`.
     stage: 1, 2 or 3.
     units: modules to be moved as one, none inside of another; by default the model's children
         (and those of its lists of modules). The rest, and what several units share, is the root's,
@@ -64,7 +64,7 @@ class Zero(Passes):
         takes and returns fp32.
     buffers: whether `broadcast_buffers` ends each step.
     finite: whether the last backward of a step raises FloatingPointError, naming a parameter, where
-        a gradient is infinite or NaN. (`clip` finds that out in any case.)
+        a gradient is infinite or NaN. (`clip_grad_norm_` finds that out in any case.)
     tell: called as tell(event, name of the unit): "gather" and "gathered" when it begins and when
         it is known to have been, "compute" before its forward and before its backward, "free";
         "reduce" and "reduced" when its gradients begin to be summed and are known to have been.
@@ -82,7 +82,7 @@ class Zero(Passes):
 
     Hooks of others see what they would see without ZeRO: a module's run while its unit is gathered,
     a gradient's before it is summed. After that `.grad` is no gradient, and says so when it is used
-    (`absent_gradient`): `torch.nn.utils.clip_grad_norm_` would be wrong, and `clip` is right.
+    (`absent_gradient`): `torch.nn.utils.clip_grad_norm_` would be wrong, and Zero's own is right.
 
     What a unit takes and gives back may be nested in tuples, lists, dicts and dataclasses. Tensors
     in other objects are not seen: at stage 3 a backward through them finds no parameters.
@@ -102,8 +102,8 @@ class Zero(Passes):
         if not self.names:
             raise ValueError("no parameter of this model requires a gradient")
         require_supported(model, self.group)
-        make_equal(model, self.group)
-        require_same(self.group, buffers=buffers, finite=finite)
+        broadcast_parameters(model, self.group)
+        agree(self.group, buffers=buffers, finite=finite)
         self.units, options = cut(model, units, groups, stage, precision, self.group)
         self.root = self.units[-1]
         self.flats = [flat for unit in self.units for flat in unit.trained]
@@ -111,7 +111,7 @@ class Zero(Passes):
         super().__init__()
 
     @property
-    def groups(self):
+    def param_groups(self):
         """The shards as parameter groups, for an element-wise optimizer of torch's. New dicts each
         time, because an optimizer writes its defaults into those that it is given."""
         return [{"params": [flat.pieces[number] for flat in self.flats if number in flat.pieces],
@@ -131,7 +131,8 @@ class Zero(Passes):
 
     def synchronize(self):
         """End the step's sums, if that is still to be done, since all its backwards were in
-        `no_sync()` (or, on a rank, there was none). `clip` and `step` call it, on every rank."""
+        `no_sync()` (or, on a rank, there was none). `clip_grad_norm_` and `step` call it, on every
+        rank."""
         self._require_end()
         if not self._complete:
             self._last = True
@@ -170,8 +171,8 @@ class Zero(Passes):
         """What this rank's shards add to the norm of all: see `gradient_norm.norm_power`."""
         return norm_power(self.shard_gradients(), norm_type)
 
-    def clip(self, largest, norm_type=2.0):
-        """Scale the gradients down to a global norm of at most `largest`; the norm they had.
+    def clip_grad_norm_(self, max_norm, norm_type=2.0):
+        """Scale the gradients down to a global norm of at most `max_norm`; the norm they had.
 
         The norm of the whole model, as `torch.nn.utils.clip_grad_norm_` has it in one process: over
         all ranks' shards, and over the tensor groups whose ranks hold parts of a layer, all ranks
@@ -185,7 +186,7 @@ class Zero(Passes):
                 for parameter, part in zip(flat.parameters, flat.gradient_parts(), strict=True):
                     parts[split.get(parameter)].append(part)
         norm = norm_of_parts(parts, norm_type, [self.group], gradients[0].device)
-        scale_to(gradients, largest, norm)
+        scale_to(gradients, max_norm, norm)
         return norm
 
     def step(self, optimizer):

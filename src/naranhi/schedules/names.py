@@ -1,0 +1,35 @@
+"""Schedules by name, as command lines give them."""
+
+from collections.abc import Callable
+
+from naranhi.schedules.asynchronous import pipedream, pipedream_2bw
+from naranhi.schedules.flush import gpipe, inter_layer, interleaved, one_f_one_b
+from naranhi.schedules.schedule import Schedule
+from naranhi.schedules.zero_bubble import zero_bubble_h1, zero_bubble_h2
+
+OURS = {
+    make.__name__: make
+    for make in (
+        inter_layer,
+        gpipe,
+        one_f_one_b,
+        interleaved,
+        zero_bubble_h1,
+        zero_bubble_h2,
+        pipedream,
+        pipedream_2bw,
+    )
+}
+# As `torch.distributed.pipelining.schedules.get_schedule_class` has them.
+TORCH = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved1f1b": interleaved}
+
+
+def get(name: str) -> Callable[..., Schedule]:
+    """Return the function that makes a schedule, by its name here or in torch, in any case.
+
+    `get("1F1B")` is `one_f_one_b`. Raises ValueError for a name that nobody knows.
+    """
+    make = OURS.get(name.lower()) or TORCH.get(name.lower())
+    if make is None:
+        raise ValueError(f"schedule {name!r} does not exist; choose one of {', '.join(OURS)}")
+    return make
