@@ -26,10 +26,23 @@ RANKS = 4
 # The strokes of 나란히, each syllable in a square of side 1, y counting down; a stroke is a line
 # through its points, and (x, y, radius) is a circle.
 NARANHI = (
-    ([(.06, .12), (.06, .76), (.54, .76)], [(.74, 0), (.74, 1)], [(.74, .47), (.97, .47)]),
-    ([(.06, .03), (.52, .03), (.52, .26), (.06, .26), (.06, .49), (.56, .49)],
-     [(.76, 0), (.76, .62)], [(.76, .29), (.98, .29)], [(.16, .7), (.16, .98), (.84, .98)]),
-    ([(.2, .02), (.44, .02)], [(.02, .24), (.62, .24)], (.32, .64, .22), [(.84, 0), (.84, 1)]),
+    (
+        [(0.06, 0.12), (0.06, 0.76), (0.54, 0.76)],
+        [(0.74, 0), (0.74, 1)],
+        [(0.74, 0.47), (0.97, 0.47)],
+    ),
+    (
+        [(0.06, 0.03), (0.52, 0.03), (0.52, 0.26), (0.06, 0.26), (0.06, 0.49), (0.56, 0.49)],
+        [(0.76, 0), (0.76, 0.62)],
+        [(0.76, 0.29), (0.98, 0.29)],
+        [(0.16, 0.7), (0.16, 0.98), (0.84, 0.98)],
+    ),
+    (
+        [(0.2, 0.02), (0.44, 0.02)],
+        [(0.02, 0.24), (0.62, 0.24)],
+        (0.32, 0.64, 0.22),
+        [(0.84, 0), (0.84, 1)],
+    ),
 )
 
 
@@ -45,20 +58,35 @@ def hero():
     for number, step in enumerate(steps):
         x = left + pitch * number
         if number in (0, RANKS):
-            ax.text(x + 0.05, top - 1.2, "reduce-scatter" if number == 0 else "all-gather",
-                    color=INK, fontsize=9.5, weight="bold")
-        ax.text(x + 0.05, top - 0.3, f"step {number}" if number else "start", color=INK,
-                fontsize=8.5)
+            ax.text(
+                x + 0.05,
+                top - 1.2,
+                "reduce-scatter" if number == 0 else "all-gather",
+                color=INK,
+                fontsize=9.5,
+                weight="bold",
+            )
+        ax.text(
+            x + 0.05, top - 0.3, f"step {number}" if number else "start", color=INK, fontsize=8.5
+        )
         draw_steps(ax, x, top, step)
         draw_messages(ax, x, top, gap, step)
-    return fig, (f"나란히, side by side: a ring all-reduce on {RANKS} ranks in {len(steps) - 1} "
-                 "steps. Each rank begins with its own colour and ends with all of them.")
+    return fig, (
+        f"나란히, side by side: a ring all-reduce on {RANKS} ranks in {len(steps) - 1} "
+        "steps. Each rank begins with its own colour and ends with all of them."
+    )
 
 
 def write_name(ax, x, y, side):
     """나란히, `side` high."""
-    style = {"fill": False, "edgecolor": INK, "linewidth": side * 2.3, "capstyle": "round",
-             "joinstyle": "round", "clip_on": False}
+    style = {
+        "fill": False,
+        "edgecolor": INK,
+        "linewidth": side * 2.3,
+        "capstyle": "round",
+        "joinstyle": "round",
+        "clip_on": False,
+    }
     for i, strokes in enumerate(NARANHI):
         at = x + i * side * 1.26
         for stroke in strokes:
@@ -66,25 +94,37 @@ def write_name(ax, x, y, side):
                 cx, cy, radius = stroke
                 ax.add_patch(Circle((at + cx * side, y + cy * side), radius * side, **style))
             else:
-                ax.add_patch(PathPatch(
-                    Line([(at + px * side, y + py * side) for px, py in stroke]), **style))
+                ax.add_patch(
+                    PathPatch(Line([(at + px * side, y + py * side) for px, py in stroke]), **style)
+                )
 
 
 def mark():
     """A bar of each rank, side by side."""
     fig, ax = canvas(RANKS, RANKS, 0.12)
     for rank, color in enumerate(COLORS):
-        ax.add_patch(FancyBboxPatch((rank + 0.16, 0.2), 0.68, RANKS - 0.4, facecolor=color,
-                                    edgecolor="none", clip_on=False,
-                                    boxstyle="round,pad=0,rounding_size=0.3"))
+        ax.add_patch(
+            FancyBboxPatch(
+                (rank + 0.16, 0.2),
+                0.68,
+                RANKS - 0.4,
+                facecolor=color,
+                edgecolor="none",
+                clip_on=False,
+                boxstyle="round,pad=0,rounding_size=0.3",
+            )
+        )
     return fig, "Four bars side by side"
 
 
 def pictures():
     """The text of every picture by its file's name."""
-    drawn = {"hero": hero(), "mark": mark(),
-             "ring": (draw_ring(RANKS), f"The steps of a ring all-reduce on {RANKS} ranks"),
-             "tree": (draw_tree(RANKS), f"The rounds of a broadcast to {RANKS} ranks")}
+    drawn = {
+        "hero": hero(),
+        "mark": mark(),
+        "ring": (draw_ring(RANKS), f"The steps of a ring all-reduce on {RANKS} ranks"),
+        "tree": (draw_tree(RANKS), f"The rounds of a broadcast to {RANKS} ranks"),
+    }
     for name in definitions.COLLECTIVES:
         drawn[name] = draw_collective(name, RANKS), f"{name}, before and after, on {RANKS} ranks"
     return {f"{name}.svg": svg_file(*picture) for name, picture in drawn.items()}

@@ -79,7 +79,8 @@ def _compare(what, actual, expected, tolerance, where=""):
     """Raise AssertionError at the first difference. A tolerance of None means to the bit."""
     actual, expected = (
         torch.as_tensor(x) if hasattr(x, "__array__") and not isinstance(x, Number) else x
-        for x in (actual, expected))
+        for x in (actual, expected)
+    )
     if isinstance(actual, torch.Tensor) or isinstance(expected, torch.Tensor):
         return _compare_tensors(what, actual, expected, tolerance, where)
     if isinstance(actual, Number) and isinstance(expected, Number):
@@ -89,8 +90,10 @@ def _compare(what, actual, expected, tolerance, where=""):
         if tolerance is None or not tolerance.allows(gap, expected):
             _fail(what, where, f"{actual!r}, expected {expected!r}, {_off(gap, tolerance)}")
     elif isinstance(actual, dict) and isinstance(expected, dict):
-        for word, keys in (("lacks", expected.keys() - actual.keys()),
-                           ("should not have", actual.keys() - expected.keys())):
+        for word, keys in (
+            ("lacks", expected.keys() - actual.keys()),
+            ("should not have", actual.keys() - expected.keys()),
+        ):
             if keys:
                 _fail(what, where, f"{word} {', '.join(sorted(map(repr, keys)))}")
         for key in expected:
@@ -131,9 +134,12 @@ def _compare_tensors(what, actual, expected, tolerance, where):
     index = torch.unravel_index(badness.where(differs, -1.0).argmax(), gap.shape)
     place = f"{where}[{', '.join(str(int(i)) for i in index)}]" if index else where
     count = f"{int(differs.sum())} of {a.numel()} values differ, the most " if index else ""
-    _fail(what, place,
-          f"{a[index].item()!r}, expected {e[index].item()!r}, "
-          f"{_off(gap[index].item(), tolerance)}", count)
+    _fail(
+        what,
+        place,
+        f"{a[index].item()!r}, expected {e[index].item()!r}, {_off(gap[index].item(), tolerance)}",
+        count,
+    )
 
 
 def _tensor(value, like):

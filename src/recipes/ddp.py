@@ -1,6 +1,6 @@
 """Train GPT-2 with DistributedDataParallel: the whole model on each rank, other rows on each.
 
-    torchrun --standalone --nproc-per-node 4 ddp.py
+torchrun --standalone --nproc-per-node 4 ddp.py
 """
 
 import torch.distributed as dist
@@ -25,8 +25,14 @@ def main():
     parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
     data = load_passages(options)
     sampler = DistributedSampler(data, seed=options.seed)  # the same order, other rows of it
-    loader = DataLoader(data, options.batch // ranks, sampler=sampler, drop_last=True,
-                        num_workers=1, collate_fn=Collate(options, model.config.n_positions))
+    loader = DataLoader(
+        data,
+        options.batch // ranks,
+        sampler=sampler,
+        drop_last=True,
+        num_workers=1,
+        collate_fn=Collate(options, model.config.n_positions),
+    )
     optimizer = make_optimizer(options, model.parameters())
 
     for step, batch in zip(range(options.steps), loader, strict=False):

@@ -1,7 +1,7 @@
 """Train GPT-2 on DeepSpeed's pipeline engine: the model as a list of layers, cut by the engine.
 
-    deepspeed --num_gpus 4 deepspeed_pipeline.py                    on a node of GPUs
-    torchrun --standalone --nproc-per-node 4 deepspeed_pipeline.py  anywhere
+deepspeed --num_gpus 4 deepspeed_pipeline.py                    on a node of GPUs
+torchrun --standalone --nproc-per-node 4 deepspeed_pipeline.py  anywhere
 """
 
 import deepspeed
@@ -35,15 +35,24 @@ class Embedding(torch.nn.Module):
         self.wte, self.wpe = model.transformer.wte, model.transformer.wpe
 
     def forward(self, tokens):
-        return self.wte(tokens) + self.wpe.weight[:tokens.shape[1]]
+        return self.wte(tokens) + self.wpe.weight[: tokens.shape[1]]
 
 
 def layers(model):
     """GPT-2 as a list, of which the engine keeps those of its stage."""
-    head = TiedLayerSpec("embedding", Embedding, model, tied_weight_attr="wte.weight",
-                         forward_fn=lambda layer, x: x @ layer.wte.weight.t())
-    return [TiedLayerSpec("embedding", Embedding, model, tied_weight_attr="wte.weight"),
-            *model.transformer.h, model.transformer.ln_f, head]
+    head = TiedLayerSpec(
+        "embedding",
+        Embedding,
+        model,
+        tied_weight_attr="wte.weight",
+        forward_fn=lambda layer, x: x @ layer.wte.weight.t(),
+    )
+    return [
+        TiedLayerSpec("embedding", Embedding, model, tied_weight_attr="wte.weight"),
+        *model.transformer.h,
+        model.transformer.ln_f,
+        head,
+    ]
 
 
 def main():
@@ -56,18 +65,34 @@ def main():
         targets, count = labels
         return pieces * summed_cross_entropy(logits, targets) / count[0]
 
-    module = PipelineModule(layers(model), num_stages=ranks, loss_fn=loss_fn,
-                            partition_method="uniform", dynamic_shape=True)
+    module = PipelineModule(
+        layers(model),
+        num_stages=ranks,
+        loss_fn=loss_fn,
+        partition_method="uniform",
+        dynamic_shape=True,
+    )
     optimizer = make_optimizer(options, module.parameters())
-    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config={
-        "train_batch_size": options.batch,
-        "train_micro_batch_size_per_gpu": options.batch // pieces,  # else one micro-batch
-        "gradient_clipping": 0.0,
-        "steps_per_print": 10**9})
+    engine, *_ = deepspeed.initialize(
+        model=module,
+        optimizer=optimizer,
+        config={
+            "train_batch_size": options.batch,
+            "train_micro_batch_size_per_gpu": options.batch // pieces,  # else one micro-batch
+            "gradient_clipping": 0.0,
+            "steps_per_print": 10**9,
+        },
+    )
     data = load_passages(options)
     sampler = RandomSampler(data, generator=torch.Generator().manual_seed(options.seed))
-    loader = DataLoader(data, options.batch, sampler=sampler, drop_last=True, num_workers=1,
-                        collate_fn=Collate(options, model.config.n_positions))
+    loader = DataLoader(
+        data,
+        options.batch,
+        sampler=sampler,
+        drop_last=True,
+        num_workers=1,
+        collate_fn=Collate(options, model.config.n_positions),
+    )
 
     def micro_batches():
         for batch in loader:

@@ -1,7 +1,7 @@
 """Train GPT-2 with DeepSpeed's ZeRO: the stage is a number in the configuration.
 
-    deepspeed --num_gpus 4 deepspeed_zero.py --stage 3          on a node of GPUs
-    torchrun --standalone --nproc-per-node 4 deepspeed_zero.py  anywhere; on CPUs DS_ACCELERATOR=cpu
+deepspeed --num_gpus 4 deepspeed_zero.py --stage 3          on a node of GPUs
+torchrun --standalone --nproc-per-node 4 deepspeed_zero.py  anywhere; on CPUs DS_ACCELERATOR=cpu
 """
 
 from itertools import islice
@@ -36,18 +36,28 @@ def main():
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = load_model(options)
     engine, *_ = deepspeed.initialize(
-        model=model, optimizer=make_optimizer(options, model.parameters()), config={
+        model=model,
+        optimizer=make_optimizer(options, model.parameters()),
+        config={
             "train_batch_size": options.batch,
             "gradient_accumulation_steps": 1,
             "zero_allow_untested_optimizer": True,  # it knows Adam, and asks about others
             "zero_optimization": {"stage": options.stage},
             "bf16": {"enabled": options.bf16},
             "gradient_clipping": 0.0,
-            "steps_per_print": 10**9})
+            "steps_per_print": 10**9,
+        },
+    )
     data = load_passages(options)
     sampler = DistributedSampler(data, seed=options.seed)
-    loader = DataLoader(data, options.batch // ranks, sampler=sampler, drop_last=True,
-                        num_workers=1, collate_fn=Collate(options, model.config.n_positions))
+    loader = DataLoader(
+        data,
+        options.batch // ranks,
+        sampler=sampler,
+        drop_last=True,
+        num_workers=1,
+        collate_fn=Collate(options, model.config.n_positions),
+    )
 
     start = 0
     if options.resume:

@@ -1,7 +1,7 @@
 """Train GPT-2 with fully_shard (FSDP2): each rank has a shard of every parameter.
 
-    torchrun --standalone --nproc-per-node 4 fsdp.py --bf16 --save state
-    torchrun --standalone --nproc-per-node 2 fsdp.py --bf16 --save state --resume --steps 100
+torchrun --standalone --nproc-per-node 4 fsdp.py --bf16 --save state
+torchrun --standalone --nproc-per-node 2 fsdp.py --bf16 --save state --resume --steps 100
 """
 
 from itertools import islice
@@ -54,16 +54,23 @@ def main():
     model = shard(options, device)
     data = load_passages(options)
     sampler = DistributedSampler(data, seed=options.seed)
-    loader = DataLoader(data, options.batch // ranks, sampler=sampler, drop_last=True,
-                        num_workers=1, collate_fn=Collate(options, model.config.n_positions))
+    loader = DataLoader(
+        data,
+        options.batch // ranks,
+        sampler=sampler,
+        drop_last=True,
+        num_workers=1,
+        collate_fn=Collate(options, model.config.n_positions),
+    )
     optimizer = make_optimizer(options, model.parameters())
 
     state = {"step": 0}
     if options.resume:
         state["model"], state["optimizer"] = states.get_state_dict(model, optimizer)
         dcp.load(state, checkpoint_id=options.save)  # shards for as many ranks as there are now
-        states.set_state_dict(model, optimizer, model_state_dict=state["model"],
-                              optim_state_dict=state["optimizer"])
+        states.set_state_dict(
+            model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
     for step, batch in enumerate(islice(loader, state["step"], options.steps), state["step"]):
         batch = batch.to(device)
         count = (batch["targets"] != IGNORE_INDEX).sum()

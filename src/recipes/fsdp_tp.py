@@ -1,6 +1,6 @@
 """Train GPT-2 on a 2-D mesh: layers are cut across `tp` ranks, and their parts by fully_shard.
 
-    torchrun --standalone --nproc-per-node 4 fsdp_tp.py --tp 2
+torchrun --standalone --nproc-per-node 4 fsdp_tp.py --tp 2
 """
 
 import torch
@@ -38,8 +38,12 @@ def cut(model, mesh):
     """Attention by heads and the MLP by columns, then rows: one all-reduce after each."""
     ranks = mesh.size()
     for block in model.transformer.h:
-        for parent, name in ((block.attn, "c_attn"), (block.attn, "c_proj"),
-                             (block.mlp, "c_fc"), (block.mlp, "c_proj")):
+        for parent, name in (
+            (block.attn, "c_attn"),
+            (block.attn, "c_proj"),
+            (block.mlp, "c_fc"),
+            (block.mlp, "c_proj"),
+        ):
             setattr(parent, name, as_linear(getattr(parent, name)))
         # The rows are all queries, then all keys, then all values. A rank takes rows in a run, so
         # first put the queries, keys and values of each rank's heads next to each other.
@@ -47,16 +51,24 @@ def cut(model, mesh):
         for tensor in (qkv.weight, qkv.bias):
             tensor.data = tensor.data.unflatten(0, (3, ranks, -1)).transpose(0, 1).flatten(0, 2)
         block.attn.split_size //= ranks
-        parallelize_module(block, mesh, {
-            "attn.c_attn": ColwiseParallel(), "attn.c_proj": RowwiseParallel(),
-            "mlp.c_fc": ColwiseParallel(), "mlp.c_proj": RowwiseParallel()})
+        parallelize_module(
+            block,
+            mesh,
+            {
+                "attn.c_attn": ColwiseParallel(),
+                "attn.c_proj": RowwiseParallel(),
+                "mlp.c_fc": ColwiseParallel(),
+                "mlp.c_proj": RowwiseParallel(),
+            },
+        )
 
 
 def main():
     options, device = arguments(), join()
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    mesh = init_device_mesh(device.type, (ranks // options.tp, options.tp),
-                            mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(
+        device.type, (ranks // options.tp, options.tp), mesh_dim_names=("dp", "tp")
+    )
     shares, share = mesh["dp"].size(), mesh["dp"].get_local_rank()
     model = load_model(options).to(device)
     cut(model, mesh["tp"])
@@ -66,8 +78,14 @@ def main():
     data = load_passages(options)
     # The ranks of a tp group work on the same rows.
     sampler = DistributedSampler(data, shares, share, seed=options.seed)
-    loader = DataLoader(data, options.batch // shares, sampler=sampler, drop_last=True,
-                        num_workers=1, collate_fn=Collate(options, model.config.n_positions))
+    loader = DataLoader(
+        data,
+        options.batch // shares,
+        sampler=sampler,
+        drop_last=True,
+        num_workers=1,
+        collate_fn=Collate(options, model.config.n_positions),
+    )
     optimizer = make_optimizer(options, model.parameters())
 
     for step, batch in zip(range(options.steps), loader, strict=False):

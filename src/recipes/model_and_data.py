@@ -17,15 +17,21 @@ IGNORE_INDEX = -100  # the target that a loss leaves out
 def parser(description):
     """The options of every recipe; each may add its own."""
     options = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = options.add_argument
     add("--model", default=SMALL / "gpt2", help="a name on the hub (gpt2), or a folder")
     add("--data", default=SMALL / "text", help="likewise (rajpurkar/squad), with a column context")
     add("--batch", type=int, default=8, help="passages in a step, over all ranks; default: 8")
     add("--steps", type=int, default=50, help="default: 50")
     add("--lr", type=float, default=1e-3, help="learning rate; default: 0.001")
-    add("--optimizer", choices=["adamw", "sgd"], default="adamw", help="default: adamw, whose "
-        "steps hide gradients that are too large or too small by a factor; sgd's show it")
+    add(
+        "--optimizer",
+        choices=["adamw", "sgd"],
+        default="adamw",
+        help="default: adamw, whose "
+        "steps hide gradients that are too large or too small by a factor; sgd's show it",
+    )
     add("--seed", type=int, default=0, help="of weights and order; default: 0")
     return options
 
@@ -59,8 +65,13 @@ class Collate:
 
     def __call__(self, rows):
         batch = self.tokenizer(
-            [row["context"] for row in rows], return_tensors="pt", padding=self.padding,
-            padding_side="right", truncation=True, max_length=self.positions)
+            [row["context"] for row in rows],
+            return_tensors="pt",
+            padding=self.padding,
+            padding_side="right",
+            truncation=True,
+            max_length=self.positions,
+        )
         tokens = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, IGNORE_INDEX)
         batch["targets"] = pad(tokens[:, 1:], (0, 1), value=IGNORE_INDEX)
         return batch
@@ -68,8 +79,9 @@ class Collate:
 
 def summed_cross_entropy(logits, targets):
     """Return the loss summed over all targets: by what to divide it, only the whole step knows."""
-    return cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum",
-                         ignore_index=IGNORE_INDEX)
+    return cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=IGNORE_INDEX
+    )
 
 
 def summed_loss(model, batch):

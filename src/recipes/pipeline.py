@@ -1,6 +1,6 @@
 """Train GPT-2 on a pipeline of torch.distributed.pipelining: each rank has a run of its blocks.
 
-    torchrun --standalone --nproc-per-node 4 pipeline.py --microbatches 4
+torchrun --standalone --nproc-per-node 4 pipeline.py --microbatches 4
 """
 
 import torch
@@ -32,13 +32,13 @@ class Stage(torch.nn.Module):
         super().__init__()
         gpt, blocks = model.transformer, list(model.transformer.h)
         ends = [len(blocks) * (one + 1) // ranks for one in range(-1, ranks)]
-        self.blocks = torch.nn.ModuleList(blocks[ends[rank]:ends[rank + 1]])
+        self.blocks = torch.nn.ModuleList(blocks[ends[rank] : ends[rank + 1]])
         self.wte, self.wpe = (gpt.wte, gpt.wpe) if rank == 0 else (None, None)
         self.ln_f, self.head = (gpt.ln_f, model.lm_head) if rank == ranks - 1 else (None, None)
 
     def forward(self, x):
         if self.wte is not None:
-            x = self.wte(x) + self.wpe.weight[:x.shape[1]]
+            x = self.wte(x) + self.wpe.weight[: x.shape[1]]
         for block in self.blocks:  # attention is causal, and padding comes last: no mask is needed
             x = block(x)
         return x if self.head is None else self.head(self.ln_f(x))
@@ -56,12 +56,22 @@ def main():
     def loss_fn(logits, targets):  # of a micro-batch
         return summed_cross_entropy(logits, targets) / count
 
-    schedule = Schedule1F1B(PipelineStage(stage, rank, ranks, device), options.microbatches,
-                            loss_fn=loss_fn, scale_grads=False)
+    schedule = Schedule1F1B(
+        PipelineStage(stage, rank, ranks, device),
+        options.microbatches,
+        loss_fn=loss_fn,
+        scale_grads=False,
+    )
     data = load_passages(options)
     sampler = RandomSampler(data, generator=torch.Generator().manual_seed(options.seed))
-    loader = DataLoader(data, options.batch, sampler=sampler, drop_last=True, num_workers=1,
-                        collate_fn=Collate(options, model.config.n_positions, "max_length"))
+    loader = DataLoader(
+        data,
+        options.batch,
+        sampler=sampler,
+        drop_last=True,
+        num_workers=1,
+        collate_fn=Collate(options, model.config.n_positions, "max_length"),
+    )
     optimizer = make_optimizer(options, stage.parameters())
 
     for step, batch in zip(range(options.steps), loader, strict=False):

@@ -1,7 +1,7 @@
 """Train GPT-2 on one device: the script that the other recipes distribute.
 
-    python single.py                                        a small GPT-2 and the book's own text
-    python single.py --model gpt2 --data rajpurkar/squad    both from the Hugging Face hub
+python single.py                                        a small GPT-2 and the book's own text
+python single.py --model gpt2 --data rajpurkar/squad    both from the Hugging Face hub
 """
 
 import torch
@@ -23,8 +23,14 @@ def main():
     model = load_model(options).to(device)
     data = load_passages(options)
     sampler = RandomSampler(data, generator=torch.Generator().manual_seed(options.seed))
-    loader = DataLoader(data, options.batch, sampler=sampler, drop_last=True, num_workers=1,
-                        collate_fn=Collate(options, model.config.n_positions))
+    loader = DataLoader(
+        data,
+        options.batch,
+        sampler=sampler,
+        drop_last=True,
+        num_workers=1,
+        collate_fn=Collate(options, model.config.n_positions),
+    )
     optimizer = make_optimizer(options, model.parameters())
 
     for step, batch in zip(range(options.steps), loader, strict=False):

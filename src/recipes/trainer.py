@@ -1,8 +1,8 @@
 """Train GPT-2 with transformers' Trainer: the shortest way, which decides the rest by itself.
 
-    python trainer.py                                           one device
-    torchrun --standalone --nproc-per-node 4 trainer.py         DistributedDataParallel
-    accelerate launch --num_processes 4 --use_fsdp trainer.py   FSDP
+python trainer.py                                           one device
+torchrun --standalone --nproc-per-node 4 trainer.py         DistributedDataParallel
+accelerate launch --num_processes 4 --use_fsdp trainer.py   FSDP
 """
 
 import os
@@ -33,16 +33,32 @@ def main():
         return batch
 
     ranks = int(os.environ.get("WORLD_SIZE", 1))
-    Trainer(model, TrainingArguments(
-        output_dir="trainer", max_steps=options.steps, learning_rate=options.lr, seed=options.seed,
-        per_device_train_batch_size=options.batch // ranks, lr_scheduler_type="constant",
-        optim={"adamw": "adamw_torch", "sgd": "sgd"}[options.optimizer],
-        weight_decay=0.01 if options.optimizer == "adamw" else 0.0, max_grad_norm=0.0,
-        train_sampling_strategy="sequential",
-        logging_steps=1, logging_nan_inf_filter=False, save_strategy="no", report_to="none",
-        remove_unused_columns=False, disable_tqdm=True, dataloader_drop_last=True,
-        use_cpu=not torch.cuda.is_available()),
-        data_collator=with_labels, train_dataset=data.select(order), callbacks=[Print()]).train()
+    Trainer(
+        model,
+        TrainingArguments(
+            output_dir="trainer",
+            max_steps=options.steps,
+            learning_rate=options.lr,
+            seed=options.seed,
+            per_device_train_batch_size=options.batch // ranks,
+            lr_scheduler_type="constant",
+            optim={"adamw": "adamw_torch", "sgd": "sgd"}[options.optimizer],
+            weight_decay=0.01 if options.optimizer == "adamw" else 0.0,
+            max_grad_norm=0.0,
+            train_sampling_strategy="sequential",
+            logging_steps=1,
+            logging_nan_inf_filter=False,
+            save_strategy="no",
+            report_to="none",
+            remove_unused_columns=False,
+            disable_tqdm=True,
+            dataloader_drop_last=True,
+            use_cpu=not torch.cuda.is_available(),
+        ),
+        data_collator=with_labels,
+        train_dataset=data.select(order),
+        callbacks=[Print()],
+    ).train()
 
 
 if __name__ == "__main__":

@@ -21,7 +21,8 @@ def main():
         sys.exit(f"no work's name contains one of {words}")
     start = time.monotonic()
     rows = harness.measured(
-        works, report=lambda text: print(text, flush=True), seconds=harness.SECONDS)
+        works, report=lambda text: print(text, flush=True), seconds=harness.SECONDS
+    )
     harness.write(rows, OUTPUT)
     print(f"\n{harness.table(rows)}\n")
     seconds = time.monotonic() - start

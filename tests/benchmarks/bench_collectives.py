@@ -52,8 +52,10 @@ def all_reduce(group, bytes):
 
         return run
 
-    make = {"naranhi": partial(in_place, collectives.all_reduce),
-            "gloo": partial(in_place, dist.all_reduce)}
+    make = {
+        "naranhi": partial(in_place, collectives.all_reduce),
+        "gloo": partial(in_place, dist.all_reduce),
+    }
     return Contenders(make, limit=shift("all_reduce", bytes, group))
 
 

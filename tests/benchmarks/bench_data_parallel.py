@@ -27,8 +27,9 @@ RANKS, BLOCKS, ROWS = 2, 8, 64
 
 
 def works():
-    return [Work(f"data parallel, width {width}", RANKS, contenders, (width,))
-            for width in (512, 32)]
+    return [
+        Work(f"data parallel, width {width}", RANKS, contenders, (width,)) for width in (512, 32)
+    ]
 
 
 def contenders(group, width):
@@ -87,8 +88,11 @@ class Training:
 
     def torch(self):
         model = DistributedDataParallel(
-            copy.deepcopy(self.model), process_group=self.group, gradient_as_bucket_view=True,
-            static_graph=True)
+            copy.deepcopy(self.model),
+            process_group=self.group,
+            gradient_as_bucket_view=True,
+            static_graph=True,
+        )
 
         def run():
             model.zero_grad()
@@ -108,9 +112,16 @@ class Training:
 
         model = copy.deepcopy(self.model)
         optimizer = Take(model.parameters(), lr=0.0)
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config={
-            "train_micro_batch_size_per_gpu": ROWS, "gradient_clipping": 0.0,
-            "zero_optimization": {"stage": 0}, "steps_per_print": 10**9})
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=optimizer,
+            config={
+                "train_micro_batch_size_per_gpu": ROWS,
+                "gradient_clipping": 0.0,
+                "zero_optimization": {"stage": 0},
+                "steps_per_print": 10**9,
+            },
+        )
 
         def run():
             engine.backward(self.ranks * self.loss(engine))

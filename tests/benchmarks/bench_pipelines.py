@@ -36,10 +36,17 @@ RANKS, BLOCKS, MICROBATCHES, ROWS = 2, 8, 8, 256
 
 
 def works():
-    kinds = {"GPipe": gpipe, "1F1B": one_f_one_b, "interleaved": interleaved,
-             "zero-bubble": zero_bubble}
-    return [Work(f"{name}, width {width}", RANKS, kind, (width,), memory=width == 512)
-            for name, kind in kinds.items() for width in (512, 32)]
+    kinds = {
+        "GPipe": gpipe,
+        "1F1B": one_f_one_b,
+        "interleaved": interleaved,
+        "zero-bubble": zero_bubble,
+    }
+    return [
+        Work(f"{name}, width {width}", RANKS, kind, (width,), memory=width == 512)
+        for name, kind in kinds.items()
+        for width in (512, 32)
+    ]
 
 
 def gpipe(group, width):
@@ -73,13 +80,16 @@ def interleaved(group, width):
 
 def zero_bubble(group, width):
     training = Training(width, group)
-    h1, h2 = (schedule(RANKS, MICROBATCHES)
-              for schedule in (schedules.zero_bubble_h1, schedules.zero_bubble_h2))
+    h1, h2 = (
+        schedule(RANKS, MICROBATCHES)
+        for schedule in (schedules.zero_bubble_h1, schedules.zero_bubble_h2)
+    )
     make = {
         "naranhi H1": partial(training.naranhi, h1, splittable),
         "naranhi H2": partial(training.naranhi, h2, splittable),
-        "torch ScheduleInterleavedZeroBubble":
-            partial(training.torch, ScheduleInterleavedZeroBubble),
+        "torch ScheduleInterleavedZeroBubble": partial(
+            training.torch, ScheduleInterleavedZeroBubble
+        ),
     }
     return training.contenders(make, waiting=(RANKS - 1) / 3)
 
@@ -102,8 +112,9 @@ class Training:
     def mine(self):
         """The rank's parts of a copy of the model, {virtual stage: module}."""
         parts = pipeline.cut(copy.deepcopy(self.layers), self.stages)
-        return {stage: nn.Sequential(*parts[stage])
-                for stage in range(self.rank, self.stages, RANKS)}
+        return {
+            stage: nn.Sequential(*parts[stage]) for stage in range(self.rank, self.stages, RANKS)
+        }
 
     def loss(self, output, target):
         return squared_error(output, target) / self.count
@@ -121,11 +132,14 @@ class Training:
 
     def torch(self, kind):
         mine = self.mine()
-        stages = [PipelineStage(module, stage, self.stages, torch.device("cpu"), group=self.group)
-                  for stage, module in mine.items()]
+        stages = [
+            PipelineStage(module, stage, self.stages, torch.device("cpu"), group=self.group)
+            for stage, module in mine.items()
+        ]
         single = kind in (ScheduleGPipe, Schedule1F1B)
-        engine = kind(stages[0] if single else stages, MICROBATCHES, loss_fn=self.loss,
-                      scale_grads=False)
+        engine = kind(
+            stages[0] if single else stages, MICROBATCHES, loss_fn=self.loss, scale_grads=False
+        )
         parameters = list(nn.ModuleList(mine.values()).parameters())
 
         def run():
@@ -140,8 +154,13 @@ class Training:
 
     def torchgpipe(self):
         layers = copy.deepcopy(self.layers)
-        engine = GPipe(nn.Sequential(*layers), [BLOCKS // RANKS] * RANKS, devices=["cpu"] * RANKS,
-                       chunks=MICROBATCHES, checkpoint="never")
+        engine = GPipe(
+            nn.Sequential(*layers),
+            [BLOCKS // RANKS] * RANKS,
+            devices=["cpu"] * RANKS,
+            chunks=MICROBATCHES,
+            checkpoint="never",
+        )
         mine = nn.Sequential(*pipeline.cut(layers, RANKS)[self.rank])
         ran = False
 
@@ -165,16 +184,26 @@ class Training:
                 self.taken = gradients(module.parameters())
 
         module = deepspeed.PipelineModule(
-            copy.deepcopy(self.layers), num_stages=RANKS, partition_method="uniform",
+            copy.deepcopy(self.layers),
+            num_stages=RANKS,
+            partition_method="uniform",
             # DeepSpeed divides by the number of micro-batches.
-            loss_fn=lambda output, target: MICROBATCHES * self.loss(output, target))
+            loss_fn=lambda output, target: MICROBATCHES * self.loss(output, target),
+        )
         optimizer = Take(module.parameters(), lr=0.0)
-        engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config={
-            "train_micro_batch_size_per_gpu": ROWS // MICROBATCHES,
-            "gradient_accumulation_steps": MICROBATCHES, "gradient_clipping": 0.0,
-            "steps_per_print": 10**9})
-        pieces = list(zip(self.inputs.chunk(MICROBATCHES), self.targets.chunk(MICROBATCHES),
-                          strict=True))
+        engine, *_ = deepspeed.initialize(
+            model=module,
+            optimizer=optimizer,
+            config={
+                "train_micro_batch_size_per_gpu": ROWS // MICROBATCHES,
+                "gradient_accumulation_steps": MICROBATCHES,
+                "gradient_clipping": 0.0,
+                "steps_per_print": 10**9,
+            },
+        )
+        pieces = list(
+            zip(self.inputs.chunk(MICROBATCHES), self.targets.chunk(MICROBATCHES), strict=True)
+        )
 
         def run():
             engine.train_batch(iter(pieces))
@@ -186,8 +215,9 @@ class Training:
         """One process, all layers, a micro-batch after the other."""
         model = nn.Sequential(*self.layers)
         clear(model.parameters())
-        for x, y in zip(self.inputs.chunk(MICROBATCHES), self.targets.chunk(MICROBATCHES),
-                        strict=True):
+        for x, y in zip(
+            self.inputs.chunk(MICROBATCHES), self.targets.chunk(MICROBATCHES), strict=True
+        ):
             self.loss(model(x), y).backward()
 
 

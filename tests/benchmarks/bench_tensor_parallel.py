@@ -36,8 +36,11 @@ RANKS, BLOCKS, ROWS, HEADS, TOKENS = 2, 8, 64, 4, (4, 64)
 
 
 def works():
-    return [Work(f"tensor parallel {kind.__name__}, width {width}", RANKS, kind, (width,))
-            for kind in (mlp, attention) for width in (512, 32)]
+    return [
+        Work(f"tensor parallel {kind.__name__}, width {width}", RANKS, kind, (width,))
+        for kind in (mlp, attention)
+        for width in (512, 32)
+    ]
 
 
 def mlp(group, width):
@@ -77,8 +80,10 @@ def contenders(group, inputs, ours, theirs, own):
         compute()
         move()
 
-    make = {"naranhi": partial(step, ours, inputs),
-            "torch parallelize_module": partial(step, theirs, inputs)}
+    make = {
+        "naranhi": partial(step, ours, inputs),
+        "torch parallelize_module": partial(step, theirs, inputs),
+    }
     return Contenders(make, limit, tolerance=1e-6)
 
 

@@ -38,36 +38,52 @@ RATE = 0.1
 
 
 def works():
-    return [Work("ZeRO-3, width 512", RANKS, contenders, (512,), memory=True),
-            Work("ZeRO-3, width 32", RANKS, contenders, (32,)),
-            Work("ZeRO-3, width 32, the same units joined", RANKS, both_joined, (32,))]
+    return [
+        Work("ZeRO-3, width 512", RANKS, contenders, (512,), memory=True),
+        Work("ZeRO-3, width 32", RANKS, contenders, (32,)),
+        Work("ZeRO-3, width 32, the same units joined", RANKS, both_joined, (32,)),
+    ]
 
 
 def contenders(group, width):
     training = Sharded(width, group)
-    return beside_limit(group, training, {
-        "naranhi, small blocks joined": partial(training.naranhi, joined),
-        "naranhi, a unit for each block": partial(training.naranhi, list),
-        "torch fully_shard": partial(training.torch, list),
-        "DeepSpeed stage 3, sharding all": partial(training.deepspeed, {
-            "stage3_param_persistence_threshold": 0,
-            "stage3_max_reuse_distance": 0,
-            "stage3_max_live_parameters": 2 * training.block,
-            "stage3_prefetch_bucket_size": training.block}),
-        "DeepSpeed stage 3": partial(training.deepspeed, {}),
-    })
+    return beside_limit(
+        group,
+        training,
+        {
+            "naranhi, small blocks joined": partial(training.naranhi, joined),
+            "naranhi, a unit for each block": partial(training.naranhi, list),
+            "torch fully_shard": partial(training.torch, list),
+            "DeepSpeed stage 3, sharding all": partial(
+                training.deepspeed,
+                {
+                    "stage3_param_persistence_threshold": 0,
+                    "stage3_max_reuse_distance": 0,
+                    "stage3_max_live_parameters": 2 * training.block,
+                    "stage3_prefetch_bucket_size": training.block,
+                },
+            ),
+            "DeepSpeed stage 3": partial(training.deepspeed, {}),
+        },
+    )
 
 
 def both_joined(group, width):
     training = Sharded(width, group)
-    return beside_limit(group, training, {
-        "naranhi": partial(training.naranhi, joined),
-        "torch fully_shard": partial(training.torch, joined)})
+    return beside_limit(
+        group,
+        training,
+        {
+            "naranhi": partial(training.naranhi, joined),
+            "torch fully_shard": partial(training.torch, joined),
+        },
+    )
 
 
 def beside_limit(group, training, make):
-    gather, scatter = (shift(name, training.bytes, group)
-                       for name in ("all_gather", "reduce_scatter"))
+    gather, scatter = (
+        shift(name, training.bytes, group) for name in ("all_gather", "reduce_scatter")
+    )
 
     def moving():
         gather()
@@ -130,10 +146,17 @@ class Sharded(Training):
         deepspeed.utils.logger.setLevel("ERROR")
         model = copy.deepcopy(self.model)
         optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config={
-            "train_micro_batch_size_per_gpu": ROWS, "gradient_clipping": 0.0,
-            "zero_optimization": {"stage": 3, **options},
-            "zero_allow_untested_optimizer": True, "steps_per_print": 10**9})
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=optimizer,
+            config={
+                "train_micro_batch_size_per_gpu": ROWS,
+                "gradient_clipping": 0.0,
+                "zero_optimization": {"stage": 3, **options},
+                "zero_allow_untested_optimizer": True,
+                "steps_per_print": 10**9,
+            },
+        )
 
         def run():
             engine.backward(self.ranks * self.loss(engine))

@@ -81,7 +81,7 @@ def measured(works, repeats=REPEATS, report=lambda text: None, seconds=0.0) -> l
             times = world.call(on_a_rank, work, repeats, seconds)[0]
             rows += _rows(work.name, times)
             if work.memory:
-                for row in rows[-len(times):]:
+                for row in rows[-len(times) :]:
                     world.close()  # a process for each: what others have left cannot disturb
                     row["peak_bytes"] = max(world.call(memory_on_a_rank, work, row["contender"]))
                 world.close()
@@ -107,7 +107,7 @@ def on_a_rank(work, repeats, seconds=0.0):
                 msg=lambda text, name=name: f"{work.name}: {name} is not {first}\n{text}",
             )
         runs = {**made, None: contenders.limit}
-        turn = sum(time for time, in measure.interleaved(runs, repeats=1, group=group).values())
+        turn = sum(time for (time,) in measure.interleaved(runs, repeats=1, group=group).values())
         repeats = max(repeats, min(MOST, int(seconds / turn)))
         times = measure.interleaved(runs, repeats=repeats, warmup=0, group=group)
         times[None] = [contenders.limit_scale * seconds for seconds in times[None]]
@@ -145,8 +145,16 @@ def _rows(name, times):
 
 def table(rows) -> str:
     """The rows as text, times in milliseconds."""
-    head = ("work", "contender", "median ms", "min ms", "limit ms", "over limit", "to best peer",
-            "peak MB")
+    head = (
+        "work",
+        "contender",
+        "median ms",
+        "min ms",
+        "limit ms",
+        "over limit",
+        "to best peer",
+        "peak MB",
+    )
     lines = [
         (
             row["work"],

@@ -14,8 +14,14 @@ from memray import AllocatorType, FileReader, Tracker
 
 SMALLEST = 16 * 2**10  # bytes
 FREES = {AllocatorType.FREE, AllocatorType.MUNMAP}
-BLOCKS = {AllocatorType.MALLOC, AllocatorType.CALLOC, AllocatorType.REALLOC,
-          AllocatorType.POSIX_MEMALIGN, AllocatorType.ALIGNED_ALLOC, AllocatorType.MEMALIGN}
+BLOCKS = {
+    AllocatorType.MALLOC,
+    AllocatorType.CALLOC,
+    AllocatorType.REALLOC,
+    AllocatorType.POSIX_MEMALIGN,
+    AllocatorType.ALIGNED_ALLOC,
+    AllocatorType.MEMALIGN,
+}
 
 
 def peak_bytes(make: Callable[[], Callable[[], object]]) -> int:

@@ -29,8 +29,9 @@ def built():
 def again(built, tmp_path_factory):
     """{notebook: its second execution, which may still be under way}."""
     with ThreadPoolExecutor(2) as pool:
-        yield {one: pool.submit(execute, one, tmp_path_factory.mktemp(one.stem))
-               for one in NOTEBOOKS}
+        yield {
+            one: pool.submit(execute, one, tmp_path_factory.mktemp(one.stem)) for one in NOTEBOOKS
+        }
 
 
 def execute(notebook, folder):

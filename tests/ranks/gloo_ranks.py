@@ -140,5 +140,6 @@ def first_ranks(ranks):
     that are not in it too; it is made once."""
     if ranks not in _groups:
         _groups[ranks] = dist.new_group(
-            list(range(ranks)), timeout=datetime.timedelta(seconds=20), group_desc="unchecked")
+            list(range(ranks)), timeout=datetime.timedelta(seconds=20), group_desc="unchecked"
+        )
     return _groups[ranks]

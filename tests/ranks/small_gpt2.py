@@ -11,9 +11,17 @@ def write(folder):
     """Write them; the options of `naranhi.train` that name them."""
     tokenizer = data.tokenizer()
     tokenizer.save_pretrained(folder)
-    GPT2LMHeadModel(GPT2Config(
-        vocab_size=len(tokenizer), n_positions=32, n_embd=16, n_layer=2, n_head=2, bos_token_id=0,
-        eos_token_id=0)).save_pretrained(folder)
+    GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=len(tokenizer),
+            n_positions=32,
+            n_embd=16,
+            n_layer=2,
+            n_head=2,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+    ).save_pretrained(folder)
     passages = [{"context": one} for one in data.contexts()[:16]]
     file = folder / "squad.json"
     file.write_text(json.dumps({"data": [{"paragraphs": passages + passages[:4]}]}))

@@ -63,10 +63,17 @@ def test_data_parallel_and_zero_engines_agree():
     kinds = bench_data_parallel.contenders, bench_zero.contenders, bench_zero.both_joined
     rows = harness.measured([harness.Work("small", 2, kind, (16,)) for kind in kinds], repeats=1)
     assert [row["contender"] for row in rows] == [
-        "naranhi", "torch DistributedDataParallel", "DeepSpeed stage 0",
-        "naranhi, small blocks joined", "naranhi, a unit for each block",
-        "torch fully_shard", "DeepSpeed stage 3, sharding all", "DeepSpeed stage 3",
-        "naranhi", "torch fully_shard"]
+        "naranhi",
+        "torch DistributedDataParallel",
+        "DeepSpeed stage 0",
+        "naranhi, small blocks joined",
+        "naranhi, a unit for each block",
+        "torch fully_shard",
+        "DeepSpeed stage 3, sharding all",
+        "DeepSpeed stage 3",
+        "naranhi",
+        "torch fully_shard",
+    ]
 
 
 def test_zero_3_holds_no_more_than_fully_shard():

@@ -15,11 +15,13 @@ RANKS, FORWARD, BACKWARD, RUNS = 4, 0.05, 0.1, 3  # seconds
 
 def bubbles(group, schedule):
     """The bubble rate of each of RUNS steps, on every rank."""
-    layers = [models.Paced(nn.Linear(4, 4), FORWARD, BACKWARD)
-              for _ in range(schedule.virtual_stages)]
+    layers = [
+        models.Paced(nn.Linear(4, 4), FORWARD, BACKWARD) for _ in range(schedule.virtual_stages)
+    ]
     x, recorder, found = torch.ones(schedule.microbatches, 4), measure.Recorder(), []
-    with pipeline.Pipeline(layers, schedule, lambda output, target: output.sum(),
-                           group=group) as pipe:
+    with pipeline.Pipeline(
+        layers, schedule, lambda output, target: output.sum(), group=group
+    ) as pipe:
         for _ in range(RUNS):
             recorder.clear()
             pipe.step(x, x, 1, recorder)
@@ -44,21 +46,39 @@ def difference(five, schedule, predicted):
     return off
 
 
-@pytest.mark.parametrize("make, predicted", [
-    (schedules.gpipe, lambda p, m: (p - 1) / (m + p - 1)),
-    (schedules.inter_layer, lambda p, m: 1 - 1 / p),
-], ids=["gpipe", "inter-layer"])
+@pytest.mark.parametrize(
+    "make, predicted",
+    [
+        (schedules.gpipe, lambda p, m: (p - 1) / (m + p - 1)),
+        (schedules.inter_layer, lambda p, m: 1 - 1 / p),
+    ],
+    ids=["gpipe", "inter-layer"],
+)
 def test_the_measured_bubble_is_within_two_points(five, make, predicted):
-    off = {m: difference(five, make(RANKS, m), predicted(RANKS, m))
-           for m in ([1, 2, 4, 8, 16, 32] if make is schedules.gpipe else [1, 4])}
+    off = {
+        m: difference(five, make(RANKS, m), predicted(RANKS, m))
+        for m in ([1, 2, 4, 8, 16, 32] if make is schedules.gpipe else [1, 4])
+    }
     assert all(abs(gap) <= 0.02 for gap in off.values()), off
 
 
-@pytest.mark.parametrize("make", [
-    schedules.one_f_one_b, schedules.zero_bubble_h1, schedules.zero_bubble_h2,
-    lambda p, m: schedules.interleaved(p, m, 2)], ids=["1f1b", "h1", "h2", "interleaved"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        schedules.one_f_one_b,
+        schedules.zero_bubble_h1,
+        schedules.zero_bubble_h2,
+        lambda p, m: schedules.interleaved(p, m, 2),
+    ],
+    ids=["1f1b", "h1", "h2", "interleaved"],
+)
 def test_so_is_that_of_the_other_schedules(five, make):
     schedule = make(RANKS, 8)
-    line = schedules.simulate(schedule, forward=FORWARD, backward=BACKWARD,
-                             input_grad=BACKWARD / 2, weight_grad=BACKWARD / 2)
+    line = schedules.simulate(
+        schedule,
+        forward=FORWARD,
+        backward=BACKWARD,
+        input_grad=BACKWARD / 2,
+        weight_grad=BACKWARD / 2,
+    )
     assert abs(difference(five, schedule, line.bubble_rate)) <= 0.02

@@ -57,8 +57,12 @@ def scattered_in_memory(tensor):
 
 def algorithms(collective, ranks):
     """Those of this collective that so many ranks can run."""
-    return [name for name in costs.ALGORITHMS[collective] if name != "tree"
-            and (ranks & (ranks - 1) == 0 or (collective, name) not in costs.POWER_OF_TWO_ONLY)]
+    return [
+        name
+        for name in costs.ALGORITHMS[collective]
+        if name != "tree"
+        and (ranks & (ranks - 1) == 0 or (collective, name) not in costs.POWER_OF_TWO_ONLY)
+    ]
 
 
 def case(members, shape, dtype, root, seed, message, in_flight):
@@ -387,7 +391,8 @@ def refusals():
         "all_reduce memory": lambda: collectives.all_reduce(transposed),
         "all_reduce algorithm": lambda: collectives.all_reduce(row, algorithm="star"),
         "all_gather by halves": lambda: collectives.all_gather(
-            torch.ones(WORLD, 4), row, algorithm="doubling"),
+            torch.ones(WORLD, 4), row, algorithm="doubling"
+        ),
         "all_reduce conjugate": lambda: collectives.all_reduce(
             torch.ones(2, dtype=torch.cfloat).conj()
         ),

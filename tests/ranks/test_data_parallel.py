@@ -81,8 +81,7 @@ def training(ranks, work, optimizer):
 
 
 @pytest.mark.parametrize("work", MAKE)
-@pytest.mark.parametrize("ranks, optimizer", [
-    (1, "momentum"), *product([2, 3, 4], OPTIMIZERS)])
+@pytest.mark.parametrize("ranks, optimizer", [(1, "momentum"), *product([2, 3, 4], OPTIMIZERS)])
 def test_training_equals_one_process(five, ranks, optimizer, work):
     """To the bit on 1 and 2 ranks; sums of 3 or 4 are taken in another order."""
     apart = five.call(training, ranks, work, optimizer)[0]
@@ -108,8 +107,10 @@ def accumulation(work):
         model = copy.deepcopy(alone)
         way = make_way(model, group)
         for step in range(2):
-            shares = [[share(work, 3 * step + k, r, rows) for k, rows in enumerate(sizes[r])]
-                      for r in range(2)]
+            shares = [
+                [share(work, 3 * step + k, r, rows) for k, rows in enumerate(sizes[r])]
+                for r in range(2)
+            ]
             count = sum(valid for row in shares for _, _, valid in row)
             assert global_count(sum(valid for _, _, valid in shares[rank]), group) == count
             totals = []
@@ -172,7 +173,7 @@ def test_the_first_bucket_starts_before_the_backward_ends(five):
         assert starts[0] < gradients[-1] < starts[-1] < inside
         assert [what for event, what in told if event == "start"] == list(range(len(names)))
         for i, bucket in enumerate(names):  # each as soon as it is full, and no sooner
-            before = [what for event, what in told[:starts[i]] if event == "gradient"]
+            before = [what for event, what in told[: starts[i]] if event == "gradient"]
             assert set(bucket) <= set(before)
         assert told[inside:] == [("end", i) for i in range(len(names))]
 
@@ -205,8 +206,9 @@ def no_gradient_anywhere():
         for uses in ("a", "b"), ("b",), ("a",):
             model.zero_grad()
             alone = copy.deepcopy(model)
-            xs = [torch.randn(4, 3, generator=torch.Generator().manual_seed(10 + r))
-                  for r in range(3)]
+            xs = [
+                torch.randn(4, 3, generator=torch.Generator().manual_seed(10 + r)) for r in range(3)
+            ]
             for use in uses:
                 for x in xs:
                     alone(x, use).square().sum().backward()
@@ -217,7 +219,8 @@ def no_gradient_anywhere():
             model(xs[rank], uses[-1]).square().sum().backward()
             after()
             for (name, one), other in zip(
-                    model.named_parameters(), alone.parameters(), strict=True):
+                model.named_parameters(), alone.parameters(), strict=True
+            ):
                 assert (one.grad is None) == (other.grad is None), (name, uses)
                 if one.grad is not None:
                     torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-6)
@@ -273,7 +276,8 @@ def test_a_gradient_on_some_ranks_only_is_named(five, way):
             "RuntimeError: parameter b.weight has a gradient on rank 2, but none on rank 0, 1",
             "RuntimeError: parameter a.weight has a gradient on rank 0, 2, but none on rank 1; "
             "rank 1 has none of any parameter: without a sample, run the model on rows that do not "
-            "count"]
+            "count",
+        ]
 
 
 def other_models():
@@ -289,8 +293,7 @@ def other_models():
 
     frozen = model()
     frozen[1].weight.requires_grad = False
-    kinds = [
-        model(inner=5), model(dtype=torch.float64), model(bias=False), model(buffer=4), frozen]
+    kinds = [model(inner=5), model(dtype=torch.float64), model(bias=False), model(buffer=4), frozen]
     return [message(DDP, kind if rank == 2 else model(), group) for kind in kinds]
 
 
@@ -302,7 +305,8 @@ def test_models_that_differ_are_told_before_training(five):
             "on rank 2",
             "ValueError: rank 0 has a parameter 0.0.bias, rank 2 has none",
             "ValueError: buffer scale has shape (3,) on rank 0 and (4,) on rank 2",
-            "ValueError: parameter 1.weight has requires_grad True on rank 0 and False on rank 2"]
+            "ValueError: parameter 1.weight has requires_grad True on rank 0 and False on rank 2",
+        ]
 
 
 def misuse():
@@ -334,11 +338,19 @@ def misuse():
 def test_misuse_is_told(five):
     left = "RuntimeError: parameter 2.down.bias still has the gradient of the step before"
     for found in five.call(misuse)[:2]:
-        for text, wanted in zip(found, [
-                None, *[left] * 4,
+        for text, wanted in zip(
+            found,
+            [
+                None,
+                *[left] * 4,
                 "FloatingPointError: the gradient of parameter 0.up.weight (and of 11 more) is not "
-                "finite", None, "ValueError: no rank has anything valid in this step",
-                "ValueError: bucket_bytes must be positive, not 0"], strict=True):
+                "finite",
+                None,
+                "ValueError: no rank has anything valid in this step",
+                "ValueError: bucket_bytes must be positive, not 0",
+            ],
+            strict=True,
+        ):
             assert text == wanted or re.match(re.escape(wanted), text), found
 
 

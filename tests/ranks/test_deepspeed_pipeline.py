@@ -59,22 +59,27 @@ def engine(deepspeed, **config):
         return models.loss(logits, targets) * scale
 
     module = deepspeed.PipelineModule(
-        gpt2(), num_stages=4, loss_fn=loss, partition_method="type:GPT2Block")
+        gpt2(), num_stages=4, loss_fn=loss, partition_method="type:GPT2Block"
+    )
     return deepspeed.initialize(
-        model=module, optimizer=sgd(module.parameters()),
-        config={"gradient_clipping": 0.0, **config})[0]  # the default is 1.0
+        model=module,
+        optimizer=sgd(module.parameters()),
+        config={"gradient_clipping": 0.0, **config},
+    )[0]  # the default is 1.0
 
 
 def deepspeeds():
     os.environ["LOCAL_RANK"] = str(dist.get_rank())
     deepspeed = baselines.deepspeed()
-    trained = engine(deepspeed, train_batch_size=ROWS,
-                     train_micro_batch_size_per_gpu=ROWS // MICROBATCHES)
+    trained = engine(
+        deepspeed, train_batch_size=ROWS, train_micro_batch_size_per_gpu=ROWS // MICROBATCHES
+    )
     found = []
     for _, batch in zip(range(STEPS), batches(), strict=False):
         scale = torch.tensor(MICROBATCHES / valid(batch))  # it divides by MICROBATCHES again
-        parts = zip(batch.tokens.chunk(MICROBATCHES), batch.targets.chunk(MICROBATCHES),
-                    strict=True)
+        parts = zip(
+            batch.tokens.chunk(MICROBATCHES), batch.targets.chunk(MICROBATCHES), strict=True
+        )
         found.append(trained.train_batch(iter([(x, (y, scale)) for x, y in parts])).item())
     return [int(part) for part in trained.module.parts], trained.micro_batches, found
 
@@ -105,8 +110,15 @@ def order_of_deepspeed(stages, microbatches):
     from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass, TrainSchedule
 
     kinds = {ForwardPass: "F", BackwardPass: "B"}
-    return [[kinds[type(one)] for step in TrainSchedule(microbatches, stages, rank).steps()
-             for one in step if type(one) in kinds] for rank in range(stages)]
+    return [
+        [
+            kinds[type(one)]
+            for step in TrainSchedule(microbatches, stages, rank).steps()
+            for one in step
+            if type(one) in kinds
+        ]
+        for rank in range(stages)
+    ]
 
 
 @pytest.mark.parametrize("stages, microbatches", [(4, 8), (4, 2), (3, 5), (1, 3)])

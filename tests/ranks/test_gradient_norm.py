@@ -59,8 +59,7 @@ def clipped(sizes, work, sequence=False):
                 loss = partial(vocabulary_cross_entropy, group=mesh.tensor)
             share = [one.chunk(mesh.sizes.data)[mesh.place.data] for one in (inputs, targets)]
             schedule = schedules.one_f_one_b(mesh.sizes.pipeline, 4)
-            with Pipeline(layers, schedule, loss, group=mesh.pipeline,
-                          replicas=mesh.data) as pipe:
+            with Pipeline(layers, schedule, loss, group=mesh.pipeline, replicas=mesh.data) as pipe:
                 pipe.step(*share, count)
                 sum_sequence_gradients(nn.ModuleList(pipe.stages.values()))
                 unclipped = {one: one.grad.clone() for one in pipe.parameters()}
@@ -73,7 +72,9 @@ def clipped(sizes, work, sequence=False):
                         for stage in pipe.stages.values()
                         for number, layer in enumerate(stage.layers, stage.first)
                         for mine, other in zip(
-                            whole_gradients(layer), gradients[number], strict=True))
+                            whole_gradients(layer), gradients[number], strict=True
+                        )
+                    )
                     pipe.clip_grad_norm_(1e30, kind)  # which changes nothing
                     found[kind] = before / norm, 2 * pipe.clip_grad_norm_(1e30, kind) / norm, off
     finally:
@@ -81,9 +82,19 @@ def clipped(sizes, work, sequence=False):
     return found
 
 
-@pytest.mark.parametrize("sizes, sequence", [
-    ((1, 1, 1), False), ((1, 2, 1), False), ((2, 2, 1), False), ((1, 1, 2), False),
-    ((1, 2, 2), False), ((2, 2, 2), False), ((2, 1, 2), True), ((2, 2, 2), True)])
+@pytest.mark.parametrize(
+    "sizes, sequence",
+    [
+        ((1, 1, 1), False),
+        ((1, 2, 1), False),
+        ((2, 2, 1), False),
+        ((1, 1, 2), False),
+        ((1, 2, 2), False),
+        ((2, 2, 2), False),
+        ((2, 1, 2), True),
+        ((2, 2, 2), True),
+    ],
+)
 @pytest.mark.parametrize("work", ["gpt2", "tied gpt2"])
 def test_a_norm_is_that_of_the_whole_model(eight, sizes, sequence, work):  # noqa: F811
     for found in eight(sizes[0] * sizes[1] * sizes[2], clipped, sizes, work, sequence):
@@ -98,8 +109,12 @@ def counted_twice(sizes, work):
     """On a rank: the norm over that of one process, if nobody looks for copies."""
     layers, loss, inputs, targets, count = make(work)
     norm = expected(work)[1][2.0]
-    with (Mesh(*sizes) as mesh, Pipeline(
-            layers, schedules.gpipe(mesh.sizes.pipeline, 4), loss, group=mesh.pipeline) as pipe):
+    with (
+        Mesh(*sizes) as mesh,
+        Pipeline(
+            layers, schedules.gpipe(mesh.sizes.pipeline, 4), loss, group=mesh.pipeline
+        ) as pipe,
+    ):
         pipe.step(inputs, targets, count)
         gradients = [parameter.grad for parameter in pipe.parameters()]
         return norm_of_parts({None: gradients}, 2.0, [mesh.pipeline]) / norm
@@ -142,8 +157,10 @@ def not_finite():
         try:
             pipe.clip_grad_norm_(1.0)
         except FloatingPointError as error:
-            same = all(torch.equal(one.nan_to_num(7), parameter.grad.nan_to_num(7))
-                       for one, parameter in zip(before, pipe.parameters(), strict=True))
+            same = all(
+                torch.equal(one.nan_to_num(7), parameter.grad.nan_to_num(7))
+                for one, parameter in zip(before, pipe.parameters(), strict=True)
+            )
             return str(error), same
     return None
 
@@ -180,7 +197,8 @@ def test_training_clips_alike_on_every_mesh(eight):  # noqa: F811
     options = "--steps 4 --microbatches 2 --clip 0.5 "  # Adam's first step is the same
     alone = eight(1, losses, options)[0]
     assert eight(1, losses, options.replace("--clip 0.5", ""))[0][-1] != pytest.approx(
-        alone[-1], rel=1e-3), "or clipping would not matter"
+        alone[-1], rel=1e-3
+    ), "or clipping would not matter"
     for ranks, mesh in ((2, "--pp 2"), (8, "--dp 2 --pp 2 --tp 2 --sequence-parallel")):
         for found in eight(ranks, losses, options + mesh):
             assert found == pytest.approx(alone, rel=1e-4), mesh

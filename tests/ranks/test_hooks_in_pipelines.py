@@ -21,15 +21,23 @@ WIDTH, MICROBATCHES = 8, 4
 def split_up(schedule):
     """With an I and a W, one after the other, for every B."""
     return Schedule(
-        [part for action in row
-         for part in ([action] if action.kind != "B" else
-                      [action._replace(kind=kind) for kind in "IW"])] for row in schedule)
+        [
+            part
+            for action in row
+            for part in (
+                [action] if action.kind != "B" else [action._replace(kind=kind) for kind in "IW"]
+            )
+        ]
+        for row in schedule
+    )
 
 
 SCHEDULES = {
-    "h1": schedules.zero_bubble_h1, "h2": schedules.zero_bubble_h2,
+    "h1": schedules.zero_bubble_h1,
+    "h2": schedules.zero_bubble_h2,
     "interleaved": lambda p, m: split_up(schedules.interleaved(p, m, 2)),
-    "gpipe": lambda p, m: split_up(schedules.gpipe(p, m))}
+    "gpipe": lambda p, m: split_up(schedules.gpipe(p, m)),
+}
 
 
 class Double(nn.Linear):
@@ -59,11 +67,16 @@ def make(notes, wrap=lambda layer: layer):
         notes.setdefault(number, []).append(seen)
 
         def hook(*args):
-            tensors = [one for arg in args for one in (arg if isinstance(arg, tuple) else (arg,))
-                       if isinstance(one, torch.Tensor)]
+            tensors = [
+                one
+                for arg in args
+                for one in (arg if isinstance(arg, tuple) else (arg,))
+                if isinstance(one, torch.Tensor)
+            ]
             if not any(isinstance(one, FakeTensor) for one in tensors):
                 seen.append([one.detach().clone() for one in tensors])
             return change(args[-1]) if change else None
+
         return hook
 
     layers = [
@@ -74,13 +87,15 @@ def make(notes, wrap=lambda layer: layer):
         Double(WIDTH, WIDTH),
         prune.l1_unstructured(nn.Linear(WIDTH, WIDTH), "weight", 0.5),
         nn.Linear(WIDTH, WIDTH),
-        Block()]
+        Block(),
+    ]
     layers[0].up.register_forward_hook(note(0, lambda y: y * 2))
     layers[0].down.register_full_backward_pre_hook(note(0, lambda grads: (grads[0] * 2,)))
     layers[1].linear1.weight.register_hook(note(1, lambda grad: grad.clamp(-0.01, 0.01)))
     after = note(1)
     layers[1].norm1.weight.register_post_accumulate_grad_hook(
-        lambda param: after(param.grad.mul_(0.5)))
+        lambda param: after(param.grad.mul_(0.5))
+    )
     layers[2].bias.register_hook(note(2, lambda grad: grad * 3))
     layers[3][1].register_full_backward_hook(note(3))
     layers[3][1].bias.register_hook(note(3))
@@ -115,8 +130,11 @@ def beside_one_process(ranks, schedule, wrap):
         for stage in pipe.stages.values():
             for number, layer in enumerate(stage.layers, stage.first):
                 names = zip(layer.named_parameters(), expected[number].parameters(), strict=True)
-                wrong = [name for (name, param), other in names
-                         if not torch.equal(param.grad, other.grad)]
+                wrong = [
+                    name
+                    for (name, param), other in names
+                    if not torch.equal(param.grad, other.grad)
+                ]
                 wrong += ["notes"] * (not same(notes.pop(number), expected_notes[number]))
                 if wrong:
                     found[number] = wrong
@@ -129,10 +147,12 @@ def same(notes, expected):
     forwards, which come at other times than in one process, are only counted."""
     assert {len(seen) for seen in expected} <= {MICROBATCHES, 2 * MICROBATCHES}
     return [len(seen) for seen in notes] == [len(seen) for seen in expected] and all(
-        torch.equal(one, other) for seen, should in zip(notes, expected, strict=True)
+        torch.equal(one, other)
+        for seen, should in zip(notes, expected, strict=True)
         if len(should) == MICROBATCHES
         for tensors, others in zip(seen, should, strict=True)
-        for one, other in zip(tensors, others, strict=True))
+        for one, other in zip(tensors, others, strict=True)
+    )
 
 
 @pytest.mark.parametrize("wrap", [False, True])
@@ -183,10 +203,13 @@ def failure(case):
     return "nothing"
 
 
-@pytest.mark.parametrize("case, words", [
-    ("old", "layer 3 (Linear) has a hook of register_backward_hook"),
-    ("stranger", "layer 2 (Stranger) uses a tensor of shape (8,) that requires a gradient"),
-])
+@pytest.mark.parametrize(
+    "case, words",
+    [
+        ("old", "layer 3 (Linear) has a hook of register_backward_hook"),
+        ("stranger", "layer 2 (Stranger) uses a tensor of shape (8,) that requires a gradient"),
+    ],
+)
 def test_hooks_that_cannot_be_are_refused_on_every_rank(five, case, words):
     for told in five.call(failure, case)[:2]:
         assert words in told
@@ -200,9 +223,11 @@ def sharded(stage, wrap):
     group, rank = first_ranks(2), dist.get_rank()
     if rank >= 2:
         return None
-    wraps = {"splittable": lambda layers: splittable(layers),
-             "recomputed": lambda layers: [Recompute(layer) for layer in layers],
-             "both": lambda layers: splittable([Recompute(layer) for layer in layers])}
+    wraps = {
+        "splittable": lambda layers: splittable(layers),
+        "recomputed": lambda layers: [Recompute(layer) for layer in layers],
+        "both": lambda layers: splittable([Recompute(layer) for layer in layers]),
+    }
     models = []
     for prepare in (list, wraps[wrap]):
         torch.manual_seed(0)
@@ -211,8 +236,10 @@ def sharded(stage, wrap):
         models.append(nn.Sequential(*prepare(layers)))
     plain, model = models
     zero = Zero(model, stage, group=group)
-    steppers = [torch.optim.SGD(plain.parameters(), lr=0.1),
-                torch.optim.SGD(zero.param_groups, lr=0.1)]
+    steppers = [
+        torch.optim.SGD(plain.parameters(), lr=0.1),
+        torch.optim.SGD(zero.param_groups, lr=0.1),
+    ]
     for step in range(3):
         x, target = batch()[:, step::3]
         own = slice(rank, None, 2)

@@ -28,9 +28,11 @@ def eight(tmp_path_factory):
     """`eight(ranks, function, *args)`: its results on a world of as many, of eight processes."""
     models = "transformers.models.gpt2.modeling_gpt2"
     with Ranks(8, 60.0, [__name__, models, "datasets"]) as pool:
+
         def call(ranks, function, *args):
             store = tempfile.mktemp(dir=tmp_path_factory.getbasetemp())
             return pool.call(in_a_world, ranks, store, function, *args)[:ranks]
+
         yield call
 
 
@@ -42,8 +44,13 @@ def in_a_world(ranks, store, function, *args):
         dist.destroy_process_group()
     if rank >= ranks:
         return None
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks,
-                            timeout=timedelta(seconds=40))
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=40),
+    )
     return function(*args)
 
 
@@ -53,14 +60,17 @@ def in_a_world(ranks, store, function, *args):
 def places(sizes):
     """On a rank: its place, and the ranks of its groups."""
     with Mesh(*sizes) as mesh:
-        groups = [dist.get_process_group_ranks(group)
-                  for group in (mesh.data, mesh.pipeline, mesh.tensor)]
+        groups = [
+            dist.get_process_group_ranks(group) for group in (mesh.data, mesh.pipeline, mesh.tensor)
+        ]
         here = dist.get_rank(mesh.data), dist.get_rank(mesh.pipeline), dist.get_rank(mesh.tensor)
         return mesh.place, groups, here
 
 
-@pytest.mark.parametrize("sizes", [
-    (1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (3, 1, 2), (2, 2, 2), (1, 4, 2), (1, 8, 1)])
+@pytest.mark.parametrize(
+    "sizes",
+    [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (3, 1, 2), (2, 2, 2), (1, 4, 2), (1, 8, 1)],
+)
 def test_a_rank_has_a_place_and_a_group_on_each_axis(eight, sizes):
     several, length, shards = sizes
     found = eight(several * length * shards, places, sizes)
@@ -84,14 +94,20 @@ def refused(by_rank):
     return None
 
 
-@pytest.mark.parametrize("by_rank, message", [
-    ([(2, 2, 1)] * 2, "a mesh of data 2 x pipeline 2 x tensor 1 has 4 ranks, the world has 2"),
-    ([(1, 1, 1)] * 2, "a mesh of data 1 x pipeline 1 x tensor 1 has 1 ranks, the world has 2"),
-    ([(1, -1, -2)] * 2, "pipeline must be a whole number of at least 1, not -1"),
-    ([(1, 1, 2.0)] * 2, "tensor must be a whole number of at least 1, not 2.0"),
-    ([(1, 1, 2), (2, 1, 1)], "size of the mesh: data 1 x pipeline 1 x tensor 2 on rank 0, "
-     "data 2 x pipeline 1 x tensor 1 on rank 1"),
-])
+@pytest.mark.parametrize(
+    "by_rank, message",
+    [
+        ([(2, 2, 1)] * 2, "a mesh of data 2 x pipeline 2 x tensor 1 has 4 ranks, the world has 2"),
+        ([(1, 1, 1)] * 2, "a mesh of data 1 x pipeline 1 x tensor 1 has 1 ranks, the world has 2"),
+        ([(1, -1, -2)] * 2, "pipeline must be a whole number of at least 1, not -1"),
+        ([(1, 1, 2.0)] * 2, "tensor must be a whole number of at least 1, not 2.0"),
+        (
+            [(1, 1, 2), (2, 1, 1)],
+            "size of the mesh: data 1 x pipeline 1 x tensor 2 on rank 0, "
+            "data 2 x pipeline 1 x tensor 1 on rank 1",
+        ),
+    ],
+)
 def test_a_mesh_that_does_not_fit_is_refused_before_any_group_is_made(eight, by_rank, message):
     assert eight(2, refused, by_rank) == [(message, 0)] * 2
 
@@ -147,7 +163,9 @@ def make(work):
         return models.mlp(8, 16), squared_error, x, y, y.numel()
     layers = models.gpt2(
         models.gpt2_config(vocabulary=31, positions=8, hidden=8, heads=2, blocks=6),
-        tied=work == "tied gpt2", dropout=0.0)
+        tied=work == "tied gpt2",
+        dropout=0.0,
+    )
     tokens = torch.randint(31, (16, 8))
     targets = tokens.roll(-1, 1).masked_fill(torch.rand(16, 8) < 0.3, models.IGNORE_INDEX)
     return layers, models.loss, tokens, targets, int((targets != models.IGNORE_INDEX).sum())
@@ -162,14 +180,22 @@ def one_process(work, replicas, microbatches):
         for x, y in zip(*(part.chunk(microbatches) for part in share), strict=True):
             (loss(model(x), y) / count).backward()
         mine = [[one.grad for one in layer.parameters()] for layer in layers]
-        total = mine if total is None else [
-            [a + b for a, b in zip(*pair, strict=True)] for pair in zip(total, mine, strict=True)]
+        total = (
+            mine
+            if total is None
+            else [
+                [a + b for a, b in zip(*pair, strict=True)]
+                for pair in zip(total, mine, strict=True)
+            ]
+        )
     return total
 
 
 SCHEDULES = {
-    "gpipe": schedules.gpipe, "one_f_one_b": schedules.one_f_one_b,
-    "interleaved": lambda stages, m: schedules.interleaved(stages, m, 2)}
+    "gpipe": schedules.gpipe,
+    "one_f_one_b": schedules.one_f_one_b,
+    "interleaved": lambda stages, m: schedules.interleaved(stages, m, 2),
+}
 
 
 def side_by_side(sizes, name, work):
@@ -189,12 +215,19 @@ def side_by_side(sizes, name, work):
                 torch.equal(one.grad, other)
                 for stage in pipe.stages.values()
                 for number, layer in enumerate(stage.layers, stage.first)
-                for one, other in zip(layer.parameters(), expected[number], strict=True))
+                for one, other in zip(layer.parameters(), expected[number], strict=True)
+            )
 
 
-@pytest.mark.parametrize("sizes, name", [
-    ((2, 1, 1), "gpipe"), ((2, 2, 1), "one_f_one_b"), ((2, 2, 1), "interleaved"),
-    ((2, 4, 1), "gpipe")])
+@pytest.mark.parametrize(
+    "sizes, name",
+    [
+        ((2, 1, 1), "gpipe"),
+        ((2, 2, 1), "one_f_one_b"),
+        ((2, 2, 1), "interleaved"),
+        ((2, 4, 1), "gpipe"),
+    ],
+)
 def test_gradients_are_sums_over_pipelines_to_the_bit(eight, sizes, name):
     ranks = sizes[0] * sizes[1]
     for work in ("mlp", "gpt2"):
@@ -211,8 +244,9 @@ def copies(first):
         share = [one.chunk(4)[mesh.place.data] for one in (inputs, targets)]
         tied = {id(layers[0].wte.weight), id(layers[-1].lm_head.weight)}
         replicas = mesh.data if first == "data" else None
-        with Pipeline(layers, schedules.gpipe(2, 2), loss, group=mesh.pipeline,
-                      replicas=replicas) as pipe:
+        with Pipeline(
+            layers, schedules.gpipe(2, 2), loss, group=mesh.pipeline, replicas=replicas
+        ) as pipe:
             pipe.step(*share, count)
             if first == "tied":
                 all_reduce_bucketed(nn.ModuleList(pipe.stages.values()), mesh.data)
@@ -243,8 +277,15 @@ def failure(case):
         elif case == "one stage":
             replicas = mesh.data if mesh.place.pipeline else None
         try:
-            with Pipeline(layers, schedule, squared_error, balance, mesh.pipeline,
-                          replicas=replicas, **options) as pipe:
+            with Pipeline(
+                layers,
+                schedule,
+                squared_error,
+                balance,
+                mesh.pipeline,
+                replicas=replicas,
+                **options,
+            ) as pipe:
                 for _ in range(2):
                     pipe.step(x, x, 1)
                     dist.barrier()  # nobody closes a channel that another still needs
@@ -254,15 +295,25 @@ def failure(case):
     return None
 
 
-@pytest.mark.parametrize("case, words", [
-    ("micro-batches", "rank 0 and rank 1, replicas of one another, disagree on micro-batches: 2 "
-     "and 4"),
-    ("balance", "rank 0 and rank 1, replicas of one another, disagree on balance: [2, 2] and "
-     "[3, 1]"),
-    ("updates", "0U1 cannot be run: the gradients of replicas are added up at a step's end"),
-    ("one stage", "rank 0 and rank 2, of one pipeline, disagree on number of replicas: None and 2"),
-    ("second step", "a parameter still has a gradient of an earlier step"),
-])
+@pytest.mark.parametrize(
+    "case, words",
+    [
+        (
+            "micro-batches",
+            "rank 0 and rank 1, replicas of one another, disagree on micro-batches: 2 and 4",
+        ),
+        (
+            "balance",
+            "rank 0 and rank 1, replicas of one another, disagree on balance: [2, 2] and [3, 1]",
+        ),
+        ("updates", "0U1 cannot be run: the gradients of replicas are added up at a step's end"),
+        (
+            "one stage",
+            "rank 0 and rank 2, of one pipeline, disagree on number of replicas: None and 2",
+        ),
+        ("second step", "a parameter still has a gradient of an earlier step"),
+    ],
+)
 def test_pipelines_that_do_not_fit_together_are_refused_on_every_rank(eight, case, words):
     for told in eight(4, failure, case):
         assert words in told
@@ -272,9 +323,16 @@ def tried_again():
     """On a rank: whether a step that was refused for its gradients can be done after all."""
     torch.manual_seed(0)
     layers, (x, y) = models.mlp(4, 8), torch.randn(2, 4, 8)
-    with Mesh(data=2, pipeline=2) as mesh, Pipeline(
-            layers, schedules.one_f_one_b(2, 2), squared_error, group=mesh.pipeline,
-            replicas=mesh.data) as pipe:
+    with (
+        Mesh(data=2, pipeline=2) as mesh,
+        Pipeline(
+            layers,
+            schedules.one_f_one_b(2, 2),
+            squared_error,
+            group=mesh.pipeline,
+            replicas=mesh.data,
+        ) as pipe,
+    ):
         found = []
         for _ in range(2):
             for one in pipe.parameters():
@@ -305,14 +363,19 @@ def losses(arguments):
 @pytest.fixture(scope="module")
 def training(eight, small):
     """`training("2x2x1", more options)`: its losses on that mesh, the same on every rank."""
+
     def run(sizes, *options, steps=20):
         sizes = [int(size) for size in sizes.split("x")]
         mesh = [f"--{axis}={size}" for axis, size in zip(Place._fields, sizes, strict=True)]
-        found = eight(math.prod(sizes), losses, [
-            *small, *mesh, f"--steps={steps}", "--batch=8", "--lr=1e-3", *options])
+        found = eight(
+            math.prod(sizes),
+            losses,
+            [*small, *mesh, f"--steps={steps}", "--batch=8", "--lr=1e-3", *options],
+        )
         assert all(mine == found[0] for mine in found)
         assert len(found[0]) == steps
         return found[0]
+
     return run
 
 
@@ -322,10 +385,18 @@ def alone(training):
     return training("1x1x1", "--microbatches=2")
 
 
-@pytest.mark.parametrize("sizes, steps, options", [
-    ("2x1x1", 20, ()), ("1x2x1", 20, ()), ("1x1x2", 20, ()), ("2x2x1", 20, ()), ("2x2x2", 20, ()),
-    ("2x2x2", 6, ("--sequence-parallel", "--recompute", "--schedule=one_f_one_b")),
-    ("1x2x2", 6, ("--schedule=zero_bubble_h1",))])
+@pytest.mark.parametrize(
+    "sizes, steps, options",
+    [
+        ("2x1x1", 20, ()),
+        ("1x2x1", 20, ()),
+        ("1x1x2", 20, ()),
+        ("2x2x1", 20, ()),
+        ("2x2x2", 20, ()),
+        ("2x2x2", 6, ("--sequence-parallel", "--recompute", "--schedule=one_f_one_b")),
+        ("1x2x2", 6, ("--schedule=zero_bubble_h1",)),
+    ],
+)
 def test_losses_are_the_same_whatever_the_mesh(training, alone, sizes, steps, options):
     """20 steps of Adam at 1e-3, in float32, whose numbers are 1.2e-7 apart."""
     found = training(sizes, "--microbatches=2", *options, steps=steps)
@@ -352,18 +423,35 @@ def kept(arguments):
         for layer in stages.modules():
             if isinstance(layer, VocabularyParallelEmbedding | VocabularyParallelHead):
                 tied.append(layer.weight)
-        split = {id(getattr(layer, name)) for layer in stages.modules()
-                 for name in getattr(layer, "splits", ())}
+        split = {
+            id(getattr(layer, name))
+            for layer in stages.modules()
+            for name in getattr(layer, "splits", ())
+        }
         whole = [one.flatten() for one in stages.parameters() if id(one) not in split]
-        return (training.mesh.place, fingerprint(stages), fingerprint(torch.cat(whole)),
-                [fingerprint(one) for one in tied])
+        return (
+            training.mesh.place,
+            fingerprint(stages),
+            fingerprint(torch.cat(whole)),
+            [fingerprint(one) for one in tied],
+        )
 
 
 def test_what_several_ranks_keep_stays_equal_to_the_bit(eight, small):
     """Also with dropout, which is other numbers on each replica, and inside a tensor group."""
-    found = eight(8, kept, [
-        *small, "--dp=2", "--tp=2", "--dropout=0.2", "--sequence-parallel", "--lr=1e-2",
-        "--steps=4"])
+    found = eight(
+        8,
+        kept,
+        [
+            *small,
+            "--dp=2",
+            "--tp=2",
+            "--dropout=0.2",
+            "--sequence-parallel",
+            "--lr=1e-2",
+            "--steps=4",
+        ],
+    )
     for place, everything, whole, tied in found:
         for other, its_everything, its_whole, its_tied in found:
             if (place.pipeline, place.tensor) == (other.pipeline, other.tensor):
@@ -397,22 +485,42 @@ def misfit(case, arguments):
         trainer.build_model_and_data = prepare
 
 
-@pytest.mark.parametrize("ranks, case, options, message", [
-    (2, "larger", ["--dp=2", "--pp=2", "--tp=2"],
-     "a mesh of data 2 x pipeline 2 x tensor 2 has 8 ranks, the world has 2"),
-    (3, "division", ["--dp=2"], "--dp 2 and --tp 1 cannot share 3 ranks: they are for 2, "
-     "or a multiple of that"),
-    (2, "batch", ["--dp=2", "--batch=6"],
-     "--batch 6 cannot be divided into 2 shares of 4 micro-batches of one size"),
-    (3, "heads", ["--tp=3"], "3 ranks do not divide 2 heads"),
-    (2, "sequence", ["--sequence-parallel"],
-     "--sequence-parallel goes with --tp 2, 4 or 8, not 1"),
-    (2, "seed", ["--tp=2"], "--seed: 0 on rank 0, 1 on rank 1"),
-    (2, "weights", ["--tp=2"], "rank 0 and rank 1 have different weights"),
-    (2, "passages", ["--tp=2"], "rank 0 and rank 1 have different passages"),
-    (2, "rate", ["--dp=2", "--lr=1e30"], "is nan: a lower --lr may help"),
-])
+@pytest.mark.parametrize(
+    "ranks, case, options, message",
+    [
+        (
+            2,
+            "larger",
+            ["--dp=2", "--pp=2", "--tp=2"],
+            "a mesh of data 2 x pipeline 2 x tensor 2 has 8 ranks, the world has 2",
+        ),
+        (
+            3,
+            "division",
+            ["--dp=2"],
+            "--dp 2 and --tp 1 cannot share 3 ranks: they are for 2, or a multiple of that",
+        ),
+        (
+            2,
+            "batch",
+            ["--dp=2", "--batch=6"],
+            "--batch 6 cannot be divided into 2 shares of 4 micro-batches of one size",
+        ),
+        (3, "heads", ["--tp=3"], "3 ranks do not divide 2 heads"),
+        (
+            2,
+            "sequence",
+            ["--sequence-parallel"],
+            "--sequence-parallel goes with --tp 2, 4 or 8, not 1",
+        ),
+        (2, "seed", ["--tp=2"], "--seed: 0 on rank 0, 1 on rank 1"),
+        (2, "weights", ["--tp=2"], "rank 0 and rank 1 have different weights"),
+        (2, "passages", ["--tp=2"], "rank 0 and rank 1 have different passages"),
+        (2, "rate", ["--dp=2", "--lr=1e30"], "is nan: a lower --lr may help"),
+    ],
+)
 def test_a_training_that_cannot_be_is_refused_on_every_rank(
-        eight, small, ranks, case, options, message):
+    eight, small, ranks, case, options, message
+):
     for told in eight(ranks, misfit, case, [*small, *options]):
         assert message in told

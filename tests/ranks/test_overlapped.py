@@ -85,13 +85,15 @@ def forgotten(kind, options):
     return found
 
 
-@pytest.mark.parametrize("kind, options", [
-    ("SGD", {}), ("AdamW", {"fused": True}), ("AdamW", {"foreach": True})])
+@pytest.mark.parametrize(
+    "kind, options", [("SGD", {}), ("AdamW", {"fused": True}), ("AdamW", {"foreach": True})]
+)
 def test_a_forgotten_sum_is_told_before_replicas_part(five, kind, options):
     for found in five.call(forgotten, kind, options)[:2]:
         assert found == [
             "RuntimeError: the gradient of parameter 0.weight is this rank's alone: run the last "
-            "backward of a step outside of no_sync(), or call synchronize()"]
+            "backward of a step outside of no_sync(), or call synchronize()"
+        ]
 
 
 def nested_no_sync():
@@ -157,10 +159,13 @@ def other_parameters():
 
 def test_a_parameter_that_is_trained_later_is_named(five):
     for found in five.call(other_parameters)[:2]:
-        end = ("requires a gradient, and did not when DDP was made, or was not there: "
-               "close() it and make another")
-        assert found == [f"RuntimeError: parameter {name} {end}"
-                         for name in ("0.weight", "0.weight", "3.weight")] + [None]
+        end = (
+            "requires a gradient, and did not when DDP was made, or was not there: "
+            "close() it and make another"
+        )
+        assert found == [
+            f"RuntimeError: parameter {name} {end}" for name in ("0.weight", "0.weight", "3.weight")
+        ] + [None]
 
 
 def let_go(closed):
@@ -174,8 +179,13 @@ def let_go(closed):
         parallel = DDP(model, group, SMALL)
         model(rows(rank)).square().sum().backward()
         model.kept = model(rows(rank))  # with its graph, whose hooks know DDP
-        there += [weakref.ref(model), weakref.ref(parallel), weakref.ref(parallel.buckets[0]),
-                  weakref.ref(parallel.buckets[0].flat), weakref.ref(model[0].weight)]
+        there += [
+            weakref.ref(model),
+            weakref.ref(parallel),
+            weakref.ref(parallel.buckets[0]),
+            weakref.ref(parallel.buckets[0].flat),
+            weakref.ref(model[0].weight),
+        ]
         if closed:
             parallel.close()
         del model, parallel
@@ -221,7 +231,7 @@ def dtypes():
             assert torch.equal(param.grad, other)
         model.zero_grad()
         with pytest.raises(RuntimeError, match="has a gradient on rank 0, but none on rank 1"):
-            model[:3 - rank](rows(rank, dtype)).abs().sum().backward()
+            model[: 3 - rank](rows(rank, dtype)).abs().sum().backward()
             parallel.synchronize()
 
 
@@ -263,11 +273,16 @@ def failing(ranks_that_fail):
 @pytest.mark.parametrize("ranks_that_fail", [(0,), (1,), (0, 1)])
 def test_a_rank_that_fails_says_why_and_the_next_step_is_right(five, ranks_that_fail):
     for rank, found in enumerate(five.call(failing, ranks_that_fail)[:2]):
-        own = [f"KeyError: \"rank {rank}'s own\"",
-               "RuntimeError: the gradient of parameter 1.bias is this rank's alone: run the "
-               "last backward of a step outside of no_sync(), or call synchronize()"]
-        assert found == (own if rank in ranks_that_fail else [
-            "RuntimeError: the backward of another rank has failed in this step"])
+        own = [
+            f'KeyError: "rank {rank}\'s own"',
+            "RuntimeError: the gradient of parameter 1.bias is this rank's alone: run the "
+            "last backward of a step outside of no_sync(), or call synchronize()",
+        ]
+        assert found == (
+            own
+            if rank in ranks_that_fail
+            else ["RuntimeError: the backward of another rank has failed in this step"]
+        )
 
 
 class Recomputed(nn.Module):

@@ -25,7 +25,8 @@ def squared_error(output, target):
 def cross_entropy(logits, tokens):
     """Of each token's successor, where that is not padding."""
     return F.cross_entropy(
-        logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), ignore_index=-100, reduction="sum")
+        logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), ignore_index=-100, reduction="sum"
+    )
 
 
 class Both(nn.Module):
@@ -75,9 +76,7 @@ def gpt2(tied):
     return layers, cross_entropy, (tokens, mask.long()), targets, count
 
 
-WORK = {
-    "mlp": mlp, "tuples": tuples, "gpt2": lambda: gpt2(False),
-    "tied gpt2": lambda: gpt2(True)}
+WORK = {"mlp": mlp, "tuples": tuples, "gpt2": lambda: gpt2(False), "tied gpt2": lambda: gpt2(True)}
 
 
 def make(work, *args):
@@ -112,17 +111,21 @@ def differences(ranks, schedule, work, balance=None, steps=1, args=(), prepare=l
     layers = prepare(layers)
     if rank:  # what a rank does not need, it need not have
         meta = tuple if isinstance(inputs, tuple) else (lambda parts: next(iter(parts)))
-        inputs = meta(torch.empty_like(x, device="meta")
-                      for x in (inputs if isinstance(inputs, tuple) else (inputs,)))
+        inputs = meta(
+            torch.empty_like(x, device="meta")
+            for x in (inputs if isinstance(inputs, tuple) else (inputs,))
+        )
     if rank != schedule.placement[-1]:
         targets = None
     with pipeline.Pipeline(layers, schedule, loss, balance, group) as pipe:
         for _ in range(steps):
             found_loss = pipe.step(inputs, targets, count)
-        mine = [list(layer.parameters())
-                for stage in pipe.stages.values() for layer in stage.layers]
-        numbers = [stage.first + i
-                   for stage in pipe.stages.values() for i in range(len(stage.layers))]
+        mine = [
+            list(layer.parameters()) for stage in pipe.stages.values() for layer in stage.layers
+        ]
+        numbers = [
+            stage.first + i for stage in pipe.stages.values() for i in range(len(stage.layers))
+        ]
     wrong = {}
     if rank == schedule.placement[-1]:
         if not torch.equal(found_loss, expected_loss):
@@ -164,7 +167,8 @@ def looped(ranks, microbatches):
     return Schedule(
         [Action(c * ranks + rank, "F", k) for c in (0, 1) for k in range(microbatches)]
         + [Action(c * ranks + rank, "B", k) for c in (1, 0) for k in range(microbatches)]
-        for rank in range(ranks))
+        for rank in range(ranks)
+    )
 
 
 def there_and_back(microbatches):
@@ -185,8 +189,11 @@ def test_any_stages_micro_batches_and_balance(five, data):
     ranks = data.draw(st.integers(1, 4))
     microbatches = data.draw(st.sampled_from([1, 2, 3, 4, 6, 8, 12]))
     blocks = data.draw(st.integers(ranks, 8))
-    cuts = data.draw(st.sets(st.integers(1, blocks - 1), min_size=ranks - 1, max_size=ranks - 1)
-                     if ranks > 1 else st.just(set()))
+    cuts = data.draw(
+        st.sets(st.integers(1, blocks - 1), min_size=ranks - 1, max_size=ranks - 1)
+        if ranks > 1
+        else st.just(set())
+    )
     balance = [end - start for start, end in pairwise([0, *sorted(cuts), blocks])]
     kind = data.draw(st.sampled_from([schedules.gpipe, schedules.inter_layer]))
     schedule = kind(ranks, microbatches)
@@ -227,15 +234,25 @@ def large_tensors_alive(microbatches):
         def end(self, action):
             nonlocal peak
             storages = {
-                one.untyped_storage().data_ptr() for one in gc.get_objects()
-                if type(one) is torch.Tensor and one.device.type == "cpu" and one.numel() >= width}
+                one.untyped_storage().data_ptr()
+                for one in gc.get_objects()
+                if type(one) is torch.Tensor and one.device.type == "cpu" and one.numel() >= width
+            }
             peak = max(peak, len(storages))
 
     x = torch.ones(microbatches, 1)
     # Slow forwards: the other rank takes each output long before the next is there.
     layers = [models.Paced(Grow(width), 0.03, 0.0), Shrink()]
-    pipeline.run(schedules.gpipe(2, microbatches), layers, squared_error, x, x, 1, group=group,
-                 recorder=Count())
+    pipeline.run(
+        schedules.gpipe(2, microbatches),
+        layers,
+        squared_error,
+        x,
+        x,
+        1,
+        group=group,
+        recorder=Count(),
+    )
     return peak
 
 
@@ -298,23 +315,33 @@ def failure(ranks, case):
     return told
 
 
-@pytest.mark.parametrize("case, kind, words", [
-    ("rows", "ValueError", "4 micro-batches of one size cannot be made of 10 rows"),
-    ("stages", "ValueError", "more stages than layers: 2 stages, 1 layers"),
-    ("balance", "ValueError", "the balance [3, 2] gives 2 stages 5 layers"),
-    ("micro-batches", "ValueError", "rank 0 and rank 1, of one pipeline, disagree on "
-     "micro-batches: 4 and 5"),
-    ("unequal", "ScheduleError", "stages disagree on the number of micro-batches"),
-    ("dict", "TypeError", "layer 2 (Named) returned dict, not a tensor or a tuple of tensors"),
-    ("last dict", "TypeError", "layer 3 (Named) returned dict"),
-    ("width", "ValueError", "layer 1 (Linear) fails on torch.float32 (2, 8)"),
-    ("split", "ValueError", "0I0 cannot be run"),
-    ("ranks", "ValueError", "a schedule of 3 ranks on 2"),
-    ("targets", "ValueError", "targets: 4 micro-batches of one size cannot be made of 10 rows"),
-    ("counts", "ValueError", "count: 3 numbers for 4 micro-batches"),
-    ("other inputs", "ValueError", "disagree on what they were given: a micro-batch is "
-     "torch.float32 (2, 8) on its rank 0, and torch.float32 (2, 9) on its rank 1"),
-])
+@pytest.mark.parametrize(
+    "case, kind, words",
+    [
+        ("rows", "ValueError", "4 micro-batches of one size cannot be made of 10 rows"),
+        ("stages", "ValueError", "more stages than layers: 2 stages, 1 layers"),
+        ("balance", "ValueError", "the balance [3, 2] gives 2 stages 5 layers"),
+        (
+            "micro-batches",
+            "ValueError",
+            "rank 0 and rank 1, of one pipeline, disagree on micro-batches: 4 and 5",
+        ),
+        ("unequal", "ScheduleError", "stages disagree on the number of micro-batches"),
+        ("dict", "TypeError", "layer 2 (Named) returned dict, not a tensor or a tuple of tensors"),
+        ("last dict", "TypeError", "layer 3 (Named) returned dict"),
+        ("width", "ValueError", "layer 1 (Linear) fails on torch.float32 (2, 8)"),
+        ("split", "ValueError", "0I0 cannot be run"),
+        ("ranks", "ValueError", "a schedule of 3 ranks on 2"),
+        ("targets", "ValueError", "targets: 4 micro-batches of one size cannot be made of 10 rows"),
+        ("counts", "ValueError", "count: 3 numbers for 4 micro-batches"),
+        (
+            "other inputs",
+            "ValueError",
+            "disagree on what they were given: a micro-batch is "
+            "torch.float32 (2, 8) on its rank 0, and torch.float32 (2, 9) on its rank 1",
+        ),
+    ],
+)
 def test_bad_input_is_refused_on_every_rank(five, case, kind, words):
     for told in five.call(failure, 2, case)[:2]:
         assert told[0] == kind

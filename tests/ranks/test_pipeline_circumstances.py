@@ -36,8 +36,13 @@ class First(nn.Module):
 
 def layers():
     torch.manual_seed(0)
-    return [nn.Linear(WIDTH, WIDTH), Both(), First(), nn.BatchNorm1d(WIDTH),
-            nn.Linear(WIDTH, WIDTH)]
+    return [
+        nn.Linear(WIDTH, WIDTH),
+        Both(),
+        First(),
+        nn.BatchNorm1d(WIDTH),
+        nn.Linear(WIDTH, WIDTH),
+    ]
 
 
 def batch(rows=4, dtype=torch.float32):
@@ -62,8 +67,9 @@ class Program:
     def __init__(self, ranks):
         self.group, self.rank, self.wrong = first_ranks(ranks), dist.get_rank(), []
         self.mine, self.plain, self.steps = layers(), layers(), 0
-        self.pipe = pipeline.Pipeline(self.mine, schedules.gpipe(ranks, PARTS), squared_error,
-                                      group=self.group, timeout=20.0)
+        self.pipe = pipeline.Pipeline(
+            self.mine, schedules.gpipe(ranks, PARTS), squared_error, group=self.group, timeout=20.0
+        )
 
     def step(self, **options):
         inputs, targets = batch(**options)
@@ -73,10 +79,16 @@ class Program:
         if found is not None and not torch.equal(found, expected):
             self.wrong.append((self.steps, "loss"))
         own = {id(one) for one in self.pipe.parameters()}
-        for (name, one), other in zip(nn.ModuleList(self.mine).named_parameters(),
-                                      nn.ModuleList(self.plain).parameters(), strict=True):
-            same = one.grad is None if other.grad is None else (
-                one.grad is not None and torch.equal(one.grad, other.grad))
+        for (name, one), other in zip(
+            nn.ModuleList(self.mine).named_parameters(),
+            nn.ModuleList(self.plain).parameters(),
+            strict=True,
+        ):
+            same = (
+                one.grad is None
+                if other.grad is None
+                else (one.grad is not None and torch.equal(one.grad, other.grad))
+            )
             if id(one) in own and not same:
                 self.wrong.append((self.steps, name))
 
@@ -118,6 +130,7 @@ def unfreezing(program):
         def change(model):
             for number in (0, 1):
                 model[number].requires_grad_(not frozen)
+
         return change
 
     program.both(freeze(True))
@@ -171,8 +184,16 @@ def other_dtypes(program):
     program.step()
 
 
-PROGRAMS = [autocast, autocast_first, unfreezing, unfreezing_on_its_rank, checked_before, evaluated,
-            other_shapes, other_dtypes]
+PROGRAMS = [
+    autocast,
+    autocast_first,
+    unfreezing,
+    unfreezing_on_its_rank,
+    checked_before,
+    evaluated,
+    other_shapes,
+    other_dtypes,
+]
 
 
 def run(which, ranks):
@@ -234,16 +255,32 @@ def known_elsewhere(case):
         return told, program.wrong
 
 
-@pytest.mark.parametrize("case, words", [
-    ("shapes", "ValueError: the ranks of the pipeline disagree on what they were given: a "
-     "micro-batch is torch.float32 (4, 8) on its rank 0, and torch.float32 (2, 8) on its rank 1"),
-    ("autocast", "ValueError: the ranks of the pipeline disagree on what they were given: autocast "
-     "on cpu is False on its rank 0, and torch.bfloat16 on its rank 1"),
-    ("grad mode", "ValueError: the ranks of the pipeline disagree on what they were given: the "
-     "grad mode is True on its rank 0, and False on its rank 1"),
-    ("targets", "ValueError: rank 1 of the pipeline: targets: 3 micro-batches of one size cannot "
-     "be made of 4 rows"),
-])
+@pytest.mark.parametrize(
+    "case, words",
+    [
+        (
+            "shapes",
+            "ValueError: the ranks of the pipeline disagree on what they were given: a "
+            "micro-batch is torch.float32 (4, 8) on its rank 0, and torch.float32 (2, 8) on its "
+            "rank 1",
+        ),
+        (
+            "autocast",
+            "ValueError: the ranks of the pipeline disagree on what they were given: autocast "
+            "on cpu is False on its rank 0, and torch.bfloat16 on its rank 1",
+        ),
+        (
+            "grad mode",
+            "ValueError: the ranks of the pipeline disagree on what they were given: the "
+            "grad mode is True on its rank 0, and False on its rank 1",
+        ),
+        (
+            "targets",
+            "ValueError: rank 1 of the pipeline: targets: 3 micro-batches of one size cannot "
+            "be made of 4 rows",
+        ),
+    ],
+)
 def test_ranks_that_were_given_different_things(five, case, words):
     """Said on both, before anything is sent."""
     for told, wrong in five.call(known_elsewhere, case)[:2]:
@@ -260,7 +297,7 @@ class Switch(nn.Module):
 
     def forward(self, x):
         y = self.linear(x)
-        return torch.cat([y, y], 1)[:, :WIDTH + 1] if self.wide else y
+        return torch.cat([y, y], 1)[:, : WIDTH + 1] if self.wide else y
 
 
 def switched():
@@ -271,8 +308,9 @@ def switched():
     inputs, targets = batch()
     model = [Switch(), nn.Linear(WIDTH, WIDTH)]
     try:
-        with pipeline.Pipeline(model, schedules.gpipe(2, PARTS), squared_error, group=group,
-                               timeout=20.0) as pipe:
+        with pipeline.Pipeline(
+            model, schedules.gpipe(2, PARTS), squared_error, group=group, timeout=20.0
+        ) as pipe:
             pipe.step(inputs, targets, 12)
             model[0].wide = True
             pipe.step(inputs, targets, 12)
@@ -285,7 +323,8 @@ def test_an_output_that_is_not_as_it_was_tried_is_an_error_that_names_the_layer(
     told = five.call(switched)
     assert told[0].startswith(
         "ValueError: layer 0 (Switch) returned torch.float32 (4, 9) requiring a gradient, and "
-        "torch.float32 (4, 8) requiring a gradient when it was tried")
+        "torch.float32 (4, 8) requiring a gradient when it was tried"
+    )
     assert "make a new Pipeline" in told[0]
     assert told[1] is not None  # its peer is gone
 
@@ -302,8 +341,9 @@ def frozen_ties():
     expected = copy.deepcopy(model)
     inputs, targets = batch()
     found = []
-    with pipeline.Pipeline(model, schedules.gpipe(2, PARTS), squared_error, group=group,
-                           timeout=20.0) as pipe:
+    with pipeline.Pipeline(
+        model, schedules.gpipe(2, PARTS), squared_error, group=group, timeout=20.0
+    ) as pipe:
         pipe.step(inputs, targets, 12)
         found.append(shared.grad is None)
         for one in (shared, expected[0].weight):

@@ -60,8 +60,9 @@ def handed_on(where):
     torch.manual_seed(0)
     inputs, targets = torch.randn(2, 36, WIDTH)
     expected, layers = ([models_of(where), Slow()] for _ in range(2))
-    found = pipeline.run(schedules.gpipe(2, 12), layers, squared_error, inputs, targets, 36,
-                         group=group)
+    found = pipeline.run(
+        schedules.gpipe(2, 12), layers, squared_error, inputs, targets, 36, group=group
+    )
     total = 0
     for x, y in zip(inputs.chunk(12), targets.chunk(12), strict=True):
         total = total + squared_error(nn.Sequential(*expected)(x), y) / 36
@@ -98,16 +99,26 @@ def two_names(ranks, each, updates, age):
         return pipeline.join_group_creation()
     generator = torch.Generator().manual_seed(4)
     inputs, targets = torch.randn(2, 2 * each * updates, WIDTH, generator=generator)
-    made = schedules.pipedream(ranks, updates) if each == 1 else \
-        schedules.pipedream_2bw(ranks, each, updates)
-    with pipeline.Pipeline([TwoNames() for _ in range(ranks)], made, squared_error, group=group,
-                           optimizer=lambda some: torch.optim.SGD(some, lr=0.01)) as pipe:
+    made = (
+        schedules.pipedream(ranks, updates)
+        if each == 1
+        else schedules.pipedream_2bw(ranks, each, updates)
+    )
+    with pipeline.Pipeline(
+        [TwoNames() for _ in range(ranks)],
+        made,
+        squared_error,
+        group=group,
+        optimizer=lambda some: torch.optim.SGD(some, lr=0.01),
+    ) as pipe:
         pipe.step(inputs, targets, 4 * each)
         (found,) = pipe.parameters()
     versions, sums = [[torch.eye(WIDTH)] for _ in age], [0] * ranks
     for k, (x, y) in enumerate(zip(inputs.split(2), targets.split(2), strict=True)):
-        read = [made[max(0, k // each - old)].clone().requires_grad_()
-                for made, old in zip(versions, age, strict=True)]
+        read = [
+            made[max(0, k // each - old)].clone().requires_grad_()
+            for made, old in zip(versions, age, strict=True)
+        ]
         for weight in read:
             x = x @ weight + 0.1 * x @ weight
         gradients = torch.autograd.grad(squared_error(x, y) / (4 * each), read)
@@ -119,8 +130,9 @@ def two_names(ranks, each, updates, age):
     return (found - versions[rank][-1]).abs().max().item()
 
 
-@pytest.mark.parametrize("ranks, each, updates, age", [(3, 1, 8, (2, 1, 0)), (2, 2, 4, (1, 1))],
-                         ids=["pipedream", "2bw"])
+@pytest.mark.parametrize(
+    "ranks, each, updates, age", [(3, 1, 8, (2, 1, 0)), (2, 2, 4, (1, 1))], ids=["pipedream", "2bw"]
+)
 def test_one_parameter_under_two_names_has_versions(five, ranks, each, updates, age):
     assert all(gap < 1e-6 for gap in five.call(two_names, ranks, each, updates, age)[:ranks])
 
@@ -158,11 +170,17 @@ def no_seed(what):
         return str(error)
 
 
-@pytest.mark.parametrize("what, words", [
-    ("tied", "rank 0 and rank 3, of one pipeline, have different values of 0.weight: give both the "
-     "same, by one seed or one checkpoint"),
-    ("buffers", "rank 1 and rank 3, of one pipeline, have different values of 1.table"),
-])
+@pytest.mark.parametrize(
+    "what, words",
+    [
+        (
+            "tied",
+            "rank 0 and rank 3, of one pipeline, have different values of 0.weight: give both the "
+            "same, by one seed or one checkpoint",
+        ),
+        ("buffers", "rank 1 and rank 3, of one pipeline, have different values of 1.table"),
+    ],
+)
 def test_tied_copies_that_differ_are_refused_on_every_rank(five, what, words):
     for told in five.call(no_seed, what):
         assert told.startswith(words)
@@ -183,8 +201,9 @@ def replicas(what):
     torch.manual_seed(7)
     inputs, targets = (one.chunk(2)[place] for one in torch.randn(2, 16, WIDTH))
     try:
-        with pipeline.Pipeline(layers, schedules.gpipe(2, 2), squared_error, group=along,
-                               replicas=across) as pipe:
+        with pipeline.Pipeline(
+            layers, schedules.gpipe(2, 2), squared_error, group=along, replicas=across
+        ) as pipe:
             for _ in range(2):
                 pipe.step(inputs, targets, 16)
                 for one in pipe.parameters():
@@ -203,8 +222,10 @@ def grid():
     """(this rank's pipeline, its replicas): {0, 2} and {1, 3} are pipelines."""
     if not _grid:
         rank = dist.get_rank()
-        along, across = ([dist.new_group(ranks, group_desc="unchecked") for ranks in way]
-                         for way in ([[0, 2], [1, 3]], [[0, 1], [2, 3]]))
+        along, across = (
+            [dist.new_group(ranks, group_desc="unchecked") for ranks in way]
+            for way in ([[0, 2], [1, 3]], [[0, 1], [2, 3]])
+        )
         _grid.extend([along[rank % 2], across[rank // 2]])
     return _grid
 
@@ -215,12 +236,20 @@ def four():
         yield ranks
 
 
-@pytest.mark.parametrize("what, words", [
-    ("parameters", "rank 0 and rank 1, replicas of one another, have different values of "
-     "0.0.weight: give both the same, by one seed or one checkpoint"),
-    ("buffers", "rank 2 and rank 3, replicas of one another, have different values of "
-     "1.1.running_var"),
-])
+@pytest.mark.parametrize(
+    "what, words",
+    [
+        (
+            "parameters",
+            "rank 0 and rank 1, replicas of one another, have different values of "
+            "0.0.weight: give both the same, by one seed or one checkpoint",
+        ),
+        (
+            "buffers",
+            "rank 2 and rank 3, replicas of one another, have different values of 1.1.running_var",
+        ),
+    ],
+)
 def test_replicas_that_differ_are_refused_on_every_rank(four, what, words):
     for told in four.call(replicas, what):
         assert told.startswith(words)
@@ -256,8 +285,12 @@ def left_over(pipelines, tied):
 
     def count():
         gc.collect()
-        return (len(os.listdir("/proc/self/fd")), threading.active_count(),
-                len(dist.distributed_c10d._world.pg_map), sum(one() is not None for one in known))
+        return (
+            len(os.listdir("/proc/self/fd")),
+            threading.active_count(),
+            len(dist.distributed_c10d._world.pg_map),
+            sum(one() is not None for one in known),
+        )
 
     once()
     before = count()
@@ -277,8 +310,9 @@ def after_all_groups():
     if rank >= 2:
         pipeline.join_group_creation()
     else:
-        pipe = pipeline.Pipeline(models.mlp(2, WIDTH), schedules.gpipe(2, 2), squared_error,
-                                 group=group)
+        pipe = pipeline.Pipeline(
+            models.mlp(2, WIDTH), schedules.gpipe(2, 2), squared_error, group=group
+        )
     dist.barrier()
     dist.destroy_process_group()
     if rank < 2:
@@ -304,8 +338,9 @@ def fails(rank_that_fails):
 
     start = None
     try:
-        with pipeline.Pipeline(layers, schedules.gpipe(2, 2), squared_error, group=group,
-                               timeout=20.0) as pipe:
+        with pipeline.Pipeline(
+            layers, schedules.gpipe(2, 2), squared_error, group=group, timeout=20.0
+        ) as pipe:
             pipe.step(x, x, 4)
             if rank == rank_that_fails:
                 layers[rank].up.weight.register_hook(hook)

@@ -75,7 +75,13 @@ def test_the_first_steps_of_a_kind_go_by_way_of_the_cpu(five):
     """Here "cpu:0" stands in for a GPU, and gloo carries from both."""
     for steps in five.call(watched, "cpu:0", (3, 5))[:2]:
         assert [through for _, through in steps] == [
-            {"cpu"}, {"cpu"}, {"cpu:0"}, {"cpu"}, {"cpu:0"}, {"cpu"}]
+            {"cpu"},
+            {"cpu"},
+            {"cpu:0"},
+            {"cpu"},
+            {"cpu:0"},
+            {"cpu"},
+        ]
 
 
 @pytest.mark.parametrize("earlier, through", [(0, "cpu"), (1, "cpu"), (2, "cuda:3"), (9, "cuda:3")])

@@ -141,11 +141,25 @@ LAYERS = {
     "batch norm": lambda: Do(nn.BatchNorm1d(WIDTH)),
     "in place": lambda: Do(nn.ReLU(inplace=True)),
     "recompute": lambda: Do(Recompute(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()))),
-    "conv": Conv, "attention": Attention, "rotary": Rotary, "average": Average, "open": Open,
-    "close": Close, "branch": Branch,
+    "conv": Conv,
+    "attention": Attention,
+    "rotary": Rotary,
+    "average": Average,
+    "open": Open,
+    "close": Close,
+    "branch": Branch,
 }
-SCHEDULES = ["gpipe", "inter_layer", "one_f_one_b", "interleaved", "interleaved",
-             "zero_bubble_h1", "zero_bubble_h2", "pipedream", "pipedream_2bw"]
+SCHEDULES = [
+    "gpipe",
+    "inter_layer",
+    "one_f_one_b",
+    "interleaved",
+    "interleaved",
+    "zero_bubble_h1",
+    "zero_bubble_h2",
+    "pipedream",
+    "pipedream_2bw",
+]
 
 
 def schedule_of(draw, ranks):
@@ -227,8 +241,9 @@ class Program:
         """What may stand between two steps. A rank may do it to its own layers only: the others
         are not told."""
         draw = self.draw
-        what = draw.choice(["nothing", "freeze", "freeze", "unfreeze", "modes", "train",
-                            "zero_grad"])
+        what = draw.choice(
+            ["nothing", "freeze", "freeze", "unfreeze", "modes", "train", "zero_grad"]
+        )
         first = draw.randint(0, len(self.kinds))  # often it is the first layers that are frozen
         picks = [number < first or draw.random() < 0.3 for number in range(len(self.kinds))]
         own = {id(layer) for stage in pipe.stages.values() for layer in stage.layers}
@@ -285,14 +300,16 @@ class Program:
         for stage in pipe.stages.values():
             for number, layer in enumerate(stage.layers, stage.first):
                 plain = self.plain[number]
-                for (name, param), other in zip(layer.named_parameters(), plain.parameters(),
-                                                strict=True):
+                for (name, param), other in zip(
+                    layer.named_parameters(), plain.parameters(), strict=True
+                ):
                     if not self.same(param.data, other.data):
                         wrong.append(f"{number}.{name}")
                     if not self.same(param.grad, other.grad):
                         wrong.append(f"{number}.{name}.grad")
-                for (name, buffer), other in zip(layer.named_buffers(), plain.buffers(),
-                                                 strict=True):
+                for (name, buffer), other in zip(
+                    layer.named_buffers(), plain.buffers(), strict=True
+                ):
                     if not self.same(buffer, other):
                         wrong.append(f"{number}.{name}")
         return wrong
@@ -310,8 +327,9 @@ class Program:
 
     def with_versions(self, inputs, targets, count):
         """The schedule says which version of a stage a micro-batch reads, and when each is made."""
-        stages = pipeline.cut([list(layer.parameters()) for layer in self.plain],
-                              len(self.balance), self.balance)
+        stages = pipeline.cut(
+            [list(layer.parameters()) for layer in self.plain], len(self.balance), self.balance
+        )
         stages = [[param for layer in stage for param in layer] for stage in stages]
         versions = [[[param.data for param in stage]] for stage in stages]
         rows = {row[0].stage: [a for a in row if a.kind in "BU"] for row in self.schedule}
@@ -329,7 +347,7 @@ class Program:
                 for param, data in zip(stage, its[-1], strict=True):
                     param.data = data
                 place = next(i for i, a in enumerate(rows[number]) if a.microbatch == k)
-                if rows[number][place + 1:place + 2] and rows[number][place + 1].kind == "U":
+                if rows[number][place + 1 : place + 2] and rows[number][place + 1].kind == "U":
                     for param in stage:
                         if param.grad is not None:
                             param.data = param.data.add(param.grad, alpha=-RATE)
@@ -352,16 +370,31 @@ def programs(seeds, ranks):
             continue
         program = Program(seed, ranks)
         with pipeline.Pipeline(
-                program.mine, program.schedule, squared_error, program.balance, group,
-                optimizer=sgd if program.updates else None, trial=program.trial) as pipe:
+            program.mine,
+            program.schedule,
+            squared_error,
+            program.balance,
+            group,
+            optimizer=sgd if program.updates else None,
+            trial=program.trial,
+        ) as pipe:
             for _ in range(STEPS):
                 program.between(pipe)
                 if program.done[-1] == "zero_grad" or program.updates or program.tie:
                     program.clear()
                 found = program.step(pipe)
                 if found and seed not in (one[0] for one in wrong):
-                    wrong.append((seed, program.name, program.kinds, program.balance,
-                                  program.trial, tuple(program.done), found))
+                    wrong.append(
+                        (
+                            seed,
+                            program.name,
+                            program.kinds,
+                            program.balance,
+                            program.trial,
+                            tuple(program.done),
+                            found,
+                        )
+                    )
             dist.barrier(group)
     return wrong
 

@@ -27,26 +27,28 @@ def test_gradients_are_the_plain_loops_to_the_bit(five, ranks, name):
     prepare = splittable if name.startswith("h") else list
     blocks = 8 if name != "interleaved 4" else 16
     found = five.call(
-        differences, ranks, FLUSHED[name](ranks, 8), "mlp", None, 1, (blocks,), prepare)
+        differences, ranks, FLUSHED[name](ranks, 8), "mlp", None, 1, (blocks,), prepare
+    )
     assert found == [{}] * 5
     if name != "interleaved 4":  # more stages than a GPT-2 of three blocks has layers
         balance = (2, 1, 1, 1) if name == "interleaved 2" else None
-        found = five.call(
-            differences, 2, FLUSHED[name](2, 4), "gpt2", balance, 2, (), prepare)
+        found = five.call(differences, 2, FLUSHED[name](2, 4), "gpt2", balance, 2, (), prepare)
         assert found == [{}] * 5
 
 
 @pytest.mark.parametrize("name", ["1f1b", "h1", "h2"])
 @pytest.mark.parametrize("microbatches", [1, 2, 3])
 def test_fewer_micro_batches_than_stages(five, name, microbatches):
-    found = five.call(differences, 4, FLUSHED[name](4, microbatches), "mlp", None, 1, (),
-                      splittable)
+    found = five.call(
+        differences, 4, FLUSHED[name](4, microbatches), "mlp", None, 1, (), splittable
+    )
     assert found == [{}] * 5
 
 
 def test_a_tied_parameter_with_a_split_backward(five):
-    found = five.call(differences, 2, schedules.zero_bubble_h1(2, 4), "tied gpt2", None, 1, (),
-                      splittable)
+    found = five.call(
+        differences, 2, schedules.zero_bubble_h1(2, 4), "tied gpt2", None, 1, (), splittable
+    )
     tied = {(0, 0), (4, 2)}
     for wrong in found:
         assert wrong.keys() <= tied
@@ -86,12 +88,16 @@ def delayed_step(layers, optimizers, inputs, targets, each, age):
 
     ranks, versions = len(layers), [[snapshot(layer)] for layer in layers]
     for k, (x, y) in enumerate(zip(inputs.split(ROWS), targets.split(ROWS), strict=True)):
-        read = [{name: one.requires_grad_() for name, one in versions[s][age(k, s)].items()}
-                for s in range(ranks)]
+        read = [
+            {name: one.requires_grad_() for name, one in versions[s][age(k, s)].items()}
+            for s in range(ranks)
+        ]
         for layer, weights in zip(layers, read, strict=True):
             x = functional_call(layer, weights, (x,))
-        found = torch.autograd.grad(squared_error(x, y) / (ROWS * each * WIDTH),
-                                    [one for weights in read for one in weights.values()])
+        found = torch.autograd.grad(
+            squared_error(x, y) / (ROWS * each * WIDTH),
+            [one for weights in read for one in weights.values()],
+        )
         own = [parameter for layer in layers for parameter in layer.parameters()]
         for parameter, gradient in zip(own, found, strict=True):
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
@@ -124,8 +130,9 @@ def trained(ranks, schedule, each, updates, age, steps=1, stash=True, prepare=li
         return pipeline.join_group_creation()
     layers, inputs, targets = work(ranks, each * updates)
     expected = delayed_loop(ranks, each, updates, age, steps)[rank]
-    with pipeline.Pipeline(prepare(layers), schedule, squared_error, group=group, optimizer=sgd,
-                           stash=stash) as pipe:
+    with pipeline.Pipeline(
+        prepare(layers), schedule, squared_error, group=group, optimizer=sgd, stash=stash
+    ) as pipe:
         for _ in range(steps):
             counter = CountVersions(pipe)
             pipe.step(inputs, targets, ROWS * each * WIDTH, counter)
@@ -140,7 +147,7 @@ def test_pipedream_reads_what_a_loop_with_its_delays_reads(five, ranks):
     found = five.call(trained, ranks, schedules.pipedream(ranks, 20), 1, 20, pipedream_age(ranks))
     for rank, (equal, _, held) in enumerate(found[:ranks]):
         assert equal
-        steady = [count for name, count in held[6 * ranks:-6 * ranks] if "B" not in name]
+        steady = [count for name, count in held[6 * ranks : -6 * ranks] if "B" not in name]
         assert set(steady) == {ranks - rank}
 
 
@@ -178,13 +185,20 @@ def recomputed(layers):
 def split_up(schedule):
     """With an I and a W, one after the other, for every B."""
     return Schedule(
-        [part for action in row
-         for part in ([action] if action.kind != "B" else
-                      [action._replace(kind=kind) for kind in "IW"])] for row in schedule)
+        [
+            part
+            for action in row
+            for part in (
+                [action] if action.kind != "B" else [action._replace(kind=kind) for kind in "IW"]
+            )
+        ]
+        for row in schedule
+    )
 
 
-@pytest.mark.parametrize("prepare, change", [(list, Schedule), (recomputed, Schedule),
-                                             (splittable, split_up)])
+@pytest.mark.parametrize(
+    "prepare, change", [(list, Schedule), (recomputed, Schedule), (splittable, split_up)]
+)
 def test_a_second_step_goes_on_from_the_newest_weights(five, prepare, change):
     """Also where a backward computes a forward again, and where it is split: with what weights
     it reads meanwhile."""
@@ -201,11 +215,13 @@ def without_weights():
     torch.manual_seed(0)
     layers, x = [nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)], torch.ones(5, 4)
     before = [one.clone() for one in layers[rank].parameters()]
-    with pipeline.Pipeline(layers, schedules.pipedream(3, 5), squared_error, group=group,
-                           optimizer=sgd) as pipe:
+    with pipeline.Pipeline(
+        layers, schedules.pipedream(3, 5), squared_error, group=group, optimizer=sgd
+    ) as pipe:
         pipe.step(x, -x, 20)
-        return [not torch.equal(one, two)
-                for one, two in zip(pipe.parameters(), before, strict=True)]
+        return [
+            not torch.equal(one, two) for one, two in zip(pipe.parameters(), before, strict=True)
+        ]
 
 
 def test_a_stage_without_weights_has_nothing_to_update(five):
@@ -262,15 +278,21 @@ def failure(case):
     return "nothing"
 
 
-@pytest.mark.parametrize("case, words", [
-    ("whole", "0I0 cannot be run: layer 0 (MLPBlock) cannot split its backward, as the gradient of "
-     "up.weight cannot be left for later"),
-    ("no optimizer", "0U1 cannot be run: it needs an optimizer"),
-    ("bound", "rank 0 holds 2 versions of stage 0's weights after 0U1"),
-    ("chunks", "7 layers cannot be divided into 4 chunks of one size, 2 on each rank"),
-    ("tied", "stages 0 and 1 share a tied parameter"),
-    ("tied on a rank", "stages 0 and 3 share a tied parameter"),
-])
+@pytest.mark.parametrize(
+    "case, words",
+    [
+        (
+            "whole",
+            "0I0 cannot be run: layer 0 (MLPBlock) cannot split its backward, as the gradient of "
+            "up.weight cannot be left for later",
+        ),
+        ("no optimizer", "0U1 cannot be run: it needs an optimizer"),
+        ("bound", "rank 0 holds 2 versions of stage 0's weights after 0U1"),
+        ("chunks", "7 layers cannot be divided into 4 chunks of one size, 2 on each rank"),
+        ("tied", "stages 0 and 1 share a tied parameter"),
+        ("tied on a rank", "stages 0 and 3 share a tied parameter"),
+    ],
+)
 def test_bad_input_is_refused_on_every_rank(five, case, words):
     for told in five.call(failure, case):
         assert words in told

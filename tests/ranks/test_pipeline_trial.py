@@ -61,19 +61,22 @@ def differs(make, ranks=2, schedule=schedules.gpipe, context=None, **options):
         loss, gradients = one_process(expected)
         random.seed(3)
         torch.set_rng_state(drawn)
-        with pipeline.Pipeline(layers, schedule(ranks, PARTS), squared_error, group=group,
-                               timeout=20.0, **options) as pipe:
+        with pipeline.Pipeline(
+            layers, schedule(ranks, PARTS), squared_error, group=group, timeout=20.0, **options
+        ) as pipe:
             found = pipe.step(inputs, targets, ROWS)
             mine = {id(one) for one in pipe.parameters()}
     wrong = [] if found is None or torch.equal(found, loss) else [f"loss {found} not {loss}"]
     names = [name for name, _ in nn.ModuleList(layers).named_parameters()]
-    for name, one, gradient in zip(names, nn.ModuleList(layers).parameters(), gradients,
-                                   strict=True):
+    for name, one, gradient in zip(
+        names, nn.ModuleList(layers).parameters(), gradients, strict=True
+    ):
         if id(one) in mine and not torch.equal(one.grad, gradient):
             wrong.append(name)
     for module in nn.ModuleList(layers).modules():
-        wrong += [f"{name} is fake" for name, one in vars(module).items()
-                  if isinstance(one, FakeTensor)]
+        wrong += [
+            f"{name} is fake" for name, one in vars(module).items() if isinstance(one, FakeTensor)
+        ]
     return wrong
 
 
@@ -85,8 +88,9 @@ def refusal(make, **options):
     try:
         if rank >= 2:
             return pipeline.join_group_creation()
-        with pipeline.Pipeline(make(), schedules.gpipe(2, PARTS), squared_error, group=group,
-                               timeout=20.0, **options) as pipe:
+        with pipeline.Pipeline(
+            make(), schedules.gpipe(2, PARTS), squared_error, group=group, timeout=20.0, **options
+        ) as pipe:
             pipe.step(inputs, targets, ROWS)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
@@ -220,12 +224,16 @@ def seen_outside():
     return layers
 
 
-@pytest.mark.parametrize("make, layer", [(masked, "layer 1 (Function)"),
-                                         (seen_outside, "layer 2 (Linear)")])
+@pytest.mark.parametrize(
+    "make, layer", [(masked, "layer 1 (Function)"), (seen_outside, "layer 2 (Linear)")]
+)
 def test_what_is_kept_outside_of_the_layers_is_found(five, make, layer):
     for told in five.call(refusal, make)[:2]:
-        for words in (f"ValueError: {layer} was tried on shapes", "kept outside of the layers",
-                      'trial="data"'):
+        for words in (
+            f"ValueError: {layer} was tried on shapes",
+            "kept outside of the layers",
+            'trial="data"',
+        ):
             assert words in told
     found = five.call(functools.partial(differs, make, trial="data"))
     assert found == [[], [], None, None, None]
@@ -274,11 +282,13 @@ def alive(steps):
         if rank >= 2:
             pipeline.join_group_creation()
             continue
-        layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Softmax(-1))
-                  for _ in range(2)]
+        layers = [
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Softmax(-1)) for _ in range(2)
+        ]
         inputs, targets = batch()
-        pipeline.run(schedules.gpipe(2, 3), layers, squared_error, inputs, targets, ROWS,
-                     group=group)
+        pipeline.run(
+            schedules.gpipe(2, 3), layers, squared_error, inputs, targets, ROWS, group=group
+        )
         known.append(weakref.ref(layers[rank][0].weight))
         del layers
     gc.collect()
@@ -293,8 +303,14 @@ def test_a_trial_keeps_no_weights(five):
 
 
 def in_place():
-    return splittable([nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True),
-                       nn.Linear(WIDTH, WIDTH)])
+    return splittable(
+        [
+            nn.ReLU(inplace=True),
+            nn.Linear(WIDTH, WIDTH),
+            nn.ReLU(inplace=True),
+            nn.Linear(WIDTH, WIDTH),
+        ]
+    )
 
 
 @pytest.mark.parametrize("make_schedule", [schedules.gpipe, schedules.zero_bubble_h1])
@@ -306,8 +322,12 @@ def test_a_layer_in_place_may_be_the_first_of_a_stage(five, ranks, make_schedule
 
 def after_tanh():
     """What the tanh has saved is changed: one process refuses that."""
-    return [nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()),
-            nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)]
+    return [
+        nn.Linear(WIDTH, WIDTH),
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()),
+        nn.ReLU(inplace=True),
+        nn.Linear(WIDTH, WIDTH),
+    ]
 
 
 def both_on_a_rank():
@@ -316,8 +336,10 @@ def both_on_a_rank():
         return pipeline.join_group_creation()
     schedule = schedules.Schedule(["0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0"])
     inputs, targets = batch()
-    with pytest.raises(RuntimeError) as told, pipeline.Pipeline(
-            after_tanh(), schedule, squared_error, group=group, timeout=20.0) as pipe:
+    with (
+        pytest.raises(RuntimeError) as told,
+        pipeline.Pipeline(after_tanh(), schedule, squared_error, group=group, timeout=20.0) as pipe,
+    ):
         pipe.step(inputs, targets, ROWS)
     return str(told.value)
 
@@ -354,16 +376,26 @@ def drawing_a_number():
 def test_layers_that_need_values(five, make):
     """Refused with the way out; and the way out works."""
     for told in five.call(refusal, make)[:2]:
-        for words in ("ValueError: layer 1 (Function) fails on torch.float32 (4, 8)",
-                      "layers are tried on shapes, without values", 'trial="data"'):
+        for words in (
+            "ValueError: layer 1 (Function) fails on torch.float32 (4, 8)",
+            "layers are tried on shapes, without values",
+            'trial="data"',
+        ):
             assert words in told
     found = five.call(functools.partial(differs, make, trial="data"))
     assert found == [[], [], None, None, None]
 
 
 def everything():
-    return [Rotary(), Average(), Counting(), *in_place(), nn.BatchNorm1d(WIDTH), nn.Dropout(0.0),
-            Recompute(nn.Linear(WIDTH, WIDTH))]
+    return [
+        Rotary(),
+        Average(),
+        Counting(),
+        *in_place(),
+        nn.BatchNorm1d(WIDTH),
+        nn.Dropout(0.0),
+        Recompute(nn.Linear(WIDTH, WIDTH)),
+    ]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -374,24 +406,36 @@ def test_a_trial_on_data_leaves_no_trace_either(five, ranks):
 
 def test_only_two_kinds_of_trial(five):
     for told in five.call(functools.partial(refusal, linears, trial="none"))[:2]:
-        assert told == "ValueError: trial is \"shapes\" or \"data\", not 'none'"
+        assert told == 'ValueError: trial is "shapes" or "data", not \'none\''
 
 
 def sparse():
-    return [nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Embedding(5, 4, sparse=True)),
-            nn.Linear(WIDTH, WIDTH)]
+    return [
+        nn.Linear(WIDTH, WIDTH),
+        nn.Sequential(nn.Embedding(5, 4, sparse=True)),
+        nn.Linear(WIDTH, WIDTH),
+    ]
 
 
 def lazy():
     return [nn.Linear(WIDTH, WIDTH), nn.LazyLinear(WIDTH)]
 
 
-@pytest.mark.parametrize("make, words", [
-    (sparse, "layer 1 (Sequential), 0: Embedding with sparse=True has sparse gradients, which a "
-     "pipeline cannot sum; make it with sparse=False"),
-    (lazy, "layer 1 (LazyLinear): the parameters of LazyLinear have no shape yet; run the layers "
-     "on a micro-batch once, on every rank"),
-])
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (
+            sparse,
+            "layer 1 (Sequential), 0: Embedding with sparse=True has sparse gradients, which a "
+            "pipeline cannot sum; make it with sparse=False",
+        ),
+        (
+            lazy,
+            "layer 1 (LazyLinear): the parameters of LazyLinear have no shape yet; run the layers "
+            "on a micro-batch once, on every rank",
+        ),
+    ],
+)
 def test_layers_that_no_pipeline_can_have(five, make, words):
     """Refused on every rank before anything is sent."""
     for told in five.call(refusal, make)[:2]:

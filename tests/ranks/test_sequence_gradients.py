@@ -76,8 +76,11 @@ def trained(way, wrap, calls):
         return None
     tensor, shares = place
     layers = parallelize(gpt2(), gpt2_plan(), tensor, sequence=True)
-    wraps = {"": list, "recompute": lambda layers: [Recompute(layer) for layer in layers],
-             "split": splittable}
+    wraps = {
+        "": list,
+        "recompute": lambda layers: [Recompute(layer) for layer in layers],
+        "split": splittable,
+    }
     model = nn.Sequential(*wraps[wrap](layers))
     zero = Zero(model, int(way[-1]), group=shares) if way.startswith("zero") else None
     parallel = DDP(model, shares, bucket_bytes=2000) if way == "overlapped" else None
@@ -105,11 +108,23 @@ def trained(way, wrap, calls):
     return max((state[name] - weight).abs().max().item() for name, weight in expected.items())
 
 
-@pytest.mark.parametrize("way, wrap, calls", [
-    ("plain", "", True), ("overlapped", "", True), ("overlapped", "", False),
-    ("zero 1", "", True), ("zero 1", "", False), ("zero 2", "", True), ("zero 2", "", False),
-    ("zero 3", "", True), ("zero 3", "", False), ("zero 3", "recompute", False),
-    ("zero 2", "split", False), ("plain", "recompute", True)])
+@pytest.mark.parametrize(
+    "way, wrap, calls",
+    [
+        ("plain", "", True),
+        ("overlapped", "", True),
+        ("overlapped", "", False),
+        ("zero 1", "", True),
+        ("zero 1", "", False),
+        ("zero 2", "", True),
+        ("zero 2", "", False),
+        ("zero 3", "", True),
+        ("zero 3", "", False),
+        ("zero 3", "recompute", False),
+        ("zero 2", "split", False),
+        ("plain", "recompute", True),
+    ],
+)
 def test_weights_are_those_of_one_process(five, way, wrap, calls):
     assert max(five.call(trained, way, wrap, calls)[:4]) <= 1e-6
 
@@ -154,8 +169,10 @@ def exact(way):
     parallelize(model, PLAN, tensor, sequence=True)
     zero = Zero(model, int(way[-1]), group=shares) if way.startswith("zero") else None
     parallel = DDP(model, shares) if way == "overlapped" else None
-    own = [tensor_.chunk(2)[dist.get_rank(shares)].chunk(2, 1)[dist.get_rank(tensor)]
-           for tensor_ in (x, grad)]
+    own = [
+        tensor_.chunk(2)[dist.get_rank(shares)].chunk(2, 1)[dist.get_rank(tensor)]
+        for tensor_ in (x, grad)
+    ]
     stepper = torch.optim.SGD(zero.param_groups if zero else model.parameters(), lr=1.0)
     model(own[0]).backward(own[1])
     if not (zero or parallel):
@@ -165,8 +182,9 @@ def exact(way):
     if zero:
         zero.close()
     state = full_state_dict(model)
-    return [name for name, weight in plain.state_dict().items()
-            if not torch.equal(state[name], weight)]
+    return [
+        name for name, weight in plain.state_dict().items() if not torch.equal(state[name], weight)
+    ]
 
 
 @pytest.mark.parametrize("way", ["plain", "overlapped", "zero 1", "zero 2", "zero 3"])
@@ -191,11 +209,15 @@ def hooked():
         norm, model = layers[1].block.ln_2, nn.Sequential(*layers)
         norm.weight.register_hook(lambda grad, cut=cut: seen[cut].append(grad) or grad * 0.5)
         norm.bias.register_post_accumulate_grad_hook(
-            lambda bias, cut=cut: seen[cut].append(bias.grad.clone()))
+            lambda bias, cut=cut: seen[cut].append(bias.grad.clone())
+        )
         for step in range(2):
             tokens = batch(step)
-            loss = models.loss(model(tokens), tokens) if not cut else \
-                vocabulary_cross_entropy(model(tokens), tokens, group)
+            loss = (
+                models.loss(model(tokens), tokens)
+                if not cut
+                else vocabulary_cross_entropy(model(tokens), tokens, group)
+            )
             loss.backward()
         if cut:
             sum_sequence_gradients(model)
@@ -281,7 +303,8 @@ def test_gradients_that_cannot_be_summed_are_refused(five):
     expected = {
         "no backward": "has a gradient to be summed: call sum_sequence_gradients after the backw",
         "hook after it": "1.block.ln_1.weight got a hook after its backward",
-        "hook between two": "1.block.ln_1.weight got a hook between two backwards of one step"}
+        "hook between two": "1.block.ln_1.weight got a hook between two backwards of one step",
+    }
     assert first.keys() == expected.keys()
     for what, words in expected.items():
         assert words in first[what], first[what]
@@ -366,8 +389,11 @@ def in_a_pipeline(schedule):
         for stage in pipe.stages.values():
             for number, layer in enumerate(stage.layers, stage.first):
                 others = dict(unsplit[number].named_parameters())
-                apart += [(param.grad - others[name].grad).abs().max().item()
-                          for name, param in layer.named_parameters() if "ln_" in name]
+                apart += [
+                    (param.grad - others[name].grad).abs().max().item()
+                    for name, param in layer.named_parameters()
+                    if "ln_" in name
+                ]
     return max(apart)
 
 

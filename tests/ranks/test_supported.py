@@ -60,19 +60,24 @@ MODELS = {
     "sparse": lambda: words(sparse=True),
     "bag": lambda: nn.Sequential(nn.EmbeddingBag(5, 3, sparse=True, mode="sum")),
     "norm": lambda: words(max_norm=1.0),
-    "subclass": distributed, "lazy": lazy, "meta": on_meta, "grad_dtype": other_gradients}
+    "subclass": distributed,
+    "lazy": lazy,
+    "meta": on_meta,
+    "grad_dtype": other_gradients,
+}
 REASONS = {
     "sparse": "embedding 0 has sparse gradients, which are not summed over the ranks: make it with "
-              "sparse=False",
+    "sparse=False",
     "bag": "embedding 0 has sparse gradients, which are not summed over the ranks: make it with "
-           "sparse=False",
+    "sparse=False",
     "norm": "embedding 0 has max_norm=1.0, with which its forward changes the rows that this "
-            "rank's share reads: the ranks' weights would part",
+    "rank's share reads: the ranks' weights would part",
     "subclass": "parameter 1.weight is a DTensor, not a plain parameter",
     "lazy": "parameter 1.weight is not initialised: run a forward of the lazy module first",
     "meta": "parameter 1.weight is on the meta device and has no values: materialise it first",
     "grad_dtype": "parameter 1.bias of torch.bfloat16 accumulates its gradient in torch.float32: "
-                  "leave grad_dtype as it is"}
+    "leave grad_dtype as it is",
+}
 
 
 def refusals(listener):
@@ -124,7 +129,9 @@ def test_a_model_is_listened_to_by_one_only(five, first, second):
     for found in five.call(twice, first, second)[:2]:
         assert found == [
             f"parameter {name} belongs to another {first.split()[0]}, which sums its gradient as "
-            "well: call close() on that first" for name in ("0.weight", "weight")]
+            "well: call close() on that first"
+            for name in ("0.weight", "weight")
+        ]
 
 
 class Functional(nn.Module):
@@ -164,6 +171,10 @@ def test_sparse_gradients_are_refused_by_name(five):
     end = "which is not summed over the ranks: use dense gradients (sparse=False)"
     for found in five.call(sparse_gradients)[:2]:
         assert found == [
-            *[f"parameter 0.weight has a sparse gradient on rank 1, {end}",
-              f"parameter weight has a sparse gradient on rank 0, 1, {end}"] * 2,
-            *[f"parameter weight has a gradient of layout torch.sparse_coo, {end}"] * 3]
+            *[
+                f"parameter 0.weight has a sparse gradient on rank 1, {end}",
+                f"parameter weight has a sparse gradient on rank 0, 1, {end}",
+            ]
+            * 2,
+            *[f"parameter weight has a gradient of layout torch.sparse_coo, {end}"] * 3,
+        ]

@@ -52,8 +52,14 @@ def inputs_of_any_shape():
     group, rank = here
     first, second = whole_numbers(nn.Linear(10, 6), nn.Linear(6, 10))
     column, row = ColumnParallelLinear(first, group), RowParallelLinear(second, group)
-    for x in (integers(10), integers(3, 10), integers(0, 4, 10), integers(2, 3, 2, 10),
-              integers(10, 4, 3).permute(2, 1, 0), integers(3, 1, 10).expand(3, 4, 10)):
+    for x in (
+        integers(10),
+        integers(3, 10),
+        integers(0, 4, 10),
+        integers(2, 3, 2, 10),
+        integers(10, 4, 3).permute(2, 1, 0),
+        integers(3, 1, 10).expand(3, 4, 10),
+    ):
         for layer in (first, second, column, row):
             layer.zero_grad()
         xs = [x.clone().requires_grad_() for _ in range(2)]
@@ -62,8 +68,11 @@ def inputs_of_any_shape():
         z.sum().backward()
         assert torch.equal(y, z) and torch.equal(xs[0].grad, xs[1].grad), x.shape
         assert torch.equal(row.bias.grad, second.bias.grad), x.shape
-        for mine, whole, dim in ((column.weight, first.weight, 0), (column.bias, first.bias, 0),
-                                 (row.weight, second.weight, 1)):
+        for mine, whole, dim in (
+            (column.weight, first.weight, 0),
+            (column.bias, first.bias, 0),
+            (row.weight, second.weight, 1),
+        ):
             assert torch.equal(mine.grad, whole.grad.chunk(2, dim)[rank]), x.shape
 
 
@@ -89,17 +98,22 @@ def losses_of_any_targets(ranks):
             head.weight.data *= 1e4
         split, x = VocabularyParallelHead(head, group), torch.randn(*targets.shape, 4)
         xs = [x.clone().requires_grad_() for _ in range(2)]
-        losses = models.loss(head(xs[0]), targets), vocabulary_cross_entropy(
-            split(xs[1]), targets, group)
+        losses = (
+            models.loss(head(xs[0]), targets),
+            vocabulary_cross_entropy(split(xs[1]), targets, group),
+        )
         for loss in losses:
             loss.backward()
         own = [one.grad for one in split.parameters()]
         each = -(-words // ranks)
-        whole = [F.pad(one.grad, (0, 0) * (one.dim() - 1) + (0, each * ranks - words)).chunk(
-            ranks)[rank] for one in head.parameters()]
+        whole = [
+            F.pad(one.grad, (0, 0) * (one.dim() - 1) + (0, each * ranks - words)).chunk(ranks)[rank]
+            for one in head.parameters()
+        ]
         pairs = zip([losses[1], xs[1].grad, *own], [losses[0], xs[0].grad, *whole], strict=True)
-        apart[what] = max(((one - other).norm() / (1 + other.norm())).item()
-                          for one, other in pairs)
+        apart[what] = max(
+            ((one - other).norm() / (1 + other.norm())).item() for one, other in pairs
+        )
     return apart
 
 
@@ -136,7 +150,7 @@ def used_twice(whole_block):
     if not (here := member(2)):
         return
     group, _ = here
-    block, = models.mlp(1, 8, 12)
+    (block,) = models.mlp(1, 8, 12)
     whole_numbers(block)
     if whole_block:
         model, plan = nn.Sequential(block, nn.ReLU(), block), mlp_plan()
@@ -190,10 +204,12 @@ def in_two_parts(autocast):
         return None
     group, _ = here
     sent = []
-    for kind, linear in ((ColumnParallelLinear, nn.Linear(4, 6)),
-                         (VocabularyParallelHead, nn.Linear(4, 5))):
+    for kind, linear in (
+        (ColumnParallelLinear, nn.Linear(4, 6)),
+        (VocabularyParallelHead, nn.Linear(4, 5)),
+    ):
         whole = kind(linear, group)
-        part, = splittable([kind(linear, group)])
+        (part,) = splittable([kind(linear, group)])
         xs = [torch.randn(3, 4).requires_grad_()]
         xs.append(xs[0].detach().clone().requires_grad_())
         later = []

@@ -55,7 +55,7 @@ def hook(*_):
 
 
 def mlp(change=None, name="up"):
-    block, = models.mlp(1, 8, 12)
+    (block,) = models.mlp(1, 8, 12)
     new = change(getattr(block, name)) if change else None
     if new is not None:
         setattr(block, name, new)
@@ -65,6 +65,7 @@ def mlp(change=None, name="up"):
 def registered(register, *args):
     def change(layer):
         getattr(layer, register)(hook, *args)
+
     return change
 
 
@@ -99,103 +100,232 @@ def only(name, **plan):
     return {name: plan.get("way", SequenceParallel())}
 
 
-LATER = "would be lost, or see a part of what it saw: make its effect permanent, as prune.remove " \
-        "and remove_weight_norm do, or register it on what parallelize returns"
+LATER = (
+    "would be lost, or see a part of what it saw: make its effect permanent, as prune.remove "
+    "and remove_weight_norm do, or register it on what parallelize returns"
+)
 
 REFUSED = {  # what is made, its plan, and the message
-    "subclass": (lambda: mlp(lambda up: Double(8, 12)), mlp_plan, TypeError,
-                 "up: a Linear or GPT-2's Conv1D is needed, not the subclass Double, whose own "
-                 "behaviour would be lost"),
-    "splittable": (lambda: splittable([mlp()])[0], mlp_plan, TypeError,
-                   "not the subclass SplittableLinear"),
-    "lazy": (lambda: mlp(lambda up: nn.LazyLinear(12)), mlp_plan, TypeError,
-             "not the subclass LazyLinear"),
+    "subclass": (
+        lambda: mlp(lambda up: Double(8, 12)),
+        mlp_plan,
+        TypeError,
+        "up: a Linear or GPT-2's Conv1D is needed, not the subclass Double, whose own "
+        "behaviour would be lost",
+    ),
+    "splittable": (
+        lambda: splittable([mlp()])[0],
+        mlp_plan,
+        TypeError,
+        "not the subclass SplittableLinear",
+    ),
+    "lazy": (
+        lambda: mlp(lambda up: nn.LazyLinear(12)),
+        mlp_plan,
+        TypeError,
+        "not the subclass LazyLinear",
+    ),
     "output of nn.MultiheadAttention": (
-        lambda: nn.MultiheadAttention(8, 2), lambda: {"out_proj": Row()}, TypeError,
-        "out_proj: .* not the subclass NonDynamicallyQuantizableLinear"),
+        lambda: nn.MultiheadAttention(8, 2),
+        lambda: {"out_proj": Row()},
+        TypeError,
+        "out_proj: .* not the subclass NonDynamicallyQuantizableLinear",
+    ),
     "scaled embedding": (
         lambda: nn.ModuleDict({"wte": BartScaledWordEmbedding(10, 4, 0, embed_scale=2.0)}),
-        lambda: only("wte", way=Vocabulary()), TypeError,
-        "wte: an Embedding is needed, not the subclass BartScaledWordEmbedding"),
+        lambda: only("wte", way=Vocabulary()),
+        TypeError,
+        "wte: an Embedding is needed, not the subclass BartScaledWordEmbedding",
+    ),
     "scaled positions": (
         lambda: nn.ModuleDict({"wpe": BartScaledWordEmbedding(10, 4, 0, embed_scale=2.0)}),
-        lambda: only("wpe"), TypeError, "wpe: an Embedding is needed, not the subclass"),
+        lambda: only("wpe"),
+        TypeError,
+        "wpe: an Embedding is needed, not the subclass",
+    ),
     "subclass of the attention": (
-        lambda: gpt2_with(other_attention), gpt2_plan, TypeError,
-        "1.block.attn: GPT-2's attention is needed, not OtherAttention"),
-    "forward hook": (lambda: mlp(registered("register_forward_hook")), mlp_plan, ValueError,
-                     f"up: the forward hook hook {LATER}"),
-    "forward pre-hook": (lambda: mlp(registered("register_forward_pre_hook"), "down"), mlp_plan,
-                         ValueError, "down: the forward pre-hook hook would be lost"),
-    "backward hook": (lambda: mlp(registered("register_full_backward_hook")), mlp_plan, ValueError,
-                      "up: the backward hook hook would be lost"),
-    "backward pre-hook": (lambda: mlp(registered("register_full_backward_pre_hook")), mlp_plan,
-                          ValueError, "up: the full backward pre-hook hook would be lost"),
-    "state_dict hook": (lambda: mlp(registered("register_state_dict_post_hook")), mlp_plan,
-                        ValueError, "up: the state_dict hook hook would be lost"),
+        lambda: gpt2_with(other_attention),
+        gpt2_plan,
+        TypeError,
+        "1.block.attn: GPT-2's attention is needed, not OtherAttention",
+    ),
+    "forward hook": (
+        lambda: mlp(registered("register_forward_hook")),
+        mlp_plan,
+        ValueError,
+        f"up: the forward hook hook {LATER}",
+    ),
+    "forward pre-hook": (
+        lambda: mlp(registered("register_forward_pre_hook"), "down"),
+        mlp_plan,
+        ValueError,
+        "down: the forward pre-hook hook would be lost",
+    ),
+    "backward hook": (
+        lambda: mlp(registered("register_full_backward_hook")),
+        mlp_plan,
+        ValueError,
+        "up: the backward hook hook would be lost",
+    ),
+    "backward pre-hook": (
+        lambda: mlp(registered("register_full_backward_pre_hook")),
+        mlp_plan,
+        ValueError,
+        "up: the full backward pre-hook hook would be lost",
+    ),
+    "state_dict hook": (
+        lambda: mlp(registered("register_state_dict_post_hook")),
+        mlp_plan,
+        ValueError,
+        "up: the state_dict hook hook would be lost",
+    ),
     "hook of an attention": (
         lambda: gpt2_with(lambda layers: layers[1].block.attn.register_forward_hook(hook)),
-        gpt2_plan, ValueError, "1.block.attn: the forward hook hook would be lost"),
+        gpt2_plan,
+        ValueError,
+        "1.block.attn: the forward hook hook would be lost",
+    ),
     "hook of a norm": (
         lambda: gpt2_with(lambda layers: layers[1].block.ln_2.register_forward_hook(hook)),
-        gpt2_plan, ValueError, "1.block.ln_2: the forward hook hook would be lost, or see a part"),
-    "hook of a parameter": (lambda: mlp(parameter_hook), mlp_plan, ValueError,
-                            "up: its weight has a hook, which would see a part of the gradient"),
+        gpt2_plan,
+        ValueError,
+        "1.block.ln_2: the forward hook hook would be lost, or see a part",
+    ),
+    "hook of a parameter": (
+        lambda: mlp(parameter_hook),
+        mlp_plan,
+        ValueError,
+        "up: its weight has a hook, which would see a part of the gradient",
+    ),
     "hook of a norm's parameter": (
-        lambda: gpt2_with(lambda layers: parameter_hook(layers[1].block.ln_2)), gpt2_plan,
-        ValueError, "1.block.ln_2: its weight has a hook, which would see a part"),
-    "old spectral norm": (lambda: mlp(spectral_norm), mlp_plan, ValueError,
-                          "up: the forward pre-hook SpectralNorm would be lost"),
-    "old weight norm": (lambda: mlp(weight_norm), mlp_plan, ValueError,
-                        "up: the forward pre-hook WeightNorm would be lost"),
-    "pruned": (lambda: mlp(lambda up: prune.l1_unstructured(up, "weight", 0.5)), mlp_plan,
-               ValueError, "up: the forward pre-hook L1Unstructured would be lost"),
-    "spectral norm": (lambda: mlp(parametrizations.spectral_norm), mlp_plan, ValueError,
-                      "up: its weight is parametrized by _SpectralNorm, which would be lost: call "
-                      "torch.nn.utils.parametrize.remove_parametrizations"),
-    "weight norm": (lambda: mlp(parametrizations.weight_norm, "down"), mlp_plan, ValueError,
-                    "down: its weight is parametrized by _WeightNorm"),
+        lambda: gpt2_with(lambda layers: parameter_hook(layers[1].block.ln_2)),
+        gpt2_plan,
+        ValueError,
+        "1.block.ln_2: its weight has a hook, which would see a part",
+    ),
+    "old spectral norm": (
+        lambda: mlp(spectral_norm),
+        mlp_plan,
+        ValueError,
+        "up: the forward pre-hook SpectralNorm would be lost",
+    ),
+    "old weight norm": (
+        lambda: mlp(weight_norm),
+        mlp_plan,
+        ValueError,
+        "up: the forward pre-hook WeightNorm would be lost",
+    ),
+    "pruned": (
+        lambda: mlp(lambda up: prune.l1_unstructured(up, "weight", 0.5)),
+        mlp_plan,
+        ValueError,
+        "up: the forward pre-hook L1Unstructured would be lost",
+    ),
+    "spectral norm": (
+        lambda: mlp(parametrizations.spectral_norm),
+        mlp_plan,
+        ValueError,
+        "up: its weight is parametrized by _SpectralNorm, which would be lost: call "
+        "torch.nn.utils.parametrize.remove_parametrizations",
+    ),
+    "weight norm": (
+        lambda: mlp(parametrizations.weight_norm, "down"),
+        mlp_plan,
+        ValueError,
+        "down: its weight is parametrized by _WeightNorm",
+    ),
     "parametrized bias": (
-        lambda: mlp(lambda up: parametrizations.orthogonal(up, "weight")), mlp_plan, ValueError,
-        "up: its weight is parametrized by _Orthogonal"),
-    "another forward": (lambda: mlp(other_forward), mlp_plan, ValueError,
-                        "up: its forward was replaced or compiled"),
-    "compiled": (lambda: mlp(lambda up: up.compile(backend="aot_eager")), mlp_plan, ValueError,
-                 "up: its forward was replaced or compiled"),
-    "compiled module": (lambda: mlp(lambda up: torch.compile(up, backend="aot_eager")), mlp_plan,
-                        TypeError, "up: a Linear or GPT-2's Conv1D is needed, not OptimizedModule"),
+        lambda: mlp(lambda up: parametrizations.orthogonal(up, "weight")),
+        mlp_plan,
+        ValueError,
+        "up: its weight is parametrized by _Orthogonal",
+    ),
+    "another forward": (
+        lambda: mlp(other_forward),
+        mlp_plan,
+        ValueError,
+        "up: its forward was replaced or compiled",
+    ),
+    "compiled": (
+        lambda: mlp(lambda up: up.compile(backend="aot_eager")),
+        mlp_plan,
+        ValueError,
+        "up: its forward was replaced or compiled",
+    ),
+    "compiled module": (
+        lambda: mlp(lambda up: torch.compile(up, backend="aot_eager")),
+        mlp_plan,
+        TypeError,
+        "up: a Linear or GPT-2's Conv1D is needed, not OptimizedModule",
+    ),
     "another parameter": (
         lambda: mlp(lambda up: up.register_parameter("scale", nn.Parameter(torch.ones(1)))),
-        mlp_plan, ValueError, "up: it should hold weight and bias only, but for scale this is not"),
+        mlp_plan,
+        ValueError,
+        "up: it should hold weight and bias only, but for scale this is not",
+    ),
     "frequencies": (
         lambda: nn.ModuleDict({"wte": nn.Embedding(10, 4, scale_grad_by_freq=True)}),
-        lambda: only("wte", way=Vocabulary()), ValueError,
-        "wte: an embedding with scale_grad_by_freq=True is not provided for: make it without"),
-    "sparse": (lambda: nn.ModuleDict({"wte": nn.Embedding(10, 4, sparse=True)}),
-               lambda: only("wte", way=Vocabulary()), ValueError, "with sparse=True is not"),
-    "longest rows": (lambda: nn.ModuleDict({"wpe": nn.Embedding(10, 4, max_norm=2.0)}),
-                     lambda: only("wpe"), ValueError, "wpe: an embedding with max_norm=2.0 is not"),
-    "norm of batches": (lambda: nn.ModuleDict({"norm": nn.BatchNorm1d(4)}), lambda: only("norm"),
-                        TypeError, "norm: BatchNorm1d computes statistics over all tokens"),
-    "another dropout": (lambda: nn.ModuleDict({"drop": nn.AlphaDropout()}), lambda: only("drop"),
-                        TypeError, "drop: a Dropout is needed, not AlphaDropout"),
+        lambda: only("wte", way=Vocabulary()),
+        ValueError,
+        "wte: an embedding with scale_grad_by_freq=True is not provided for: make it without",
+    ),
+    "sparse": (
+        lambda: nn.ModuleDict({"wte": nn.Embedding(10, 4, sparse=True)}),
+        lambda: only("wte", way=Vocabulary()),
+        ValueError,
+        "with sparse=True is not",
+    ),
+    "longest rows": (
+        lambda: nn.ModuleDict({"wpe": nn.Embedding(10, 4, max_norm=2.0)}),
+        lambda: only("wpe"),
+        ValueError,
+        "wpe: an embedding with max_norm=2.0 is not",
+    ),
+    "norm of batches": (
+        lambda: nn.ModuleDict({"norm": nn.BatchNorm1d(4)}),
+        lambda: only("norm"),
+        TypeError,
+        "norm: BatchNorm1d computes statistics over all tokens",
+    ),
+    "another dropout": (
+        lambda: nn.ModuleDict({"drop": nn.AlphaDropout()}),
+        lambda: only("drop"),
+        TypeError,
+        "drop: a Dropout is needed, not AlphaDropout",
+    ),
     "parametrized norm": (
         lambda: nn.ModuleDict({"norm": parametrizations.weight_norm(nn.LayerNorm((4, 4)))}),
-        lambda: only("norm"), ValueError, "norm: its weight is parametrized by _WeightNorm"),
+        lambda: only("norm"),
+        ValueError,
+        "norm: its weight is parametrized by _WeightNorm",
+    ),
     "norm outside of the plan": (
-        lambda: gpt2_with(two_uses), gpt2_plan, ValueError,
-        "1.block.ln_1.weight and 2.extra.weight are one parameter: the plan has to split both"),
+        lambda: gpt2_with(two_uses),
+        gpt2_plan,
+        ValueError,
+        "1.block.ln_1.weight and 2.extra.weight are one parameter: the plan has to split both",
+    ),
     "all words of an embedding": (
-        gpt2, lambda: {**gpt2_plan(), "*wte": Vocabulary(gather_output=True)}, ValueError,
-        "0.wte: what an embedding returns is whole on every rank"),
+        gpt2,
+        lambda: {**gpt2_plan(), "*wte": Vocabulary(gather_output=True)},
+        ValueError,
+        "0.wte: what an embedding returns is whole on every rank",
+    ),
     "whole model along the sequence": (
-        lambda: language_model(), gpt2_plan, ValueError, "the model is a GPT2LMHeadModel of "
-        "transformers, which counts positions and builds masks by the tokens that it sees"),
+        lambda: language_model(),
+        gpt2_plan,
+        ValueError,
+        "the model is a GPT2LMHeadModel of "
+        "transformers, which counts positions and builds masks by the tokens that it sees",
+    ),
     "fast path": (
         lambda: nn.TransformerEncoderLayer(8, 2, 12, batch_first=True),
-        lambda: {"linear1": Column(), "linear2": Row()}, ValueError,
+        lambda: {"linear1": Column(), "linear2": Row()},
+        ValueError,
         "linear1: in evaluation, nn.TransformerEncoderLayer computes with its layers' weights "
-        "itself"),
+        "itself",
+    ),
 }
 
 
@@ -205,13 +335,15 @@ def refused(what):
         return None
     make, plan, _, _ = REFUSED[what]
     model = make()
-    before = [(name, module, type(module), list(vars(module)))
-              for name, module in model.named_modules()]
+    before = [
+        (name, module, type(module), list(vars(module))) for name, module in model.named_modules()
+    ]
     params = [(param, len(param._backward_hooks or ())) for param in model.parameters()]
     with pytest.raises((TypeError, ValueError)) as error:
         parallelize(model, plan(), here[0], sequence=True)
-    assert before == [(name, module, type(module), list(vars(module)))
-                      for name, module in model.named_modules()]
+    assert before == [
+        (name, module, type(module), list(vars(module))) for name, module in model.named_modules()
+    ]
     assert params == [(param, len(param._backward_hooks or ())) for param in model.parameters()]
     return error.type, str(error.value)
 
@@ -328,14 +460,25 @@ def test_dropout_in_place_stays_so(five):
 
 
 def bert_plan():
-    return {"*word_embeddings": Vocabulary(), "*intermediate.dense": Column(),
-            "encoder.layer.?.output.dense": Row()}
+    return {
+        "*word_embeddings": Vocabulary(),
+        "*intermediate.dense": Column(),
+        "encoder.layer.?.output.dense": Row(),
+    }
 
 
 def bert():
-    return BertModel(BertConfig(vocab_size=WORDS, hidden_size=16, num_hidden_layers=2,
-                                num_attention_heads=2, intermediate_size=24,
-                                hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
+    return BertModel(
+        BertConfig(
+            vocab_size=WORDS,
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=24,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )
+    )
 
 
 def t5_block():
@@ -348,12 +491,20 @@ def encoder():
 
 
 MODELS = {  # made, its plan, its inputs, and what it returns
-    "bert": (bert, bert_plan, lambda: torch.randint(WORDS, (2, 5)),
-             lambda y: y.last_hidden_state),
-    "t5": (t5_block, lambda: {"*wi": Column(), "*wo": Row()}, lambda: torch.randn(2, 5, 16),
-           lambda y: y[0]),
-    "encoder": (encoder, lambda: {"*linear1": Column(), "*linear2": Row()},
-                lambda: torch.randn(2, 5, 16), lambda y: y)}
+    "bert": (bert, bert_plan, lambda: torch.randint(WORDS, (2, 5)), lambda y: y.last_hidden_state),
+    "t5": (
+        t5_block,
+        lambda: {"*wi": Column(), "*wo": Row()},
+        lambda: torch.randn(2, 5, 16),
+        lambda y: y[0],
+    ),
+    "encoder": (
+        encoder,
+        lambda: {"*linear1": Column(), "*linear2": Row()},
+        lambda: torch.randn(2, 5, 16),
+        lambda y: y,
+    ),
+}
 
 
 def beside_unsplit(what):
@@ -397,10 +548,21 @@ def test_models_of_others_equal_the_unsplit_ones(five, what):
 
 def language_model():
     torch.manual_seed(0)
-    return GPT2LMHeadModel(GPT2Config(
-        vocab_size=WORDS, n_positions=32, n_embd=16, n_layer=2, n_head=2, bos_token_id=0,
-        eos_token_id=None, resid_pdrop=0.0, attn_pdrop=0.0, embd_pdrop=0.0,
-        initializer_range=0.5))
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=WORDS,
+            n_positions=32,
+            n_embd=16,
+            n_layer=2,
+            n_head=2,
+            bos_token_id=0,
+            eos_token_id=None,
+            resid_pdrop=0.0,
+            attn_pdrop=0.0,
+            embd_pdrop=0.0,
+            initializer_range=0.5,
+        )
+    )
 
 
 def generated(gathered):
@@ -414,8 +576,9 @@ def generated(gathered):
         for module in (unsplit, model):
             torch.manual_seed(1)
             try:
-                tokens.append(module.generate(
-                    prompt, use_cache=False, max_new_tokens=8, **options).tolist())
+                tokens.append(
+                    module.generate(prompt, use_cache=False, max_new_tokens=8, **options).tolist()
+                )
             except ValueError as error:
                 tokens.append(str(error))
     return tokens
@@ -430,9 +593,15 @@ def test_every_rank_generates_what_the_unsplit_model_does(five):
 
 def test_a_head_of_some_words_is_refused_where_all_are_needed(five):
     for tokens in five.call(generated, False)[:2]:
-        assert tokens[1::2] == [
-            "generate needs the logits of all words, and lm_head returns those of this rank only: "
-            "cut it by Vocabulary(gather_output=True)"] * 3
+        assert (
+            tokens[1::2]
+            == [
+                "generate needs the logits of all words, and lm_head returns those of this rank "
+                "only: "
+                "cut it by Vocabulary(gather_output=True)"
+            ]
+            * 3
+        )
 
 
 def labelled(ranks):
@@ -454,8 +623,9 @@ def labelled(ranks):
     for param in set(model.parameters()):
         param.data = param.grad
     state = full_state_dict(model)
-    apart += [(state[name] - param.grad).abs().max().item()
-              for name, param in unsplit.named_parameters()]
+    apart += [
+        (state[name] - param.grad).abs().max().item() for name, param in unsplit.named_parameters()
+    ]
     return max(apart)
 
 
@@ -470,8 +640,11 @@ def loaded_into_wrapped():
         return
     plain = gpt2()
     expected = plain.state_dict()
-    for wrap in (lambda layer: Recompute(layer), lambda layer: splittable([layer])[0],
-                 lambda layer: splittable([Recompute(layer)])[0]):
+    for wrap in (
+        lambda layer: Recompute(layer),
+        lambda layer: splittable([layer])[0],
+        lambda layer: splittable([Recompute(layer)])[0],
+    ):
         layers = parallelize(gpt2(), gpt2_plan(), here[0])
         wrapped = nn.ModuleList([wrap(layer) for layer in layers])
         state = full_state_dict(wrapped)

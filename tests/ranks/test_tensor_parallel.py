@@ -77,8 +77,8 @@ def pairs(ranks):
     check(reduce_scatter_to_sequence, own, total.chunk(ranks, 1)[rank], part[rank], whole)
 
     x = integers(3).requires_grad_()  # through the sum of the gradient's square
-    gradient, = torch.autograd.grad(copy_to_group(x, group).square().sum(), x, create_graph=True)
-    second, = torch.autograd.grad(gradient.sum(), x)
+    (gradient,) = torch.autograd.grad(copy_to_group(x, group).square().sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(gradient.sum(), x)
     assert torch.equal(second, torch.full_like(x, 2.0 * ranks))
 
 
@@ -96,8 +96,11 @@ def linear_layers(ranks, conv, sequence, bias):
     if rank >= ranks:
         return
     torch.manual_seed(0)
-    first, second = (Conv1D(24, 10), Conv1D(10, 12)) if conv else (
-        nn.Linear(10, 24, bias), nn.Linear(12, 10, bias))
+    first, second = (
+        (Conv1D(24, 10), Conv1D(10, 12))
+        if conv
+        else (nn.Linear(10, 24, bias), nn.Linear(12, 10, bias))
+    )
     for one in (*first.parameters(), *second.parameters()):
         one.data = integers(*one.shape)
     x, target = integers(3, 12, 10), integers(3, 12, 10)
@@ -157,7 +160,8 @@ def gpt2(tied=True, attention="sdpa", dropout=0.0, blocks=BLOCKS):
     """The same on every rank. Norms and biases are not what they start with, 1 and 0."""
     torch.manual_seed(0)
     config = models.gpt2_config(
-        vocabulary=WORDS, positions=LENGTH + 2, hidden=16, heads=4, blocks=blocks)
+        vocabulary=WORDS, positions=LENGTH + 2, hidden=16, heads=4, blocks=blocks
+    )
     layers = models.gpt2(config, tied, dropout, attention)
     for one in nn.ModuleList(layers).parameters():
         if one.dim() == 1:
@@ -203,8 +207,10 @@ def gpt2_beside_unsplit(ranks, tied, attention, masked, sequence):
         sum_sequence_gradients(model)
         apart.append((split_loss - loss).abs().item())
         gradients = whole_gradients(layers)
-        apart += [(gradients[name] - one.grad).abs().max().item()
-                  for name, one in nn.ModuleList(unsplit).named_parameters()]
+        apart += [
+            (gradients[name] - one.grad).abs().max().item()
+            for name, one in nn.ModuleList(unsplit).named_parameters()
+        ]
         for stepper in steppers:
             stepper.step()
     state, expected = full_state_dict(layers), nn.ModuleList(unsplit).state_dict()
@@ -221,9 +227,17 @@ def assert_equal(state, expected):
         assert torch.equal(state[name], one), name
 
 
-@pytest.mark.parametrize("tied, attention, masked, sequence", [
-    (True, "sdpa", True, False), (False, "sdpa", False, False), (True, "eager", False, False),
-    (True, "sdpa", True, True), (False, "sdpa", False, True), (True, "eager", True, True)])
+@pytest.mark.parametrize(
+    "tied, attention, masked, sequence",
+    [
+        (True, "sdpa", True, False),
+        (False, "sdpa", False, False),
+        (True, "eager", False, False),
+        (True, "sdpa", True, True),
+        (False, "sdpa", False, True),
+        (True, "eager", True, True),
+    ],
+)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_gpt2_equals_the_unsplit_model(five, ranks, tied, attention, masked, sequence):
     apart = five.call(gpt2_beside_unsplit, ranks, tied, attention, masked, sequence)
@@ -258,8 +272,10 @@ def mlp_beside_unsplit(ranks, wrong=None):
         tensor_layers.start_reduce = right
     gradients = whole_gradients(model)
     gradients = [gradients[name] - one.grad for name, one in unsplit.named_parameters()]
-    return tuple(max(one.abs().max().item() for one in some) for some in (
-        [z - y], [xs[1].grad - xs[0].grad], gradients))
+    return tuple(
+        max(one.abs().max().item() for one in some)
+        for some in ([z - y], [xs[1].grad - xs[0].grad], gradients)
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -287,9 +303,10 @@ def beside_dtensor():
         return None
     torch.manual_seed(0)
     mesh = DeviceMesh.from_group(group, "cpu")
-    block, = models.mlp(1, 8, 24)
+    (block,) = models.mlp(1, 8, 24)
     theirs = parallelize_module(
-        copy.deepcopy(block), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        copy.deepcopy(block), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    )
     ours = parallelize(block, mlp_plan(), group)
     x = torch.randn(3, 8)
     found = []
@@ -319,15 +336,18 @@ def unsummed_norms(ranks):
     (models.loss(unsplit(inputs), targets) / count).backward()
     (vocabulary_cross_entropy(nn.Sequential(*layers)(inputs), targets, group) / count).backward()
     gradients = whole_gradients(layers)
-    return {name: (gradients[name] - one.grad).abs().max().item()
-            for name, one in nn.ModuleList(unsplit).named_parameters()}
+    return {
+        name: (gradients[name] - one.grad).abs().max().item()
+        for name, one in nn.ModuleList(unsplit).named_parameters()
+    }
 
 
 def test_gradients_of_what_is_replicated_along_the_sequence_are_to_be_summed(five):
     for apart in five.call(unsummed_norms, 2)[:2]:
         wrong = {name for name, one in apart.items() if one > 1e-4}
-        assert wrong == {name for name in apart if "ln_" in name or "wpe" in name
-                         or name.endswith("c_proj.bias")}
+        assert wrong == {
+            name for name in apart if "ln_" in name or "wpe" in name or name.endswith("c_proj.bias")
+        }
 
 
 # --- what is sent --------------------------------------------------------------------------------
@@ -471,8 +491,10 @@ def pipelines_of_tensor_groups(sequence, schedule):
         sum_sequence_gradients(model)
         gradients = whole_gradients(model)
         weights = dict(nn.ModuleList(unsplit).named_parameters(remove_duplicate=False))
-        apart = [(one - weights[name.replace("layer.", "")].grad).abs().max().item()
-                 for name, one in gradients.items()]
+        apart = [
+            (one - weights[name.replace("layer.", "")].grad).abs().max().item()
+            for name, one in gradients.items()
+        ]
         assert len(apart) > 10
         if rank >= 2:
             apart.append((found - loss).abs().item())

@@ -64,30 +64,56 @@ def twice():
 
 
 REFUSED = {  # what is made, its plan, and the message
-    "heads": (lambda: gpt2(heads=3, hidden=18), gpt2_plan,
-              "1.block.attn: 2 ranks do not divide 3 heads"),
+    "heads": (
+        lambda: gpt2(heads=3, hidden=18),
+        gpt2_plan,
+        "1.block.attn: 2 ranks do not divide 3 heads",
+    ),
     "outputs": (lambda: mlp(5), mlp_plan, "0.up: 2 ranks do not divide 5 outputs"),
     "inputs": (lambda: mlp(5), lambda: {"*down": Row()}, "0.down: 2 ranks do not divide 5 inputs"),
-    "parts": (mlp, lambda: {"0.up": Column(parts=4)},
-              "0.up: 2 ranks do not divide 12 outputs, in 4 parts"),
-    "no such layer": (mlp, lambda: {"*up": Column(), "0.sideways": Row()},
-                      "the plan names '0.sideways', but no layer is called so"),
+    "parts": (
+        mlp,
+        lambda: {"0.up": Column(parts=4)},
+        "0.up: 2 ranks do not divide 12 outputs, in 4 parts",
+    ),
+    "no such layer": (
+        mlp,
+        lambda: {"*up": Column(), "0.sideways": Row()},
+        "the plan names '0.sideways', but no layer is called so",
+    ),
     "in two patterns": (mlp, lambda: {"*up": Column(), "0.*": Row()}, "0.up is split twice"),
     "again": (twice, lambda: {"*down": Row()}, "0.down is split twice"),
-    "no linear layer": (gpt2, lambda: {"*ln_1": Column()},
-                        "1.block.ln_1: a Linear or GPT-2's Conv1D is needed, not LayerNorm"),
-    "no head": (gpt2, lambda: {"*c_fc": Vocabulary()},
-                "1.block.mlp.c_fc: a Linear is needed, not Conv1D"),
-    "a norm made of layers": (lambda: [nn.Sequential(nn.LayerNorm(8))],
-                              lambda: {"0": SequenceParallel()},
-                              "0: what it is made of has to be named"),
-    "heads alone": (gpt2, lambda: {"*.attn": Heads()},
-                    r"1.block.attn: the plan has to split its c_attn as Column\(parts=3\)"),
-    "half of a tied pair": (gpt2, lambda: embedding_only(gpt2_plan()),
-                            "0.wte.weight and 2.lm_head.weight are one parameter: the plan has to "
-                            "split both alike, or none"),
-    "other weights": (another_seed, mlp_plan, "rank 0 and rank 1 start from different weights: "
-                      "0.down.weight differs"),
+    "no linear layer": (
+        gpt2,
+        lambda: {"*ln_1": Column()},
+        "1.block.ln_1: a Linear or GPT-2's Conv1D is needed, not LayerNorm",
+    ),
+    "no head": (
+        gpt2,
+        lambda: {"*c_fc": Vocabulary()},
+        "1.block.mlp.c_fc: a Linear is needed, not Conv1D",
+    ),
+    "a norm made of layers": (
+        lambda: [nn.Sequential(nn.LayerNorm(8))],
+        lambda: {"0": SequenceParallel()},
+        "0: what it is made of has to be named",
+    ),
+    "heads alone": (
+        gpt2,
+        lambda: {"*.attn": Heads()},
+        r"1.block.attn: the plan has to split its c_attn as Column\(parts=3\)",
+    ),
+    "half of a tied pair": (
+        gpt2,
+        lambda: embedding_only(gpt2_plan()),
+        "0.wte.weight and 2.lm_head.weight are one parameter: the plan has to "
+        "split both alike, or none",
+    ),
+    "other weights": (
+        another_seed,
+        mlp_plan,
+        "rank 0 and rank 1 start from different weights: 0.down.weight differs",
+    ),
     "other plans": (mlp, plan_of_each_rank, "rank 0 and rank 1 were given different plans"),
     "an error on one rank": (mlp, only_rank_1, r"the plan names '\*sideways'"),
 }
@@ -105,8 +131,9 @@ def refused(what):
     with pytest.raises((TypeError, ValueError)) as error:
         parallelize(layers, plan(), group, sequence=True)
     assert before == [(name, type(one)) for name, one in nn.ModuleList(layers).named_modules()]
-    assert not any(hasattr(one, "sequence") and what != "again"
-                   for one in nn.ModuleList(layers).modules())
+    assert not any(
+        hasattr(one, "sequence") and what != "again" for one in nn.ModuleList(layers).modules()
+    )
     for one, other in zip(nn.ModuleList(layers).parameters(), parameters, strict=True):
         assert one is other
     return str(error.value)

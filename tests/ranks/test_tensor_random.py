@@ -85,8 +85,14 @@ def in_gpt2(attention, sequence):
     inputs = tokens, torch.ones_like(tokens)
 
     def drops(model):  # how dropout of zeros and ones falls at each place outside the products
-        return [one(torch.ones(2, 8, 16)) for one in (
-            model[0].drop, model[1].block.attn.resid_dropout, model[1].block.mlp.dropout)]
+        return [
+            one(torch.ones(2, 8, 16))
+            for one in (
+                model[0].drop,
+                model[1].block.attn.resid_dropout,
+                model[1].block.mlp.dropout,
+            )
+        ]
 
     torch.manual_seed(1)
     hidden, _ = model(inputs)

@@ -19,14 +19,27 @@ from naranhi.train.log import Log
 
 def command(ranks, *options):
     """--log-file, because torchrun takes --log for one of its own options."""
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-            str(ranks), "-m", "naranhi.train", *map(str, options)]
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+        "-m",
+        "naranhi.train",
+        *map(str, options),
+    ]
 
 
 def run(ranks, *options):
     return subprocess.run(
-        command(ranks, *options), capture_output=True, text=True, timeout=200,
-        env={**os.environ, "OMP_NUM_THREADS": "1"})
+        command(ranks, *options),
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
 
 
 def read(log):
@@ -101,9 +114,13 @@ def endless(small, tmp_path):
     """A training on two ranks that has written some lines: its launcher, its log, its ranks."""
     log = tmp_path / "log.jsonl"
     launcher = subprocess.Popen(
-        command(2, *small, "--steps", 10**6, "--silence", 4, "--log-file", log), text=True,
-        start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        env={**os.environ, "OMP_NUM_THREADS": "1"})
+        command(2, *small, "--steps", 10**6, "--silence", 4, "--log-file", log),
+        text=True,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     try:
         end = time.monotonic() + 60
         while not log.exists() or log.read_bytes().count(b"\n") < 20:
@@ -155,12 +172,14 @@ def test_a_killed_rank_is_blamed_by_all_and_leaves_a_readable_log(endless, kille
     _, stderr = launcher.communicate(timeout=60)
     assert launcher.returncode != 0
     assert len(read(log)) >= 20
-    root = stderr[stderr.index("Root Cause"):]
+    root = stderr[stderr.index("Root Cause") :]
     assert re.search(rf"rank +: {killed} ", root) and "Signal 9 (SIGKILL)" in root
     assert "naranhi/train/" not in stderr, "no stack of ours"
     for line in told(stderr):  # none, when the launcher was faster
-        assert line.startswith(f"naranhi.train: rank {1 - killed} ends as a consequence, for it "
-                               f"has lost rank {killed}: ")
+        assert line.startswith(
+            f"naranhi.train: rank {1 - killed} ends as a consequence, for it "
+            f"has lost rank {killed}: "
+        )
 
 
 def test_a_stopped_rank_is_named_and_the_training_ends(endless):
@@ -173,7 +192,7 @@ def test_a_stopped_rank_is_named_and_the_training_ends(endless):
     first = told(stderr)[0]
     assert first.startswith("naranhi.train: rank 0 ends the training: rank 1 on ")
     assert f"was silent for 4 s: its process {pids[1]} is stopped" in first
-    assert re.search(r"rank +: 1 ", stderr[stderr.index("Root Cause"):])
+    assert re.search(r"rank +: 1 ", stderr[stderr.index("Root Cause") :])
 
 
 def test_ranks_end_with_their_launcher(endless):
@@ -196,18 +215,28 @@ def test_without_a_network_and_a_name(needs, small):
     setup = 'hostname nowhere && ip link set lo up && exec "$@"'
     done = subprocess.run(
         ["unshare", "--net", "--uts", "sh", "-c", setup, "sh", *launch],
-        capture_output=True, text=True, timeout=100, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     assert "1 steps in" in done.stdout, done.stderr
     assert "Unable to resolve hostname" not in done.stderr
 
 
-@pytest.mark.parametrize("ranks, options, message", [
-    (2, ("--corpus", "nowhere.json"), "the corpus nowhere.json does not exist"),
-    (2, ("--balance", "4,3,3,5"), "the balance [4, 3, 3, 5] gives 4 stages 15 layers"),
-    (1, ("--steps", "none"), "argument --steps: 'none' is no whole number"),
-    (2, ("--dp", 2, "--pp", 4), "a mesh of data 2 x pipeline 4 x tensor 1 has 8 ranks, "
-     "the world has 2"),
-])
+@pytest.mark.parametrize(
+    "ranks, options, message",
+    [
+        (2, ("--corpus", "nowhere.json"), "the corpus nowhere.json does not exist"),
+        (2, ("--balance", "4,3,3,5"), "the balance [4, 3, 3, 5] gives 4 stages 15 layers"),
+        (1, ("--steps", "none"), "argument --steps: 'none' is no whole number"),
+        (
+            2,
+            ("--dp", 2, "--pp", 4),
+            "a mesh of data 2 x pipeline 4 x tensor 1 has 8 ranks, the world has 2",
+        ),
+    ],
+)
 def test_a_mistake_is_told_once_and_every_rank_leaves(ranks, options, message):
     done = run(ranks, *options)
     assert done.returncode != 0
@@ -222,8 +251,9 @@ def test_a_mistake_is_told_once_and_every_rank_leaves(ranks, options, message):
 
 def test_without_a_launcher_it_says_how_to_start():
     environment = {name: value for name, value in os.environ.items() if name != "RANK"}
-    done = subprocess.run([sys.executable, "-m", "naranhi.train"], capture_output=True, text=True,
-                          env=environment)
+    done = subprocess.run(
+        [sys.executable, "-m", "naranhi.train"], capture_output=True, text=True, env=environment
+    )
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert "torchrun --standalone" in done.stderr
@@ -234,16 +264,39 @@ def test_help_is_complete(capsys):
         train.parse(["--help"])
     assert ended.value.code == 0
     text = capsys.readouterr().out
-    for option in ("model", "corpus", "schedule", "balance", "microbatches", "batch", "steps",
-                   "lr", "seed", "dropout", "untied", "recompute", "log-file", "log", "dp",
-                   "pp", "tp", "data-parallel", "sequence-parallel", "silence"):
+    for option in (
+        "model",
+        "corpus",
+        "schedule",
+        "balance",
+        "microbatches",
+        "batch",
+        "steps",
+        "lr",
+        "seed",
+        "dropout",
+        "untied",
+        "recompute",
+        "log-file",
+        "log",
+        "dp",
+        "pp",
+        "tp",
+        "data-parallel",
+        "sequence-parallel",
+        "silence",
+    ):
         assert f"--{option}" in text
 
 
 def test_defaults():
     options = train.parse([])
     assert (options.schedule, options.microbatches, options.batch, options.steps) == (
-        "gpipe", 4, 8, 300)
+        "gpipe",
+        4,
+        8,
+        300,
+    )
     assert (options.dp, options.pp, options.tp) == (1, None, 1)
     assert trainer.RATE["trained"] == 3e-5
     assert train.parse(["--log", "a"]).log == train.parse(["--log-file", "a"]).log == "a"
@@ -255,20 +308,45 @@ def test_a_schedule_may_be_named_as_torch_does(name):
     assert train.parse(["--schedule", name]).schedule == "one_f_one_b"
 
 
-@pytest.mark.parametrize("old, new", [
-    ("--data", "--dp"), ("--tensor", "--tp"), ("--pipeline", "--pp"), ("--rate", "--lr"),
-    ("--sequence", "--sequence-parallel")])
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ("--data", "--dp"),
+        ("--tensor", "--tp"),
+        ("--pipeline", "--pp"),
+        ("--rate", "--lr"),
+        ("--sequence", "--sequence-parallel"),
+    ],
+)
 @pytest.mark.parametrize("value", [[], ["2"]])
 def test_an_old_name_of_an_option_gives_the_new_one(old, new, value):
     with pytest.raises(train.UsageError, match=f"{old} is called {new} now"):
         train.parse([old, *value])
 
 
-@pytest.mark.parametrize("arguments", [
-    ["--schedule", "gpype"], ["--balance", "4,,3"], ["--balance", "4,0"], ["--microbatches", "0"],
-    ["--batch", "-8"], ["--steps", "1.5"], ["--lr", "0"], ["--lr", "nan"], ["--lr", "fast"],
-    ["--seed", "x"], ["--dropout", "1"], ["--dp", "0"], ["--pp", "0"], ["--tp", "two"],
-    ["--silence", "0"], ["--unknown"], ["--step", "3"], ["more"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--schedule", "gpype"],
+        ["--balance", "4,,3"],
+        ["--balance", "4,0"],
+        ["--microbatches", "0"],
+        ["--batch", "-8"],
+        ["--steps", "1.5"],
+        ["--lr", "0"],
+        ["--lr", "nan"],
+        ["--lr", "fast"],
+        ["--seed", "x"],
+        ["--dropout", "1"],
+        ["--dp", "0"],
+        ["--pp", "0"],
+        ["--tp", "two"],
+        ["--silence", "0"],
+        ["--unknown"],
+        ["--step", "3"],
+        ["more"],
+    ],
+)
 def test_options_that_make_no_sense_are_refused(arguments):
     with pytest.raises(train.UsageError, match=re.escape(arguments[0].lstrip("-"))):
         train.parse(arguments)
@@ -279,8 +357,7 @@ def test_a_batch_that_the_micro_batches_do_not_divide_is_refused():
         (["--microbatches", "3"], "3 micro-batches of one size"),
         (["--dp", "4"], "4 shares of 4 micro-batches of one size"),
     ]:
-        with pytest.raises(train.UsageError,
-                           match=f"--batch 8 cannot be divided into {shares}"):
+        with pytest.raises(train.UsageError, match=f"--batch 8 cannot be divided into {shares}"):
             trainer.build_model_and_data(train.parse(options))
 
 
@@ -292,7 +369,12 @@ def test_schedules_are_found_by_their_arguments(monkeypatch):
         return schedules.interleaved(stages, microbatches, chunks)
 
     assert set(cli.schedule_names()) == {
-        "gpipe", "inter_layer", "one_f_one_b", "zero_bubble_h1", "zero_bubble_h2"}
+        "gpipe",
+        "inter_layer",
+        "one_f_one_b",
+        "zero_bubble_h1",
+        "zero_bubble_h2",
+    }
     for function in (mine, other):
         monkeypatch.setattr(schedules, function.__name__, function, raising=False)
     monkeypatch.setattr(schedules, "__all__", ["mine", "other"])

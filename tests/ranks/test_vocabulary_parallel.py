@@ -55,8 +55,9 @@ def head_and_loss(ranks, words, bias, scale, dtype, shape):
     split = VocabularyParallelHead(whole, group)
     xs = [x.clone().requires_grad_() for _ in range(2)]
     logits = whole(xs[0]) * scale
-    loss = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORE_INDEX,
-                           reduction="sum")
+    loss = F.cross_entropy(
+        logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+    )
     own = split(xs[1])
     assert own.shape[-1] == -(-words // ranks)
     together = gather_from_group(own, group)
@@ -65,7 +66,7 @@ def head_and_loss(ranks, words, bias, scale, dtype, shape):
     (loss / 7).backward()
     (split_loss / 7).backward()
     assert split_loss.isfinite()
-    filling = split.weight.grad[max(0, words - rank * len(split.weight)):]
+    filling = split.weight.grad[max(0, words - rank * len(split.weight)) :]
     assert not filling.any()  # and no nan
     apart = [(split_loss - loss).abs() / (1 + loss.abs()), (xs[1].grad - xs[0].grad).abs().max()]
     for name, parameter in split.named_parameters():

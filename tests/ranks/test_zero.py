@@ -80,9 +80,14 @@ def training(ranks, work, optimizer, clip):
 
 
 @pytest.mark.parametrize("work", MAKE)
-@pytest.mark.parametrize("ranks, optimizer, clip", [
-    (1, "adamw 0.001", None), *product([2, 3, 4], OPTIMIZERS, [None]),
-    *product([2], OPTIMIZERS, [CLIP])])
+@pytest.mark.parametrize(
+    "ranks, optimizer, clip",
+    [
+        (1, "adamw 0.001", None),
+        *product([2, 3, 4], OPTIMIZERS, [None]),
+        *product([2], OPTIMIZERS, [CLIP]),
+    ],
+)
 def test_training_equals_one_process(five, ranks, optimizer, work, clip):
     """To the bit on 1 and 2 ranks; sums of 3 or 4, and norms, are taken in another order."""
     apart = five.call(training, ranks, work, optimizer, clip)[0]
@@ -172,18 +177,31 @@ def strange(stage, ranks, how):
     torch.manual_seed(0)
     model = Strange()
     one = copy.deepcopy(model)
-    units = [child for name, child in model.named_children()
-             if name not in ("several", "within", "skipped")]
+    units = [
+        child
+        for name, child in model.named_children()
+        if name not in ("several", "within", "skipped")
+    ]
     # What gets no gradient at times is a unit by itself, or it would decay with its neighbours.
-    zero = Zero(model, stage, [model.skipped, *how([*units, *model.several])], group=group,
-                groups=[{"params": [p for p in model.parameters() if p.dim() > 1]},
-                        {"params": [p for p in model.parameters() if p.dim() == 1],
-                         "weight_decay": 0.0}])
+    zero = Zero(
+        model,
+        stage,
+        [model.skipped, *how([*units, *model.several])],
+        group=group,
+        groups=[
+            {"params": [p for p in model.parameters() if p.dim() > 1]},
+            {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
+        ],
+    )
     options = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 0.1}
     ours = torch.optim.SGD(zero.param_groups, **options)
-    theirs = torch.optim.SGD([
-        {"params": [p for p in one.parameters() if p.dim() > 1]},
-        {"params": [p for p in one.parameters() if p.dim() == 1], "weight_decay": 0.0}], **options)
+    theirs = torch.optim.SGD(
+        [
+            {"params": [p for p in one.parameters() if p.dim() > 1]},
+            {"params": [p for p in one.parameters() if p.dim() == 1], "weight_decay": 0.0},
+        ],
+        **options,
+    )
     for step, skip in enumerate([True, False, True, True]):
         xs = torch.randn(ranks, 4, 5, generator=torch.Generator().manual_seed(step))
         theirs.zero_grad()
@@ -299,8 +317,12 @@ class Kinds(nn.Module):
         self.bf16 = nn.Parameter(torch.randn(6, dtype=torch.bfloat16))
 
     def forward(self, x):
-        return (self.fp32(x).sum() + self.fp64(x.double()).sum()
-                + (self.complex64 * (1 + 2j)).sum().abs() + self.bf16.square().sum() * 1e10)
+        return (
+            self.fp32(x).sum()
+            + self.fp64(x.double()).sum()
+            + (self.complex64 * (1 + 2j)).sum().abs()
+            + self.bf16.square().sum() * 1e10
+        )
 
 
 def norms(stage, norm_type):
@@ -319,8 +341,10 @@ def norms(stage, norm_type):
         for value in 1.0, 2.0:
             one(torch.full((2, 3), value)).backward()
         grads = [param.grad for param in one.parameters() if param.grad is not None]
-        expected = nn.utils.get_total_norm([grad.to(torch.complex128) if grad.is_complex() else
-                                            grad.double() for grad in grads], norm_type)
+        expected = nn.utils.get_total_norm(
+            [grad.to(torch.complex128) if grad.is_complex() else grad.double() for grad in grads],
+            norm_type,
+        )
         power = zero.norm_power(norm_type)
         parts = [torch.empty_like(power) for _ in range(2)]
         dist.all_gather(parts, power, group=group)
@@ -442,15 +466,19 @@ def gradient_on_some(stage):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_gradient_on_some_ranks_only_is_named(five, stage):
-    nothing = ("RuntimeError: rank 1 has no forward in this step: without a sample, run the model "
-               "on rows that do not count" if stage == 3 else
-               "RuntimeError: parameter a.weight has a gradient on rank 0, 2, but none on rank 1; "
-               "rank 1 has none of any parameter: without a sample, run the model on rows that do "
-               "not count")
+    nothing = (
+        "RuntimeError: rank 1 has no forward in this step: without a sample, run the model "
+        "on rows that do not count"
+        if stage == 3
+        else "RuntimeError: parameter a.weight has a gradient on rank 0, 2, but none on rank 1; "
+        "rank 1 has none of any parameter: without a sample, run the model on rows that do "
+        "not count"
+    )
     for found in five.call(gradient_on_some, stage)[:3]:
         assert found == [
             "RuntimeError: parameter b.weight has a gradient on rank 2, but none on rank 0, 1",
-            nothing]
+            nothing,
+        ]
 
 
 def absent(precision, with_root, joins):
@@ -497,8 +525,10 @@ def absent(precision, with_root, joins):
 @pytest.mark.parametrize("precision", ["fp32", "mixed"])
 @pytest.mark.parametrize("with_root, joins", [(False, False), (True, False), (False, True)])
 def test_a_rank_without_a_forward_is_told_to_all(five, precision, with_root, joins):
-    told = ("RuntimeError: rank 1 has no forward in this step: without a sample, run the model on "
-            "rows that do not count")
+    told = (
+        "RuntimeError: rank 1 has no forward in this step: without a sample, run the model on "
+        "rows that do not count"
+    )
     assert five.call(absent, precision, with_root, joins)[:3] == [[told] * 2] * 3
 
 
@@ -526,8 +556,9 @@ def early_and_late_terms(stage):
         if before:
             found.append(message(norm))
         else:
-            (one(torch.ones(1, 4)).sum() + sum(p.square().sum() for p in one.parameters())
-             ).backward()
+            (
+                one(torch.ones(1, 4)).sum() + sum(p.square().sum() for p in one.parameters())
+            ).backward()
             expected = nn.utils.get_total_norm([2 * p.grad for p in one.parameters()])
             torch.testing.assert_close(norm(), expected.item(), rtol=1e-5, atol=0)
     return found
@@ -538,7 +569,8 @@ def test_a_gradient_that_comes_too_late_is_not_lost(five, stage):
     for found in five.call(early_and_late_terms, stage)[:2]:
         assert found == [
             "RuntimeError: parameter 2.bias gets a gradient when its unit's backward is over: "
-            "what uses it outside of the forward has to come after the forward"]
+            "what uses it outside of the forward has to come after the forward"
+        ]
 
 
 class Failing(torch.autograd.Function):
@@ -612,15 +644,19 @@ def test_after_what_fails_the_next_step_is_right_or_refused(five, stage):
         assert found == [
             "ValueError: a forward fails",
             "ValueError: a backward fails",
-            *2 * ["RuntimeError: the last backward did not come to its end: call zero_grad() "
-                  "first"],
+            *2
+            * ["RuntimeError: the last backward did not come to its end: call zero_grad() first"],
             "RuntimeError: no parameter has a gradient in this step, on any rank: run a backward "
             "first",
             "FloatingPointError: the gradients' norm is nan",
-            *["RuntimeError: the gradient of parameter c.bias is summed and sharded over the "
-              "ranks: use clip_grad_norm_() or shard_gradients() of Zero for it, "
-              "and step() or zero_grad() "
-              "before another backward"] * 2]
+            *[
+                "RuntimeError: the gradient of parameter c.bias is summed and sharded over the "
+                "ranks: use clip_grad_norm_() or shard_gradients() of Zero for it, "
+                "and step() or zero_grad() "
+                "before another backward"
+            ]
+            * 2,
+        ]
 
 
 def misuse():
@@ -631,11 +667,13 @@ def misuse():
     def model(inner=4):
         return nn.Sequential(nn.Linear(3, inner), nn.Linear(inner, 3))
 
-    found = {"other shape": message(Zero, model(5 if rank else 4), 3, group=group),
-             "stage": message(Zero, model(), 0, group=group),
-             "precision": message(Zero, model(), 1, precision="fp16", group=group),
-             "stages": message(Zero, model(), 1 + rank, group=group),
-             "frozen": message(Zero, model().requires_grad_(False), 1, group=group)}
+    found = {
+        "other shape": message(Zero, model(5 if rank else 4), 3, group=group),
+        "stage": message(Zero, model(), 0, group=group),
+        "precision": message(Zero, model(), 1, precision="fp16", group=group),
+        "stages": message(Zero, model(), 1 + rank, group=group),
+        "frozen": message(Zero, model().requires_grad_(False), 1, group=group),
+    }
     half = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3).double())
     found["double"] = message(Zero, half, 3, precision="mixed", group=group)
     assert half[0].weight.shape == (4, 3), "nothing has been changed"
@@ -649,7 +687,8 @@ def misuse():
     found["foreign unit"] = message(Zero, one, 1, [nn.Linear(3, 3)], group=group)
     found["no group"] = message(Zero, one, 1, groups=[{"params": [one[0].weight]}], group=group)
     found["foreign"] = message(
-        Zero, one, 1, groups=[{"params": [nn.Parameter(torch.ones(3))]}], group=group)
+        Zero, one, 1, groups=[{"params": [nn.Parameter(torch.ones(3))]}], group=group
+    )
 
     before = torch.optim.AdamW(one.parameters())
     zero = Zero(one, 3, group=group)
@@ -658,7 +697,8 @@ def misuse():
         params = zero.param_groups[0]["params"]
         matrix = [nn.Parameter(torch.ones(2, 2))]
         found[kind] = message(
-            zero.step, getattr(torch.optim, kind)(matrix if kind == "Muon" else params))
+            zero.step, getattr(torch.optim, kind)(matrix if kind == "Muon" else params)
+        )
 
     class Mine(torch.optim.Adafactor):
         pass
@@ -693,17 +733,17 @@ def test_misuse_is_told(five):
     assert one == other
     assert one == {
         "other shape": "ValueError: parameter 0.weight has shape (4, 3) on rank 0 and (5, 3) on "
-                       "rank 1",
+        "rank 1",
         "stage": "ValueError: stage must be 1, 2 or 3, not 0",
         "precision": "ValueError: precision must be 'fp32' or 'mixed', not 'fp16'",
         "stages": "ValueError: stage: 1 on rank 0, 2 on rank 1",
         "units": "ValueError: units: ['0'] on rank 0, ['1'] on rank 1",
         "frozen": "ValueError: no parameter of this model requires a gradient",
         "double": "ValueError: mixed precision is for parameters in float32, 1.weight is in "
-                  "torch.float64",
+        "torch.float64",
         "norm": "ValueError: 1 is a BatchNorm1d with running statistics in float32, beside which "
-                "its weight cannot be in bf16: convert the statistics to bf16, make it without "
-                "them (track_running_stats=False), or use precision='fp32', under autocast",
+        "its weight cannot be in bf16: convert the statistics to bf16, make it without "
+        "them (track_running_stats=False), or use precision='fp32', under autocast",
         "empty": "ValueError: a unit has no module",
         "twice a unit": "ValueError: module 1 is in the units twice",
         "nested": "ValueError: unit 0.0 lies in unit 0",
@@ -711,19 +751,22 @@ def test_misuse_is_told(five):
         "no group": "ValueError: parameter 0.bias requires a gradient and is in no group",
         "foreign": "ValueError: parameter group 0 has one that is not the model's",
         "before": "RuntimeError: this optimizer does not work on the shards of this model: make it "
-                  "after Zero, of its param_groups",
-        **{kind: f"TypeError: {kind} needs the shapes of parameters, which shards do not have"
-           for kind in ("Adafactor", "Muon", "LBFGS")},
+        "after Zero, of its param_groups",
+        **{
+            kind: f"TypeError: {kind} needs the shapes of parameters, which shards do not have"
+            for kind in ("Adafactor", "Muon", "LBFGS")
+        },
         "subclass": "TypeError: Adafactor needs the shapes of parameters, which shards do not have",
         "no backward": "RuntimeError: no parameter has a gradient in this step, on any rank: run a "
-                       "backward first",
+        "backward first",
         "state_dict": "RuntimeError: this model is sharded: read it inside of Zero.gathered(), or "
-                      "use Zero.save()",
+        "use Zero.save()",
         "twice": "RuntimeError: the gradient of parameter 1.bias is summed and sharded over the "
-                 "ranks: use clip_grad_norm_() or shard_gradients() of Zero for it, "
-                 "and step() or zero_grad() "
-                 "before another backward",
+        "ranks: use clip_grad_norm_() or shard_gradients() of Zero for it, "
+        "and step() or zero_grad() "
+        "before another backward",
         "nan": "FloatingPointError: the gradient of parameter 0.weight is not finite: so it is in "
-               "the shard of rank 0, 1",
+        "the shard of rank 0, 1",
         "nan norm": "FloatingPointError: the gradients' norm is nan",
-        "limit": "ValueError: a norm is clipped to a number above 0, not to -1.0"}
+        "limit": "ValueError: a norm is clipped to a number above 0, not to -1.0",
+    }

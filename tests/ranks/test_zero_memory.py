@@ -41,8 +41,13 @@ def watched(ranks, stage, precision, kind):
     unit = sum(one.numel() for one in model[0].parameters())
     for one in model.parameters():  # comes before the hook of Zero's: the gradient is new
         one.register_post_accumulate_grad_hook(lambda _: samples.append(alive()))
-    zero = Zero(model, stage, group=group, precision=precision,
-                tell=lambda *event: (samples.append(alive()), told.append(event)))
+    zero = Zero(
+        model,
+        stage,
+        group=group,
+        precision=precision,
+        tell=lambda *event: (samples.append(alive()), told.append(event)),
+    )
     optimizer = OPTIMIZERS[kind](zero.param_groups, lr=1e-3)
     casts = []
     optimizer.register_step_pre_hook(lambda *_: casts.append(zero.held(optimizer)["casts"]))
@@ -50,8 +55,9 @@ def watched(ranks, stage, precision, kind):
 
     def counted(operations):
         samples.append(alive())
-        sent.extend((one.tensor.dtype, one.tensor.nbytes) for one in operations
-                    if one.op is dist.isend)
+        sent.extend(
+            (one.tensor.dtype, one.tensor.nbytes) for one in operations if one.op is dist.isend
+        )
         return original(operations)
 
     dist.batch_isend_irecv = counted
@@ -68,10 +74,16 @@ def watched(ranks, stage, precision, kind):
         dist.batch_isend_irecv = original
         gc.unfreeze()
     zero.close()
-    return {"unit": unit, "held": held, "between": between, "peak": peak, "told": events,
-            "casts": casts[-1],
-            "sent": sum(size for dtype, size in sent if dtype.is_floating_point),
-            "flags": sum(size for dtype, size in sent if not dtype.is_floating_point)}
+    return {
+        "unit": unit,
+        "held": held,
+        "between": between,
+        "peak": peak,
+        "told": events,
+        "casts": casts[-1],
+        "sent": sum(size for dtype, size in sent if dtype.is_floating_point),
+        "flags": sum(size for dtype, size in sent if not dtype.is_floating_point),
+    }
 
 
 @pytest.mark.parametrize("precision, kind", [("fp32", "adam"), ("mixed", "adam"), ("fp32", "sgd")])
@@ -87,7 +99,8 @@ def test_bytes_are_those_of_the_formulas(five, ranks, stage, precision, kind):
     assert found["between"] == pytest.approx(state + held["padding"], rel=0.02)
     value = 2 if precision == "mixed" else 4
     assert found["casts"] == (
-        pytest.approx(4 * parameters / ranks, rel=0.01) if precision == "mixed" else 0)
+        pytest.approx(4 * parameters / ranks, rel=0.01) if precision == "mixed" else 0
+    )
     # Two gathered units of parameters, and two of gradients (and what one row of data takes).
     assert found["peak"] <= found["between"] + 4 * unit * value + 2**15
     assert found["sent"] == costs.zero_bytes_sent(parameters, ranks, stage, precision)
@@ -111,9 +124,17 @@ def test_the_order_of_events_at_stage_3(five):
         most = max(most, len(here))
     assert most == 2 and not here
     for one, other in pairwise(names):  # is on its way while the one before computes
-        assert told.index(("gather", other)) < told.index(("compute", one)) < told.index(
-            ("free", one)) < told.index(("gathered", other))
-    backward = told[told.index(("reduce", names[-1])):]
+        assert (
+            told.index(("gather", other))
+            < told.index(("compute", one))
+            < told.index(("free", one))
+            < told.index(("gathered", other))
+        )
+    backward = told[told.index(("reduce", names[-1])) :]
     for one, other in pairwise(names[::-1]):
-        assert backward.index(("reduce", one)) < backward.index(("compute", other)) < (
-            backward.index(("reduced", one))) < backward.index(("reduce", other))
+        assert (
+            backward.index(("reduce", one))
+            < backward.index(("compute", other))
+            < (backward.index(("reduced", one)))
+            < backward.index(("reduce", other))
+        )

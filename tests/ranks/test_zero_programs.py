@@ -24,7 +24,8 @@ class Model(nn.Module):
     def __init__(self, with_root):
         super().__init__()
         self.a, self.b, self.c, self.d = (
-            nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4))
+            nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)
+        )
         self.scale = nn.Parameter(torch.ones(4)) if with_root else 1.0
         self.fails = False
 

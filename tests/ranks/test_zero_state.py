@@ -25,9 +25,16 @@ def run(ranks, work, stage, precision, steps, folder, load):
         return None
     torch.manual_seed(rank)
     model, loss = MAKE[work]()
-    zero = Zero(model, stage, group=group, precision=precision, groups=[
-        {"params": [one for one in model.parameters() if one.dim() > 1]},
-        {"params": [one for one in model.parameters() if one.dim() == 1], "weight_decay": 0.0}])
+    zero = Zero(
+        model,
+        stage,
+        group=group,
+        precision=precision,
+        groups=[
+            {"params": [one for one in model.parameters() if one.dim() > 1]},
+            {"params": [one for one in model.parameters() if one.dim() == 1], "weight_decay": 0.0},
+        ],
+    )
     optimizer = OPTIMIZERS["adamw 0.001"](zero.param_groups)
     if load:
         zero.load(folder, optimizer)
@@ -36,7 +43,7 @@ def run(ranks, work, stage, precision, steps, folder, load):
         shares = [share(work, step, place) for place in range(SHARES)]
         count = sum(valid for _, _, valid in shares)
         total = torch.zeros(())
-        own = shares[rank * SHARES // ranks:(rank + 1) * SHARES // ranks]
+        own = shares[rank * SHARES // ranks : (rank + 1) * SHARES // ranks]
         with zero.no_sync():
             for inputs, targets, _ in own[:-1]:
                 one = loss(model(inputs), targets)
@@ -70,15 +77,18 @@ def numbers(zero, optimizer):
     return together
 
 
-@pytest.mark.parametrize("work, stage, precision", [
-    ("mlp", 1, "fp32"), ("tied gpt2", 2, "fp32"), ("tied gpt2", 3, "fp32"), ("mlp", 3, "mixed")])
+@pytest.mark.parametrize(
+    "work, stage, precision",
+    [("mlp", 1, "fp32"), ("tied gpt2", 2, "fp32"), ("tied gpt2", 3, "fp32"), ("mlp", 3, "mixed")],
+)
 def test_training_goes_on_where_it_was_stopped(five, tmp_path, work, stage, precision):
     """On 4 ranks, then 2, then 1, then 4: each finds the very numbers that the one before left."""
     whole, *_ = five.call(run, 4, work, stage, precision, (0, 8), str(tmp_path / "whole"), False)[0]
     losses, left = [], None
     for i, ranks in enumerate([4, 2, 1, 4]):
-        some, found, after = five.call(run, ranks, work, stage, precision, (2 * i, 2 * i + 2),
-                                       str(tmp_path / "state"), i > 0)[0]
+        some, found, after = five.call(
+            run, ranks, work, stage, precision, (2 * i, 2 * i + 2), str(tmp_path / "state"), i > 0
+        )[0]
         assert left is None or found == left
         losses, left = losses + some, after
         assert len(list((tmp_path / "state").glob("rank-*"))) == ranks
@@ -140,7 +150,8 @@ def interrupted(folder):
 
     for fails in 1, 0:  # its shards; the manifest, when all shards are there
         checkpoint._write = lambda path, data, fails=fails: (
-            full if rank == fails and (fails or path.suffix == ".json") else original)(path, data)
+            full if rank == fails and (fails or path.suffix == ".json") else original
+        )(path, data)
         try:
             attempt()
         finally:
@@ -210,8 +221,13 @@ def refused_save(folder):
 def test_save_deletes_its_own_files_only(five, tmp_path):
     """Neither what looks like them, nor a folder; a manifest of something else stops the save."""
     folder = tmp_path / "state"
-    foreign = ["rank-0.log", "rank-3-notes.pt", "rank-1-0123456789abcdef.pt.bak", "rank-0/model.pt",
-               "rank-2-0123456789abcdef.pt/within"]
+    foreign = [
+        "rank-0.log",
+        "rank-3-notes.pt",
+        "rank-1-0123456789abcdef.pt.bak",
+        "rank-0/model.pt",
+        "rank-2-0123456789abcdef.pt/within",
+    ]
     own = ["rank-4-0123456789abcdef.pt", "rank-4-fedcba9876543210.pt.part"]  # of an earlier save
     for name in [*foreign, *own]:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -226,8 +242,14 @@ def test_save_deletes_its_own_files_only(five, tmp_path):
     for text in '{"name": "a web page"}', "[]", "not json":
         (other / "manifest.json").write_text(text)
         told = five.call(refused_save, str(other))[:2]
-        assert told == [f"{other / 'manifest.json'} was not written by save: pass another folder, "
-                        "or move the file away"] * 2
+        assert (
+            told
+            == [
+                f"{other / 'manifest.json'} was not written by save: pass another folder, "
+                "or move the file away"
+            ]
+            * 2
+        )
         assert (other / "manifest.json").read_text() == text
         assert [path.name for path in other.iterdir()] == ["manifest.json"]
 
@@ -242,11 +264,14 @@ def test_a_state_that_cannot_be_right_is_refused(five, tmp_path):
         return answers[0]
 
     assert told(width=5) == (
-        "parameter 0.up.weight has shape [6, 4] in the state and [6, 5] in the model")
+        "parameter 0.up.weight has shape [6, 4] in the state and [6, 5] in the model"
+    )
     assert told(units="none") == (
-        "parameter 0.up.weight has unit 0 in the state and root in the model")
+        "parameter 0.up.weight has unit 0 in the state and root in the model"
+    )
     assert told(optimizer="SGD") == (
-        "the state is of AdamW with 1 parameter group, not of SGD with 1 parameter group")
+        "the state is of AdamW with 1 parameter group, not of SGD with 1 parameter group"
+    )
     assert "has no manifest.json" in told(folder=tmp_path)
     (tmp_path / "file").touch()
     assert "Not a directory" in told(folder=tmp_path / "file")

@@ -48,8 +48,9 @@ def beside(make, stage, steps=3, loss=squares, change=None, **options):
     model, one = make(), make()
     zero = Zero(model, stage, group=group, **options)
     ours = torch.optim.SGD(zero.param_groups, lr=0.01, momentum=0.5)
-    theirs = torch.optim.SGD([p for p in one.parameters() if p.requires_grad], lr=0.01,
-                             momentum=0.5)
+    theirs = torch.optim.SGD(
+        [p for p in one.parameters() if p.requires_grad], lr=0.01, momentum=0.5
+    )
     for step in range(steps):
         for m in (model, one) if change else ():
             change(m)
@@ -104,11 +105,16 @@ def forgotten(stage):
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_forgotten_sum_is_made_up_for(five, stage):
     for found in five.call(forgotten, stage)[:2]:
-        assert found == [0.0, (
-            "RuntimeError: the gradient of parameter 2.bias is summed and sharded over the ranks: "
-            "use clip_grad_norm_() or shard_gradients() of Zero for it, "
-            "and step() or zero_grad() before "
-            "another backward")]
+        assert found == [
+            0.0,
+            (
+                "RuntimeError: the gradient of parameter 2.bias is summed and sharded over the "
+                "ranks: "
+                "use clip_grad_norm_() or shard_gradients() of Zero for it, "
+                "and step() or zero_grad() before "
+                "another backward"
+            ),
+        ]
 
 
 def other_parameters(stage):
@@ -165,14 +171,19 @@ def other_parameters(stage):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_parameter_that_is_trained_or_frozen_later_is_named(five, stage):
-    end = ("requires a gradient, and did not when Zero was made, or was not there: close() it and "
-           "make another")
+    end = (
+        "requires a gradient, and did not when Zero was made, or was not there: close() it and "
+        "make another"
+    )
     for found in five.call(other_parameters, stage)[:2]:
         assert found == [
-            *[f"RuntimeError: parameter {name} {end}"
-              for name in ("0.weight", "1.weight", "1.weight", "3.weight")],
+            *[
+                f"RuntimeError: parameter {name} {end}"
+                for name in ("0.weight", "1.weight", "1.weight", "3.weight")
+            ],
             "RuntimeError: parameter 1.weight was frozen after Zero was made: close() it and make "
-            "another"]
+            "another",
+        ]
 
 
 def let_go(stage, precision, closed):
@@ -190,8 +201,10 @@ def let_go(stage, precision, closed):
         model.kept = model(rows(rank))  # with its graph, whose hooks know Zero
         model[1].kept = model[1].forward(rows(rank).to(model[1].weight)) if stage < 3 else None
         flat = zero.flats[0]
-        there += [weakref.ref(one) for one in (
-            model, model[0].weight, zero, flat, flat.whole, flat.shard, flat.gradients)]
+        there += [
+            weakref.ref(one)
+            for one in (model, model[0].weight, zero, flat, flat.whole, flat.shard, flat.gradients)
+        ]
         if closed:
             zero.close()
         del model, zero, optimizer, flat
@@ -246,7 +259,8 @@ def torchs_clipping(stage):
             message(lambda params=params: sum(param.grad.norm() for param in params)),
             message(lambda params=params: params[0].grad.isnan().any()),
             message(torch.optim.SGD(params, lr=0.1).step),
-            repr(params[0].grad)}
+            repr(params[0].grad),
+        }
         zero.step(optimizer)
         assert all(param.grad is None for param in params)
     return found
@@ -254,9 +268,11 @@ def torchs_clipping(stage):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_torchs_clipping_is_refused(five, stage):
-    text = ("the gradient of parameter 0.weight is summed and sharded over the ranks: use clip() "
-            "or shard_gradients() of Zero for it, and step() or zero_grad() before another "
-            "backward")
+    text = (
+        "the gradient of parameter 0.weight is summed and sharded over the ranks: use clip() "
+        "or shard_gradients() of Zero for it, and step() or zero_grad() before another "
+        "backward"
+    )
     assert five.call(torchs_clipping, stage)[:2] == [{f"RuntimeError: {text}", f"<{text}>"}] * 2
 
 
@@ -286,7 +302,8 @@ def test_a_backward_beside_sums_of_the_step_is_refused(five, stage):
     for error in five.call(zeroed_by_the_model, stage)[:2]:
         assert error == (
             "RuntimeError: parameter 2.bias gets a gradient, but this step's are summed already: "
-            "call step() or zero_grad() of Zero before another backward")
+            "call step() or zero_grad() of Zero before another backward"
+        )
 
 
 # --- hooks and parametrizations ------------------------------------------------------------------
@@ -369,14 +386,20 @@ def module_hooks(model):
     for layer in model:
         layer.register_forward_pre_hook(lambda layer, args: (args[0] + layer.weight.mean(),))
         layer.register_forward_pre_hook(
-            lambda layer, args: (args[0] * layer.weight.square().mean(),), prepend=True)
+            lambda layer, args: (args[0] * layer.weight.square().mean(),), prepend=True
+        )
         layer.register_forward_hook(lambda layer, args, output: output + layer.weight.sum(1))
         layer.register_full_backward_hook(lambda layer, inputs, outputs: (inputs[0] * 2,))
     model.register_forward_hook(lambda model, args, output: output * 2)
 
 
-CHANGES = {"spectral norm": spectral, "weight norm": weight, "pruned": pruned,
-           "orthogonal": orthogonal, "hooks": module_hooks}
+CHANGES = {
+    "spectral norm": spectral,
+    "weight norm": weight,
+    "pruned": pruned,
+    "orthogonal": orthogonal,
+    "hooks": module_hooks,
+}
 
 
 def changed(stage, kind, when):
@@ -385,6 +408,7 @@ def changed(stage, kind, when):
         return None
     change, done = CHANGES[kind], []
     if when == "before":
+
         def make():
             model = layers()
             change(model)
@@ -395,8 +419,9 @@ def changed(stage, kind, when):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind, when", [*((kind, "before") for kind in CHANGES),
-                                        ("hooks", "after")])
+@pytest.mark.parametrize(
+    "kind, when", [*((kind, "before") for kind in CHANGES), ("hooks", "after")]
+)
 @pytest.mark.parametrize("stage", STAGES)
 def test_parametrizations_and_hooks_of_modules(five, stage, kind, when):
     assert five.call(changed, stage, kind, when)[0] <= 2e-6
@@ -573,7 +598,7 @@ def input_gradients(stage):
 
     def look():
         for m in model, one:
-            gradient, = torch.autograd.grad(m(x).square().sum(), x)
+            (gradient,) = torch.autograd.grad(m(x).square().sum(), x)
             yield gradient
 
     for _ in range(2):
@@ -602,11 +627,15 @@ def different_options():
     group, rank = first_ranks(2), dist.get_rank()
     if rank >= 2:
         return None
-    return [message(Zero, layers(), 2, group=group, finite=bool(rank)),
-            message(Zero, layers(), 2, group=group, buffers=bool(rank))]
+    return [
+        message(Zero, layers(), 2, group=group, finite=bool(rank)),
+        message(Zero, layers(), 2, group=group, buffers=bool(rank)),
+    ]
 
 
 def test_options_that_differ_are_told(five):
     for found in five.call(different_options)[:2]:
-        assert found == ["ValueError: finite: False on rank 0, True on rank 1",
-                         "ValueError: buffers: False on rank 0, True on rank 1"]
+        assert found == [
+            "ValueError: finite: False on rank 0, True on rank 1",
+            "ValueError: buffers: False on rank 0, True on rank 1",
+        ]

@@ -77,8 +77,13 @@ class Recomputed(Model):
         one, two = self.reentrant
         y = self.first(x)
         if self.within:
-            return checkpoint(lambda y: self.b(checkpoint(self.a, y, use_reentrant=one)), y,
-                              use_reentrant=two).square().sum()
+            return (
+                checkpoint(
+                    lambda y: self.b(checkpoint(self.a, y, use_reentrant=one)), y, use_reentrant=two
+                )
+                .square()
+                .sum()
+            )
         y = checkpoint(self.a, y, use_reentrant=one)
         return self.c(checkpoint(self.b, y, use_reentrant=two)).square().sum()
 
@@ -96,10 +101,13 @@ class Frozen(Model):
 
 
 MODELS = {
-    "returns": Returns, "out of order": OutOfOrder, "frozen": Frozen,
+    "returns": Returns,
+    "out of order": OutOfOrder,
+    "frozen": Frozen,
     "reentrant, then not": lambda: Recomputed(True, False),
     "not reentrant, then so": lambda: Recomputed(False, True),
-    "reentrant in one that is not": lambda: Recomputed(True, False, within=True)}
+    "reentrant in one that is not": lambda: Recomputed(True, False, within=True),
+}
 
 
 def apart(kind, stage, several):
@@ -148,8 +156,13 @@ def recomputed_alone(stage, reentrant, regions):
     model = nn.Sequential(*layers).double()
     run = copy.deepcopy(model)
     told = []
-    zero = Zero(model, stage, [tuple(layers[:2]), tuple(layers[2:])], group=group,
-                tell=lambda event, what: told.append((event, what)))
+    zero = Zero(
+        model,
+        stage,
+        [tuple(layers[:2]), tuple(layers[2:])],
+        group=group,
+        tell=lambda event, what: told.append((event, what)),
+    )
     ours = torch.optim.SGD(zero.param_groups, lr=0.1)
     theirs = torch.optim.SGD(run.parameters(), lr=0.1)
 
@@ -192,7 +205,13 @@ def test_small_neighbours_are_joined():
     widths = [10, 20, SMALL, SMALL - 1, 5, 7, 2 * SMALL, 1]
     modules = [nn.Linear(width, 1, bias=False) for width in widths]
     assert [[one.in_features for one in run] for run in joined(modules)] == [
-        [10, 20], [SMALL], [SMALL - 1, 5], [7], [2 * SMALL], [1]]
+        [10, 20],
+        [SMALL],
+        [SMALL - 1, 5],
+        [7],
+        [2 * SMALL],
+        [1],
+    ]
 
 
 def other_modules():
@@ -208,5 +227,4 @@ def other_modules():
 
 
 def test_ranks_that_join_other_modules_are_told(five):
-    assert five.call(other_modules)[:2] == [
-        "units: ['0, 2'] on rank 0, ['0, 1, 2'] on rank 1"] * 2
+    assert five.call(other_modules)[:2] == ["units: ['0, 2'] on rank 0, ['0, 1, 2'] on rank 1"] * 2

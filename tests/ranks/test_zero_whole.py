@@ -123,12 +123,21 @@ def forward_inside(stage, precision):
 
 @pytest.mark.parametrize("stage, precision", KINDS)
 def test_a_forward_does_not_end_a_block(five, stage, precision):
-    masters = ["RuntimeError: inside of gathered() parameters are the masters in fp32: leave the "
-               "block before a forward that is to be trained"] * (precision == "mixed")
-    assert five.call(forward_inside, stage, precision)[:2] == [[
-        *masters,
-        "RuntimeError: this model is gathered to be read: leave that block first",
-        "RuntimeError: step() inside of a gathered() block: leave the block first"]] * 2
+    masters = [
+        "RuntimeError: inside of gathered() parameters are the masters in fp32: leave the "
+        "block before a forward that is to be trained"
+    ] * (precision == "mixed")
+    assert (
+        five.call(forward_inside, stage, precision)[:2]
+        == [
+            [
+                *masters,
+                "RuntimeError: this model is gathered to be read: leave that block first",
+                "RuntimeError: step() inside of a gathered() block: leave the block first",
+            ]
+        ]
+        * 2
+    )
 
 
 def loaded(stage, precision, how):
@@ -179,9 +188,14 @@ def loaded(stage, precision, how):
         assert same({name: p.detach() for name, p in model.named_parameters()}, one)
 
 
-@pytest.mark.parametrize("stage, precision, how", [
-    *product([1, 2, 3], ["fp32", "mixed"], ["load_state_dict", "in place", "data", "a part"]),
-    (1, "fp32", ""), (2, "fp32", "")])
+@pytest.mark.parametrize(
+    "stage, precision, how",
+    [
+        *product([1, 2, 3], ["fp32", "mixed"], ["load_state_dict", "in place", "data", "a part"]),
+        (1, "fp32", ""),
+        (2, "fp32", ""),
+    ],
+)
 def test_what_is_written_in_a_block_is_trained(five, stage, precision, how):
     five.call(loaded, stage, precision, how)
 
@@ -194,11 +208,15 @@ def refused(stage, precision):
     model, one = layers(), layers()
     zero = Zero(model, stage, precision=precision, group=group)
     state = layers(seed=1).state_dict()
-    found = {"state_dict": message(model.state_dict), "part": message(model[0].state_dict),
-             "deepcopy": message(copy.deepcopy, model), "pickle": message(pickle.dumps, model),
-             "load": message(model.load_state_dict, one.state_dict()),
-             "load part": message(model[0].load_state_dict, one[0].state_dict()),
-             "assign": message(model.load_state_dict, one.state_dict(), assign=True)}
+    found = {
+        "state_dict": message(model.state_dict),
+        "part": message(model[0].state_dict),
+        "deepcopy": message(copy.deepcopy, model),
+        "pickle": message(pickle.dumps, model),
+        "load": message(model.load_state_dict, one.state_dict()),
+        "load part": message(model[0].load_state_dict, one[0].state_dict()),
+        "assign": message(model.load_state_dict, one.state_dict(), assign=True),
+    }
     with zero.gathered():
         found["load in read"] = message(model.load_state_dict, one.state_dict())
         model.state_dict()
@@ -227,23 +245,37 @@ def refused(stage, precision):
 @pytest.mark.parametrize("stage, precision", KINDS)
 def test_reading_and_loading_is_refused_where_it_would_go_wrong(five, stage, precision):
     for found in five.call(refused, stage, precision)[:2]:
-        what = ("this model is sharded" if stage == 3 else
-                "this model's parameters are copies in bf16 of the masters in fp32")
+        what = (
+            "this model is sharded"
+            if stage == 3
+            else "this model's parameters are copies in bf16 of the masters in fp32"
+        )
         fine = stage < 3 and precision == "fp32"
-        reading = None if fine else (
-            f"RuntimeError: {what}: read it inside of Zero.gathered(), or use Zero.save()")
-        loading = None if fine else (
-            f"RuntimeError: {what}: load into it inside of Zero.gathered(write=True), or use "
-            "Zero.load()")
-        assign = ("RuntimeError: load_state_dict(assign=True) would replace the parameters that "
-                  "Zero has sharded: load without assign")
+        reading = (
+            None
+            if fine
+            else (f"RuntimeError: {what}: read it inside of Zero.gathered(), or use Zero.save()")
+        )
+        loading = (
+            None
+            if fine
+            else (
+                f"RuntimeError: {what}: load into it inside of Zero.gathered(write=True), or use "
+                "Zero.load()"
+            )
+        )
+        assign = (
+            "RuntimeError: load_state_dict(assign=True) would replace the parameters that "
+            "Zero has sharded: load without assign"
+        )
         error = ("RuntimeError: Error(s) in loading state_dict for Sequential:",)
         assert found == {
             **dict.fromkeys(["state_dict", "part", "deepcopy", "pickle"], reading),
             **dict.fromkeys(["load", "load part", "load in read"], loading),
             **dict.fromkeys(["assign", "assign in write"], assign),
             "ranks differ": "ValueError: rank 0 and rank 1 have different parameter 2.weight",
-            **({} if fine else {"raises": error[0]})}
+            **({} if fine else {"raises": error[0]}),
+        }
 
 
 def closed(stage, precision):

@@ -16,8 +16,7 @@ RECIPES = Path(__file__).parents[2] / "src" / "recipes"
 SCRIPTS = sorted(path.name for path in RECIPES.glob("*.py"))
 # By .ci/run, and not in .venv: transformers would import it wherever it is imported itself.
 ACCELERATE = RECIPES.parents[1] / "_build" / "accelerate"
-ENVIRONMENT = {**os.environ, "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1",
-               "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {**os.environ, "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 LINE = re.compile(r"step (\d+): loss ([\d.]+)")
 STEPS = 3
 # AdamW's steps are the same for gradients that are all too large by a factor.
@@ -26,15 +25,27 @@ SGD = ["--optimizer", "sgd", "--lr", "0.1"]
 
 def losses(folder, command, steps=STEPS, **environment):
     """What a recipe prints, as {step: loss}."""
-    done = subprocess.run([*command, *SGD, "--steps", str(steps)], cwd=folder,
-                          env=ENVIRONMENT | environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [*command, *SGD, "--steps", str(steps)],
+        cwd=folder,
+        env=ENVIRONMENT | environment,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return {int(step): float(loss) for step, loss in LINE.findall(done.stdout)}
 
 
 def torchrun(ranks, script):
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-            str(ranks), str(RECIPES / script)]
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+        str(RECIPES / script),
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -46,22 +57,27 @@ def single(tmp_path_factory):
     return found
 
 
-@pytest.mark.parametrize("ranks, script, options", [
-    (2, "ddp.py", []),
-    (2, "fsdp.py", []),
-    (4, "fsdp_tp.py", []),
-    (3, "pipeline.py", []),
-    (2, "deepspeed_zero.py", ["--stage", "3"]),
-    (2, "deepspeed_pipeline.py", []),
-])
+@pytest.mark.parametrize(
+    "ranks, script, options",
+    [
+        (2, "ddp.py", []),
+        (2, "fsdp.py", []),
+        (4, "fsdp_tp.py", []),
+        (3, "pipeline.py", []),
+        (2, "deepspeed_zero.py", ["--stage", "3"]),
+        (2, "deepspeed_pipeline.py", []),
+    ],
+)
 def test_losses_are_those_of_one_process(tmp_path, single, ranks, script, options):
     found = losses(tmp_path, [*torchrun(ranks, script), *options])
     assert found == pytest.approx(single, abs=5e-6), script
 
 
-@pytest.mark.skipif(not ACCELERATE.is_dir() and not importlib.util.find_spec("accelerate"),
-                    reason="the Trainer needs accelerate, which the book does without: "
-                    "pip install --no-deps --target _build/accelerate accelerate")
+@pytest.mark.skipif(
+    not ACCELERATE.is_dir() and not importlib.util.find_spec("accelerate"),
+    reason="the Trainer needs accelerate, which the book does without: "
+    "pip install --no-deps --target _build/accelerate accelerate",
+)
 def test_the_trainer_has_the_losses_of_one_process(tmp_path, single):
     found = losses(tmp_path, torchrun(2, "trainer.py"), PYTHONPATH=str(ACCELERATE))
     assert found == pytest.approx(single, abs=5e-6)
@@ -89,9 +105,13 @@ def test_the_text_is_that_of_the_book():
 
 
 def test_without_a_hub_the_error_says_so(tmp_path):
-    done = subprocess.run([sys.executable, RECIPES / "single.py", "--model", "gpt2"], cwd=tmp_path,
-                          env={**ENVIRONMENT, "HF_HOME": str(tmp_path)}, capture_output=True,
-                          text=True)
+    done = subprocess.run(
+        [sys.executable, RECIPES / "single.py", "--model", "gpt2"],
+        cwd=tmp_path,
+        env={**ENVIRONMENT, "HF_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode != 0
     assert "couldn't connect to 'https://huggingface.co'" in done.stderr
     assert "offline mode" in done.stderr

@@ -99,7 +99,11 @@ def visits(site, chromium):
             )
             facts = page.evaluate(FACTS)
             found[language, name] = {
-                **facts, "requests": requests, "said": said, "answers": answers(page)}
+                **facts,
+                "requests": requests,
+                "said": said,
+                "answers": answers(page),
+            }
             page.close()
     context.close()
     return found

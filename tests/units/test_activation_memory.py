@@ -75,12 +75,14 @@ def test_parameters_and_buffers_are_no_activations():
     linear, norm = layer
     assert saved.by_layer == {"0": x.nbytes, "1": 5 * 3 * 4 + 2 * 3 * 4}  # and batch statistics
     assert saved.parameter_bytes == sum(
-        t.nbytes for t in (norm.weight, norm.running_mean, norm.running_var)), linear
+        t.nbytes for t in (norm.weight, norm.running_mean, norm.running_var)
+    ), linear
     x.requires_grad_()
     with SavedTensors(layer) as saved:
         y = layer(x)
     assert saved.parameter_bytes == linear.weight.nbytes + sum(
-        t.nbytes for t in (norm.weight, norm.running_mean, norm.running_var))
+        t.nbytes for t in (norm.weight, norm.running_mean, norm.running_var)
+    )
     del y
 
 
@@ -170,20 +172,28 @@ def test_attention_keeps_most_of_a_layer_of_gpt3():
     assert kept == s * h * 34
 
 
-@pytest.mark.parametrize("sizes, options, error, culprit", [
-    ((0, 1, 8, 2), {}, ValueError, "sequence"),
-    ((4, -1, 8, 2), {}, ValueError, "microbatch"),
-    ((4, 1, 8.0, 2), {}, TypeError, "hidden"),
-    ((4, 1, 8, True), {}, TypeError, "heads"),
-    ((4, 1, 8, "2"), {}, TypeError, "heads"),
-    ((4, 1, 8, 3), {}, ValueError, "hidden = 8 is not a multiple of heads = 3"),
-    ((4, 1, 8, 2), {"tensor_parallel": 0}, ValueError, "tensor_parallel"),
-    ((4, 1, 8, 2), {"tensor_parallel": 4}, ValueError, "heads = 2"),
-    ((5, 1, 8, 2), {"tensor_parallel": 2, "sequence_parallel": True}, ValueError, "sequence = 5"),
-    ((4, 1, 8, 2), {"sequence_parallel": 2}, TypeError, "sequence_parallel"),
-    ((4, 1, 8, 2), {"recompute": "some"}, ValueError, "recompute"),
-    ((4, 1, 8, 2), {"recompute": None}, ValueError, "recompute"),
-])
+@pytest.mark.parametrize(
+    "sizes, options, error, culprit",
+    [
+        ((0, 1, 8, 2), {}, ValueError, "sequence"),
+        ((4, -1, 8, 2), {}, ValueError, "microbatch"),
+        ((4, 1, 8.0, 2), {}, TypeError, "hidden"),
+        ((4, 1, 8, True), {}, TypeError, "heads"),
+        ((4, 1, 8, "2"), {}, TypeError, "heads"),
+        ((4, 1, 8, 3), {}, ValueError, "hidden = 8 is not a multiple of heads = 3"),
+        ((4, 1, 8, 2), {"tensor_parallel": 0}, ValueError, "tensor_parallel"),
+        ((4, 1, 8, 2), {"tensor_parallel": 4}, ValueError, "heads = 2"),
+        (
+            (5, 1, 8, 2),
+            {"tensor_parallel": 2, "sequence_parallel": True},
+            ValueError,
+            "sequence = 5",
+        ),
+        ((4, 1, 8, 2), {"sequence_parallel": 2}, TypeError, "sequence_parallel"),
+        ((4, 1, 8, 2), {"recompute": "some"}, ValueError, "recompute"),
+        ((4, 1, 8, 2), {"recompute": None}, ValueError, "recompute"),
+    ],
+)
 def test_bad_sizes_are_refused_by_name(sizes, options, error, culprit):
     with pytest.raises(error, match=culprit):
         transformer_layer_bytes(*sizes, **options)
@@ -197,8 +207,10 @@ def test_a_sequence_that_is_cut_only_by_sequence_parallelism_may_be_odd():
 
 
 @pytest.mark.parametrize("kind", ["none", "selective", "full"])
-@pytest.mark.parametrize("s, b, h, a, dtype", [
-    (32, 2, 64, 4, torch.bfloat16), (7, 3, 24, 3, torch.float16), (16, 1, 8, 8, torch.bfloat16)])
+@pytest.mark.parametrize(
+    "s, b, h, a, dtype",
+    [(32, 2, 64, 4, torch.bfloat16), (7, 3, 24, 3, torch.float16), (16, 1, 8, 8, torch.bfloat16)],
+)
 def test_the_layer_keeps_what_the_formula_says(s, b, h, a, dtype, kind):
     layer = TransformerLayer(h, a, recompute=kind).to(dtype)
     x = torch.randn(s, b, h, dtype=dtype, requires_grad=True)
@@ -231,8 +243,10 @@ def test_items_are_what_the_layer_keeps_one_by_one():
 
 def test_recomputing_changes_no_bit_of_a_layer():
     x = torch.randn(12, 2, 32)
-    layers = {kind: TransformerLayer(32, 4, dropout=0.3, recompute=kind)
-              for kind in ("none", "selective", "full")}
+    layers = {
+        kind: TransformerLayer(32, 4, dropout=0.3, recompute=kind)
+        for kind in ("none", "selective", "full")
+    }
     for layer in layers.values():
         layer.load_state_dict(layers["none"].state_dict())
     kept = gradients(layers["none"], x)
@@ -244,12 +258,17 @@ def test_recomputing_changes_no_bit_of_a_layer():
 def test_the_layer_is_a_transformer_layer():
     """The same function as torch's own, and it looks at no later token."""
     ours = TransformerLayer(16, 4, dropout=0.0)
-    torchs = nn.TransformerEncoderLayer(
-        16, 4, 64, dropout=0.0, activation="gelu", norm_first=True)
+    torchs = nn.TransformerEncoderLayer(16, 4, 64, dropout=0.0, activation="gelu", norm_first=True)
     head = torch.cat([torch.arange(4) + 12 * i for i in range(4)])  # q, k, v of a head in a row
     rows = torch.cat([head, head + 4, head + 8])
-    names = {"self_attn.in_proj_": "qkv.", "self_attn.out_proj.": "projection.",
-             "linear1.": "up.", "linear2.": "down.", "norm1.": "norm1.", "norm2.": "norm2."}
+    names = {
+        "self_attn.in_proj_": "qkv.",
+        "self_attn.out_proj.": "projection.",
+        "linear1.": "up.",
+        "linear2.": "down.",
+        "norm1.": "norm1.",
+        "norm2.": "norm2.",
+    }
     with torch.no_grad():
         for name, parameter in torchs.named_parameters():
             prefix = next(prefix for prefix in names if name.startswith(prefix))
@@ -284,7 +303,8 @@ def test_at_the_peak_one_layer_is_whole_and_of_the_others_only_the_inputs_are_he
         assert saved.held == 5 * transformer_layer_bytes(*sizes, recompute="full")
         y.sum().backward()
     assert saved.peak == transformer_layer_bytes(*sizes) + 4 * transformer_layer_bytes(
-        *sizes, recompute="full")
+        *sizes, recompute="full"
+    )
     assert saved.held == 0
 
 
@@ -313,10 +333,13 @@ def test_the_account_of_a_gpt2_block_is_what_it_keeps(s, b, h, a, device):
     by_part = {
         "steps of gelu_new": kept["mlp.act"] - 8 * s * b * h,
         "statistics of the norms": kept["ln_1"] + kept["ln_2"] - 4 * s * b * h,
-        "attention's dropout mask, its second byte":
-            kept["attn"] - 6 * s * b * h - 5 * a * s * s * b,
-        "other dropout masks, their second byte":
-            kept["attn.resid_dropout"] + kept["mlp.dropout"] - 2 * s * b * h}
+        "attention's dropout mask, its second byte": kept["attn"]
+        - 6 * s * b * h
+        - 5 * a * s * s * b,
+        "other dropout masks, their second byte": kept["attn.resid_dropout"]
+        + kept["mlp.dropout"]
+        - 2 * s * b * h,
+    }
     assert more == {item: bytes for item, bytes in by_part.items() if bytes}
     assert len(more) == (4 if device == "cpu" else 2)
     del y
@@ -357,9 +380,17 @@ def test_relu_shares_its_output_with_the_linear_that_follows():
     assert bytes[MaskedReLU] == [x.numel(), x.nbytes]
 
 
-@pytest.mark.parametrize("shape, window, stride", [
-    ((2, 3, 4, 4), 2, None), ((1, 1, 7, 5), 2, None), ((1, 2, 6, 6), 3, 2), ((1, 1, 20, 18), 17, 1),
-    ((1, 1, 3, 3), 3, None), ((2, 1, 5, 5), 1, 2)])
+@pytest.mark.parametrize(
+    "shape, window, stride",
+    [
+        ((2, 3, 4, 4), 2, None),
+        ((1, 1, 7, 5), 2, None),
+        ((1, 2, 6, 6), 3, 2),
+        ((1, 1, 20, 18), 17, 1),
+        ((1, 1, 3, 3), 3, None),
+        ((2, 1, 5, 5), 1, 2),
+    ],
+)
 def test_max_pooling(shape, window, stride):
     def ours(x):
         return MaxPool2d.apply(x, window, stride)
@@ -370,7 +401,8 @@ def test_max_pooling(shape, window, stride):
     equals = torch.randint(0, 3, shape).double()
     for x in (apart, equals):
         torch.testing.assert_close(
-            gradients(ours, x), gradients(lambda x: F.max_pool2d(x, window, stride), x))
+            gradients(ours, x), gradients(lambda x: F.max_pool2d(x, window, stride), x)
+        )
     equals.view(-1)[::5] = torch.nan
     torch.testing.assert_close(ours(equals), F.max_pool2d(equals, window, stride), equal_nan=True)
 
@@ -381,8 +413,9 @@ def test_max_pooling_by_hand():
     y = MaxPool2d.apply(x, 2)
     y.backward(torch.tensor([[0.8, 1.2], [0.9, 0.5]])[None, None])
     assert y[0, 0].tolist() == [[5, 8], [9, 3]]
-    torch.testing.assert_close(x.grad[0, 0], torch.tensor(
-        [[0, 0.8, 0, 0], [0, 0, 1.2, 0], [0, 0, 0, 0], [0, 0.9, 0.5, 0]]))
+    torch.testing.assert_close(
+        x.grad[0, 0], torch.tensor([[0, 0.8, 0, 0], [0, 0, 1.2, 0], [0, 0, 0, 0], [0, 0.9, 0.5, 0]])
+    )
 
 
 def test_max_pooling_keeps_a_byte_a_result_where_torch_keeps_the_input_and_eight():
@@ -397,8 +430,10 @@ def test_max_pooling_keeps_a_byte_a_result_where_torch_keeps_the_input_and_eight
     assert kept == {"ours": results, "torch": x.nbytes + 8 * results}
 
 
-@pytest.mark.parametrize("shape, window, stride", [
-    ((3, 8, 8), 2, None), ((1, 1, 4, 4), 0, None), ((1, 1, 4, 4), 5, None), ((1, 1, 4, 4), 2, 0)])
+@pytest.mark.parametrize(
+    "shape, window, stride",
+    [((3, 8, 8), 2, None), ((1, 1, 4, 4), 0, None), ((1, 1, 4, 4), 5, None), ((1, 1, 4, 4), 2, 0)],
+)
 def test_a_window_that_does_not_fit_is_refused(shape, window, stride):
     with pytest.raises(ValueError, match=r"\(.*4, 4\)|batch, channels"):
         MaxPool2d.apply(torch.zeros(shape), window, stride)
@@ -439,9 +474,15 @@ def test_recomputation_changes_no_bit_and_neither_does_torchs():
     x = torch.randn(6, 8)
     plain = gradients(nn.Sequential(*layers), x)
     ours = gradients(nn.Sequential(*map(Recompute, layers)), x)
-    torchs = gradients(nn.Sequential(*(
-        FunctionLayer(lambda x, layer=layer: checkpoint(layer, x, use_reentrant=False))
-        for layer in layers)), x)
+    torchs = gradients(
+        nn.Sequential(
+            *(
+                FunctionLayer(lambda x, layer=layer: checkpoint(layer, x, use_reentrant=False))
+                for layer in layers
+            )
+        ),
+        x,
+    )
     assert same_bits(plain, ours)
     assert same_bits(plain[:2], torchs)  # its layers are hidden from `parameters`
 
@@ -451,9 +492,12 @@ def test_it_keeps_the_inputs_as_torchs_does():
     x = torch.randn(6, 8, requires_grad=True)
     kept = []
     for wrapped in (
-        layers, [Recompute(layer) for layer in layers],
-        [FunctionLayer(lambda x, layer=layer: checkpoint(layer, x, use_reentrant=False))
-         for layer in layers],
+        layers,
+        [Recompute(layer) for layer in layers],
+        [
+            FunctionLayer(lambda x, layer=layer: checkpoint(layer, x, use_reentrant=False))
+            for layer in layers
+        ],
     ):
         with SavedTensors(layers) as saved:
             y = nn.Sequential(*wrapped)(x)
@@ -496,8 +540,10 @@ def test_tuples_masks_and_other_arguments_pass_through():
     assert same_bits(plain, ours)
     assert [one.requires_grad for one in ours] == [True, False, False]
     wanted = [x, *layer.parameters()]
-    assert same_bits(torch.autograd.grad(plain[0].square().sum(), wanted),
-                     torch.autograd.grad(ours[0].square().sum(), wanted))
+    assert same_bits(
+        torch.autograd.grad(plain[0].square().sum(), wanted),
+        torch.autograd.grad(ours[0].square().sum(), wanted),
+    )
 
 
 def test_results_that_nobody_uses_need_no_gradient():

@@ -23,7 +23,8 @@ def test_one_line_each(capsys):
     assert line(capsys, check.close, 1.0, 1.0 + 1e-7, atol=1e-6) == "✓ claim (within 1e-6)\n"
     assert line(capsys, check.close, 1.0, 1.05, rtol=0.1) == "✓ claim (within 10%)\n"
     assert line(capsys, check.close, 1.0, 1.0, rtol=1e-5, atol=1e-8) == (
-        "✓ claim (within 1e-8 + 1e-5 of the value)\n")
+        "✓ claim (within 1e-8 + 1e-5 of the value)\n"
+    )
     assert line(capsys, check.close, 2, 2) == "✓ claim\n"
     assert line(capsys, check.equal, torch.arange(3), torch.arange(3)) == "✓ claim\n"
     assert line(capsys, check.true, torch.ones(2).bool().all()) == "✓ claim\n"
@@ -42,25 +43,30 @@ def test_a_tensor_failure_says_where_and_by_how_much():
     actual[1, 2], actual[3, 0] = 0.25, -0.5
     assert failure(check.close, actual, expected, atol=0.125) == (
         "claim: 2 of 12 values differ, the most at [3, 0]: -0.5, expected 0.0, "
-        "off by 0.5 (0.125 allowed)")
+        "off by 0.5 (0.125 allowed)"
+    )
     check.close("half is allowed", actual, expected, atol=0.5)
     assert failure(check.equal, {"w": [actual]}, {"w": [expected]}) == (
         "claim: 2 of 12 values differ, the most at ['w'][0][3, 0]: -0.5, expected 0.0, "
-        "off by 0.5 (they must be the same)")
+        "off by 0.5 (they must be the same)"
+    )
 
 
 def test_a_number_failure_says_by_how_much():
     assert failure(check.close, [1.0, 2.5], [1.0, 2.0], rtol=0.1) == (
-        "claim: at [1]: 2.5, expected 2.0, off by 0.5 (10% allowed)")
+        "claim: at [1]: 2.5, expected 2.0, off by 0.5 (10% allowed)"
+    )
     assert failure(check.close, torch.tensor(2.5), 2.0) == (
-        "claim: 2.5, expected 2.0, off by 0.5 (0 allowed)")
+        "claim: 2.5, expected 2.0, off by 0.5 (0 allowed)"
+    )
 
 
 def test_the_relative_tolerance_is_of_the_expected_value():
     check.close("numbers", 100.0, 110.0, rtol=0.0910)
     assert "off by 10" in failure(check.close, 110.0, 100.0, rtol=0.0910)
     assert "off by 10" in failure(
-        check.close, torch.tensor([110.0]), torch.tensor([100.0]), rtol=0.0910)
+        check.close, torch.tensor([110.0]), torch.tensor([100.0]), rtol=0.0910
+    )
 
 
 @pytest.mark.parametrize("function", [check.close, check.equal])
@@ -85,7 +91,8 @@ def test_nan_agrees_with_nothing(function):
     assert "nan" in failure(function, 1.0, nan)
     values = torch.tensor([1.0, nan, 9.0])
     assert "1 of 3 values differ, the most at [1]: nan, expected nan" in failure(
-        function, values, values.clone())
+        function, values, values.clone()
+    )
     assert "[1]: nan, expected 2.0" in failure(function, values, torch.tensor([1.0, 2.0, 3.0]))
 
 
@@ -107,7 +114,8 @@ def test_equal_is_to_the_bit(dtype):
     after[3] += torch.finfo(dtype).eps
     assert "1 of 5 values differ, the most at [3]" in failure(check.equal, after, ones)
     assert "[0]: -0.0, expected 0.0" in failure(
-        check.equal, torch.full((1,), -0.0, dtype=dtype), torch.zeros(1, dtype=dtype))
+        check.equal, torch.full((1,), -0.0, dtype=dtype), torch.zeros(1, dtype=dtype)
+    )
 
 
 def test_integers_beyond_float64():

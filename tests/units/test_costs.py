@@ -145,29 +145,45 @@ def test_the_fit_finds_the_line_it_was_given(alpha, beta, exponents):
 
 def test_zero_by_hand():
     """The paper's example: 7.5 billion parameters on 64 ranks, mixed precision and Adam, in GB."""
+
     def gigabytes(stage):
         return costs.zero_bytes(7.5e9, 64, stage) / 1e9
 
     assert [gigabytes(stage) for stage in range(4)] == pytest.approx(
-        [120, 31.4, 16.6, 1.88], abs=0.05)  # rounded, as printed there
+        [120, 31.4, 16.6, 1.88], abs=0.05
+    )  # rounded, as printed there
     for (precision, optimizer), (values, state) in {
-        ("mixed", "adam"): ((2, 2), 12), ("mixed", "momentum"): ((2, 2), 8),
-        ("mixed", "sgd"): ((2, 2), 4), ("fp32", "adam"): ((4, 4), 8),
-        ("fp32", "momentum"): ((4, 4), 4), ("fp32", "sgd"): ((4, 4), 0),
+        ("mixed", "adam"): ((2, 2), 12),
+        ("mixed", "momentum"): ((2, 2), 8),
+        ("mixed", "sgd"): ((2, 2), 4),
+        ("fp32", "adam"): ((4, 4), 8),
+        ("fp32", "momentum"): ((4, 4), 4),
+        ("fp32", "sgd"): ((4, 4), 0),
     }.items():
         weights, gradients = values
         found = [costs.zero_bytes(100, 4, stage, precision, optimizer) for stage in range(4)]
         assert found == [
-            100 * (weights + gradients + state), 100 * (weights + gradients + state / 4),
-            100 * (weights + (gradients + state) / 4), 100 * (weights + gradients + state) / 4]
+            100 * (weights + gradients + state),
+            100 * (weights + gradients + state / 4),
+            100 * (weights + (gradients + state) / 4),
+            100 * (weights + gradients + state) / 4,
+        ]
     # On 4 ranks, 3/4 of 100 values leave a rank in each collective of the two, or three.
     assert [costs.zero_bytes_sent(100, 4, stage, "fp32") for stage in range(4)] == [
-        600, 600, 600, 900]
+        600,
+        600,
+        600,
+        900,
+    ]
     assert [costs.zero_bytes_sent(100, 4, stage) for stage in range(4)] == [300, 300, 300, 450]
 
 
-@given(st.integers(0, 10**12), ranks, st.sampled_from(["mixed", "fp32"]),
-       st.sampled_from(["adam", "momentum", "sgd"]))
+@given(
+    st.integers(0, 10**12),
+    ranks,
+    st.sampled_from(["mixed", "fp32"]),
+    st.sampled_from(["adam", "momentum", "sgd"]),
+)
 def test_zero_holds_less_with_each_stage(parameters, ranks, precision, optimizer):
     held = [costs.zero_bytes(parameters, ranks, stage, precision, optimizer) for stage in range(4)]
     assert all(more >= less for more, less in pairwise(held))

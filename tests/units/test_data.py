@@ -19,11 +19,17 @@ lists_of_tokens = st.lists(st.lists(st.integers(0, 49), min_size=2, max_size=16)
 
 
 @settings(deadline=None)
-@given(st.lists(st.integers(2, 99), max_size=200), st.integers(1, 9), st.integers(1, 5),
-       st.integers(0, 9))
+@given(
+    st.lists(st.integers(2, 99), max_size=200),
+    st.integers(1, 9),
+    st.integers(1, 5),
+    st.integers(0, 9),
+)
 def test_each_passage_is_in_exactly_one_batch(lengths, size, window, seed):
-    for batches in (data.by_length(lengths, size, random.Random(seed), window),
-                    data.at_random(lengths, size, random.Random(seed))):
+    for batches in (
+        data.by_length(lengths, size, random.Random(seed), window),
+        data.at_random(lengths, size, random.Random(seed)),
+    ):
         assert sorted(place for batch in batches for place in batch) == list(range(len(lengths)))
         assert len(batches) == math.ceil(len(lengths) / size)
         assert sum(len(batch) < size for batch in batches) <= 1
@@ -35,8 +41,11 @@ def test_a_stream_has_each_passage_once_in_each_epoch(passages, size, seed, mult
     steps = math.ceil(len(passages) / size)
     batches = list(islice(data.stream(passages, size, seed, 7, multiple), 2 * steps))
     for epoch in (batches[:steps], batches[steps:]):
-        rows = [row[seen.bool()].tolist() for tokens, mask, _ in epoch
-                for row, seen in zip(tokens, mask, strict=True)]
+        rows = [
+            row[seen.bool()].tolist()
+            for tokens, mask, _ in epoch
+            for row, seen in zip(tokens, mask, strict=True)
+        ]
         empty = steps * size - len(passages)
         assert sorted(rows) == sorted(passages + empty * [[7]])
         assert all(len(batch.tokens) == size for batch in epoch)
@@ -47,7 +56,8 @@ def test_another_order_in_each_epoch_and_for_each_seed():
     passages = [[number, number] for number in range(40)]
     first, second = (
         [batch.tokens[:, 0].tolist() for batch in islice(data.stream(passages, 4, seed), 20)]
-        for seed in (0, 1))
+        for seed in (0, 1)
+    )
     again = [batch.tokens[:, 0].tolist() for batch in islice(data.stream(passages, 4, 0), 20)]
     assert first == again
     assert first[:10] != first[10:]
@@ -75,8 +85,10 @@ def test_what_a_batch_says_of_each_token(passages, empty, multiple):
 @given(st.lists(st.integers(2, 99), min_size=1), st.integers(1, 9), st.integers(1, 8))
 def test_padding_is_what_the_batches_have(lengths, size, multiple):
     batches = data.at_random(lengths, size, random.Random(0))
-    counted = [data.collate([[0] * lengths[place] for place in batch], multiple=multiple).padding
-               for batch in batches]
+    counted = [
+        data.collate([[0] * lengths[place] for place in batch], multiple=multiple).padding
+        for batch in batches
+    ]
     assert data.padding(lengths, batches, multiple=multiple) == sum(counted)
     assert data.padding(lengths, batches, 128) == 128 * len(lengths) - sum(lengths)
 
@@ -96,8 +108,16 @@ def test_like_lengths_together_leave_little_to_pad():
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=50, n_positions=16, n_embd=16, n_layer=2, n_head=2,
-                        bos_token_id=None, eos_token_id=None, initializer_range=0.2)
+    config = GPT2Config(
+        vocab_size=50,
+        n_positions=16,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=None,
+        eos_token_id=None,
+        initializer_range=0.2,
+    )
     return nn.Sequential(*models.gpt2(config, dropout=0.0))
 
 
@@ -106,13 +126,18 @@ def gradients(model, loss):
 
 
 @settings(max_examples=25, deadline=None)
-@given(passages=lists_of_tokens.filter(lambda some: len(some) < 6), empty=st.integers(0, 2),
-       pad=st.integers(0, 49), multiple=st.sampled_from([1, 4]))
+@given(
+    passages=lists_of_tokens.filter(lambda some: len(some) < 6),
+    empty=st.integers(0, 2),
+    pad=st.integers(0, 49),
+    multiple=st.sampled_from([1, 4]),
+)
 def test_the_loss_of_a_padded_batch_is_that_of_its_passages(model, passages, empty, pad, multiple):
     """With the mask or without it: on the right, padding changes no real token's logits."""
     alone = sum(
         F.cross_entropy(model(torch.tensor([one]))[0, :-1], torch.tensor(one[1:]), reduction="sum")
-        for one in passages)
+        for one in passages
+    )
     batch = data.collate(passages, len(passages) + empty, pad, multiple)
     expected = gradients(model, alone / batch.count)
     for inputs in (batch.inputs, batch.tokens):

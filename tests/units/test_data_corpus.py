@@ -15,17 +15,42 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from naranhi import data
 from naranhi.data import corpus
 
-SQUAD = {"version": "1.1", "data": [
-    {"title": "Warsaw", "paragraphs": [
-        {"context": "One of the most famous people.", "qas": [
-            {"id": "1", "question": "Who?", "answers": [{"text": "people", "answer_start": 23}]}]},
-        {"context": "It rains.\nOften.", "qas": []}]},
-    {"title": "empty", "paragraphs": []},
-    {"title": "바르샤바", "paragraphs": [
-        {"context": "비가 온다.", "qas": []}, {"context": " ", "qas": []},
-        {"context": "It rains.\nOften.", "qas": []}]}]}
+SQUAD = {
+    "version": "1.1",
+    "data": [
+        {
+            "title": "Warsaw",
+            "paragraphs": [
+                {
+                    "context": "One of the most famous people.",
+                    "qas": [
+                        {
+                            "id": "1",
+                            "question": "Who?",
+                            "answers": [{"text": "people", "answer_start": 23}],
+                        }
+                    ],
+                },
+                {"context": "It rains.\nOften.", "qas": []},
+            ],
+        },
+        {"title": "empty", "paragraphs": []},
+        {
+            "title": "바르샤바",
+            "paragraphs": [
+                {"context": "비가 온다.", "qas": []},
+                {"context": " ", "qas": []},
+                {"context": "It rains.\nOften.", "qas": []},
+            ],
+        },
+    ],
+}
 PASSAGES = [
-    "One of the most famous people.", "It rains.\nOften.", "비가 온다.", "It rains.\nOften."]
+    "One of the most famous people.",
+    "It rains.\nOften.",
+    "비가 온다.",
+    "It rains.\nOften.",
+]
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +66,10 @@ def test_a_few_thousand_passages_ship_and_their_licences(bundled):
     assert data.unique(bundled) == bundled
     assert all(len(one) >= 80 and "\n" not in one for one in bundled)
     assert sum(file.stat().st_size for file in corpus.BUNDLED.iterdir() if file.is_file()) < 2e6
-    assert "PYTHON SOFTWARE FOUNDATION LICENSE VERSION 2" in (
-        corpus.BUNDLED / "LICENSE-python.txt").read_text()
+    assert (
+        "PYTHON SOFTWARE FOUNDATION LICENSE VERSION 2"
+        in (corpus.BUNDLED / "LICENSE-python.txt").read_text()
+    )
 
 
 def test_what_ships_is_in_squads_form():
@@ -104,29 +131,37 @@ def test_nothing_old_is_read(tmp_path):
         assert data.contexts(file) == [word]
 
 
-@pytest.mark.parametrize("content, fault", [
-    ("", "is empty"),
-    ("One of the most famous people.", r"no JSON \(Expecting value: line 1 column 1"),
-    ('{"data": [{"title":', r"no JSON \(Expecting value: line 1 column 20"),
-    (b"\xff\xfe\x00\x01", "no JSON"),
-    (b"\x1f\x8b\x00\x00", "no JSON"),
-    (gzip.compress(json.dumps(SQUAD).encode())[:-20], "no JSON"),
-    ("[1, 2]", 'has no "data"'),
-    ('{"version": "1.1"}', 'has no "data"'),
-    ('{"data": {"title": "Warsaw"}}', "data is not a list"),
-    ('{"data": []}', "data is empty"),
-    ('{"data": ["one", "two"]}', r'data\[0\] has no list of "paragraphs"'),
-    ('{"data": [{"paragraphs": []}, {"title": "a"}]}', r'data\[1\] has no list of "paragraphs"'),
-    ('{"data": [{"paragraphs": []}]}', "no article has a paragraph"),
-    ('{"data": [{"paragraphs": [{"context": "a"}, {"text": "b"}]}]}',
-     r'data\[0\].paragraphs\[1\] has no text as its "context"'),
-    ('{"data": [{"paragraphs": [{"context": 1}]}]}', r'data\[0\].paragraphs\[0\] has no text'),
-    ('{"data": [{"paragraphs": [{"context": " "}]}]}', "no passage with text in it"),
-])
+@pytest.mark.parametrize(
+    "content, fault",
+    [
+        ("", "is empty"),
+        ("One of the most famous people.", r"no JSON \(Expecting value: line 1 column 1"),
+        ('{"data": [{"title":', r"no JSON \(Expecting value: line 1 column 20"),
+        (b"\xff\xfe\x00\x01", "no JSON"),
+        (b"\x1f\x8b\x00\x00", "no JSON"),
+        (gzip.compress(json.dumps(SQUAD).encode())[:-20], "no JSON"),
+        ("[1, 2]", 'has no "data"'),
+        ('{"version": "1.1"}', 'has no "data"'),
+        ('{"data": {"title": "Warsaw"}}', "data is not a list"),
+        ('{"data": []}', "data is empty"),
+        ('{"data": ["one", "two"]}', r'data\[0\] has no list of "paragraphs"'),
+        (
+            '{"data": [{"paragraphs": []}, {"title": "a"}]}',
+            r'data\[1\] has no list of "paragraphs"',
+        ),
+        ('{"data": [{"paragraphs": []}]}', "no article has a paragraph"),
+        (
+            '{"data": [{"paragraphs": [{"context": "a"}, {"text": "b"}]}]}',
+            r'data\[0\].paragraphs\[1\] has no text as its "context"',
+        ),
+        ('{"data": [{"paragraphs": [{"context": 1}]}]}', r"data\[0\].paragraphs\[0\] has no text"),
+        ('{"data": [{"paragraphs": [{"context": " "}]}]}', "no passage with text in it"),
+    ],
+)
 @pytest.mark.parametrize("name", ["squad.json", "squad.json.gz"])
 def test_what_is_not_in_squads_form_is_named_and_the_place(content, fault, name, tmp_path):
     content = content.encode() if isinstance(content, str) else content
-    packed = name.endswith("gz") and content and content[0] not in (0x1f, 0xff)
+    packed = name.endswith("gz") and content and content[0] not in (0x1F, 0xFF)
     (tmp_path / name).write_bytes(gzip.compress(content) if packed else content)
     with pytest.raises(ValueError, match=fault) as caught:
         data.contexts(tmp_path / name)
@@ -145,8 +180,13 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
 
 def test_squad_is_read_by_its_name(tmp_path, monkeypatch):
     """A folder of that name stands in for the hub: one row for each question, as SQuAD has it."""
-    rows = {"id": ["1", "2", "3"], "title": ["Warsaw"] * 3, "context": ["a b", "a b", "c"],
-            "question": ["?"] * 3, "answers": [{"text": ["a"], "answer_start": [0]}] * 3}
+    rows = {
+        "id": ["1", "2", "3"],
+        "title": ["Warsaw"] * 3,
+        "context": ["a b", "a b", "c"],
+        "question": ["?"] * 3,
+        "answers": [{"text": ["a"], "answer_start": [0]}] * 3,
+    }
     folder = tmp_path / "rajpurkar" / "squad"
     folder.mkdir(parents=True)
     datasets.Dataset.from_dict(rows).to_parquet(folder / "train-00000-of-00001.parquet")
@@ -194,8 +234,12 @@ def test_offline_one_error_says_what_to_do(how, tmp_path):
         # The client tries six times and waits 23 s in all. It waits in vain, so it need not wait.
         program = "import time; time.sleep = lambda seconds: None" + OFFLINE
     run = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path,
-        env={**os.environ, **settings})
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, **settings},
+    )
     assert run.stderr == ""
     squad, tokenizer = run.stdout.splitlines()
     assert squad.startswith("no SQuAD.")

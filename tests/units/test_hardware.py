@@ -22,16 +22,26 @@ def machine(tmp_path):
 
     write("proc/meminfo", "MemTotal:       1024 kB\nMemFree:        12 kB")
     write("proc/cpuinfo", "processor\t: 0\nmodel name\t: Abacus 3000\n")
-    caches = [(1, "Data", "48K"), (1, "Instruction", "32K"), (2, "Unified", "2048K"),
-              (3, "Unified", "32768K")]
+    caches = [
+        (1, "Data", "48K"),
+        (1, "Instruction", "32K"),
+        (2, "Unified", "2048K"),
+        (3, "Unified", "32768K"),
+    ]
     for core in (0, 1):
         for index, (level, kind, size) in enumerate(caches):
             folder = f"sys/devices/system/cpu/cpu{core}/cache/index{index}"
-            for name, text in (("level", str(level)), ("type", kind), ("size", size),
-                               ("shared_cpu_list", "0-1" if level == 3 else str(core))):
+            for name, text in (
+                ("level", str(level)),
+                ("type", kind),
+                ("size", size),
+                ("shared_cpu_list", "0-1" if level == 3 else str(core)),
+            ):
                 write(f"{folder}/{name}", text)
-    for card, rate, layer in (("mlx5_0", "400 Gb/sec (4X NDR)", "InfiniBand"),
-                              ("mlx5_1", "100 Gb/sec (4X EDR)", "Ethernet")):
+    for card, rate, layer in (
+        ("mlx5_0", "400 Gb/sec (4X NDR)", "InfiniBand"),
+        ("mlx5_1", "100 Gb/sec (4X EDR)", "Ethernet"),
+    ):
         write(f"sys/class/infiniband/{card}/ports/1/rate", rate)
         write(f"sys/class/infiniband/{card}/ports/1/link_layer", layer)
     return tmp_path
@@ -101,7 +111,7 @@ def test_short_runs_are_repeated_until_the_clock_does_not_matter_and_take_turns(
     runs = {name: lambda name=name: order.append(name) for name in "ab"}
     measure.best_seconds(runs, repeats=2, span=1e-3)
     turns = [name for name, before in zip(order, [None, *order], strict=False) if name != before]
-    assert turns == list("abab" "ab")
+    assert turns == list("ababab")
     assert order.count("a") > 100
 
 

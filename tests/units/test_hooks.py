@@ -20,9 +20,11 @@ ORDER = ["F0", "F1", "I0", "F2", "I1", "W0", "I2", "W1", "W2"]
 
 def noting(notes, what, change=None):
     """A hook that notes its arguments, and returns what `change` makes of the last of them."""
+
     def hook(*args):
         notes.append((what, _detached([one for one in args if not isinstance(one, nn.Module)])))
         return change(args[-1]) if change else None
+
     return hook
 
 
@@ -40,11 +42,13 @@ def linear(notes):
 
 def hooked(register, change=None, make=linear, **options):
     """A model whose layer has a hook of that kind."""
+
     def case(notes):
         layer = make(notes)
         hook = noting(notes, register, change)
         getattr(layer, register)(hook, **options)
         return nn.Sequential(layer, nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
     return case
 
 
@@ -54,9 +58,11 @@ def parameter_hooks(notes):
     layer.weight.register_hook(noting(notes, "weight again", lambda g: g.clamp(-0.1, 0.1)))
     layer.bias.register_hook(noting(notes, "bias"))
     layer.weight.register_post_accumulate_grad_hook(
-        lambda weight: noting(notes, "sum")(weight.grad.mul_(0.5)))
+        lambda weight: noting(notes, "sum")(weight.grad.mul_(0.5))
+    )
     layer.bias.register_post_accumulate_grad_hook(
-        lambda bias: noting(notes, "sum of the bias")(bias.grad))
+        lambda bias: noting(notes, "sum of the bias")(bias.grad)
+    )
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), layer)
 
 
@@ -65,7 +71,8 @@ def norm_with_parameter_hooks(notes):
     for name, one in norm.named_parameters():
         one.register_hook(noting(notes, name, lambda g: g * 0.5))
         one.register_post_accumulate_grad_hook(
-            lambda one, name=name: noting(notes, f"sum of {name}")(one.grad))
+            lambda one, name=name: noting(notes, f"sum of {name}")(one.grad)
+        )
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), norm)
 
 
@@ -86,6 +93,7 @@ def used_twice(make):
         layer.weight.register_hook(noting(notes, "weight", lambda g: g.clamp(-0.1, 0.1)))
         layer.bias.register_post_accumulate_grad_hook(lambda one: noting(notes, "bias")(one.grad))
         return Twice(layer)
+
     return case
 
 
@@ -115,9 +123,11 @@ class Symmetric(nn.Module):
 
 def changed(change):
     """A model whose layer has been given to that."""
+
     def case(notes):
         layer = linear(notes)
         return nn.Sequential(nn.Linear(WIDTH, WIDTH), change(layer) or layer, nn.Tanh())
+
     return case
 
 
@@ -140,6 +150,7 @@ def hooked_within(register, change=None, **options):
         inner = linear(notes)
         getattr(inner, register)(noting(notes, register, change), **options)
         return nn.Sequential(nn.Linear(WIDTH, WIDTH), Within(inner))
+
     return case
 
 
@@ -200,8 +211,9 @@ class Caller(nn.Module):
 
     def forward(self, x):
         x = self.first(x)
-        found = self.nested([x, x], Pair(x * 2, 3.0), named={"x": x.tanh(), "nothing": None},
-                            same=x, flag=True)["y"]
+        found = self.nested(
+            [x, x], Pair(x * 2, 3.0), named={"x": x.tanh(), "nothing": None}, same=x, flag=True
+        )["y"]
         assert found[1] is None and found[2][1] == 3
         return found[0] + found[2][0]
 
@@ -239,39 +251,46 @@ class Checkpointed(nn.Module):
 CASES = {
     "forward hook": hooked("register_forward_hook", lambda y: y * 2),
     "forward hook, kwargs, always": hooked(
-        "register_forward_hook", lambda y: y * 2, with_kwargs=True, always_call=True),
+        "register_forward_hook", lambda y: y * 2, with_kwargs=True, always_call=True
+    ),
     "forward pre-hook": hooked("register_forward_pre_hook", lambda args: (args[0] * 2,)),
     "forward pre-hook, kwargs": hooked("register_forward_pre_hook", with_kwargs=True),
-    "full backward hook": hooked(
-        "register_full_backward_hook", lambda grads: None),
+    "full backward hook": hooked("register_full_backward_hook", lambda grads: None),
     "full backward hook of a norm": hooked(
-        "register_full_backward_hook", None, lambda notes: nn.LayerNorm(WIDTH)),
+        "register_full_backward_hook", None, lambda notes: nn.LayerNorm(WIDTH)
+    ),
     "full backward pre-hook": hooked(
-        "register_full_backward_pre_hook", lambda grads: (grads[0] * 2,)),
+        "register_full_backward_pre_hook", lambda grads: (grads[0] * 2,)
+    ),
     "hooks of a linear's parameters": parameter_hooks,
     "hooks of a norm's parameters": norm_with_parameter_hooks,
     "a linear used twice": used_twice(linear),
     "a norm used twice": used_twice(lambda notes: nn.LayerNorm(WIDTH)),
     "a frozen norm used twice": lambda notes: nn.Sequential(
-        linear(notes), Twice(nn.LayerNorm(WIDTH).requires_grad_(False))),
+        linear(notes), Twice(nn.LayerNorm(WIDTH).requires_grad_(False))
+    ),
     "old spectral norm": changed(spectral_norm),
     "spectral norm": changed(parametrizations.spectral_norm),
     "old weight norm": changed(weight_norm),
     "weight norm": changed(parametrizations.weight_norm),
     "orthogonal": changed(parametrizations.orthogonal),
     "parametrized": changed(
-        lambda one: parametrize.register_parametrization(one, "weight", Symmetric())),
+        lambda one: parametrize.register_parametrization(one, "weight", Symmetric())
+    ),
     "pruned": changed(lambda one: prune.l1_unstructured(one, "weight", 0.5)),
     "pruned bias": changed(lambda one: prune.l1_unstructured(one, "bias", 0.5)),
     "subclass": changed(lambda one: Double(WIDTH, WIDTH)),
     "lora": changed(lambda one: Lora(WIDTH)),
     "forward set on the object": changed(
-        lambda one: setattr(one, "forward", lambda x, own=one.forward: own(x) * 2)),
+        lambda one: setattr(one, "forward", lambda x, own=one.forward: own(x) * 2)
+    ),
     "forward hook within": hooked_within("register_forward_hook", lambda y: y * 2),
     "backward hook within": hooked_within(
-        "register_full_backward_hook", lambda grads: (grads[0].float() * 2,)),
+        "register_full_backward_hook", lambda grads: (grads[0].float() * 2,)
+    ),
     "backward pre-hook within": hooked_within(
-        "register_full_backward_pre_hook", lambda grads: (grads[0] * 2,)),
+        "register_full_backward_pre_hook", lambda grads: (grads[0] * 2,)
+    ),
     "old backward hook within": hooked_within("register_backward_hook"),
     "hook on a tensor of the forward": hook_in_a_forward,
     "hook that keeps the output": lambda notes: Auxiliary(),
@@ -331,8 +350,11 @@ def assert_same(found, expected, atol=0.0):
 
 
 # Where a layer has several uses, gradients are added up in another order, or one in bfloat16.
-ROUNDING = {"a linear used twice": (0, 0.05), "a norm used twice": (0, 0.05),
-            "shared weight": (1e-6, 0.05)}
+ROUNDING = {
+    "a linear used twice": (0, 0.05),
+    "a norm used twice": (0, 0.05),
+    "shared weight": (1e-6, 0.05),
+}
 WHOLE = ["F0", "B0", "F1", "B1", "F2", "B2"]
 
 

@@ -16,7 +16,8 @@ SVG = f"{{{_figure.SVG}}}"
 def shown(monkeypatch):
     outputs = []
     monkeypatch.setattr(
-        _journey, "display", lambda data, raw, metadata=None: outputs.append((data, metadata)))
+        _journey, "display", lambda data, raw, metadata=None: outputs.append((data, metadata))
+    )
     return outputs
 
 
@@ -36,7 +37,7 @@ def html(shown, timeline=None, **options):
 def parts(text):
     """The style sheet, and the parsed <svg>."""
     style = re.search(r"<style>(.*?)</style>", text, re.DOTALL)[1]
-    return style, ElementTree.fromstring(text[text.index("<svg"):text.index("</svg>") + 6])
+    return style, ElementTree.fromstring(text[text.index("<svg") : text.index("</svg>") + 6])
 
 
 def stops(text):
@@ -44,7 +45,8 @@ def stops(text):
     frames = re.search(r"@keyframes [^{]+\{(.*)\}\n", parts(text)[0])[1]
     number = r"([\d.]+)"
     found = re.findall(
-        rf"{number}%,{number}%\{{transform:translate\({number}px,{number}px\)\}}", frames)
+        rf"{number}%,{number}%\{{transform:translate\({number}px,{number}px\)\}}", frames
+    )
     return [(float(at), float(x), float(y)) for *times, x, y in found for at in times]
 
 
@@ -66,7 +68,8 @@ def test_times_are_those_of_the_timeline(shown):
     begins = sorted(span.start for row in timeline for span in row)
     share = (1 - _journey.REST) * 100 / timeline.cost
     assert [at for at, _, _ in places[::2]] == pytest.approx(
-        [start * share for start in begins], abs=0.01)
+        [start * share for start in begins], abs=0.01
+    )
 
 
 def test_it_needs_no_script_and_moves_only_for_readers_who_want_motion(shown):
@@ -93,9 +96,15 @@ def test_the_same_journey_gives_the_same_bytes_and_another_pace_other_names(show
         assert set(re.findall(r"@keyframes ([^{]+)", text)) == {name}
 
 
-@pytest.mark.parametrize("schedule", [
-    schedules.inter_layer(2, 2), schedules.interleaved(2, 2, 2),
-    schedules.Schedule("1F0 1B0\n0F0 0B0")], ids=["two", "chunks", "another way"])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        schedules.inter_layer(2, 2),
+        schedules.interleaved(2, 2, 2),
+        schedules.Schedule("1F0 1B0\n0F0 0B0"),
+    ],
+    ids=["two", "chunks", "another way"],
+)
 def test_only_one_micro_batch_through_a_stage_on_each_rank(schedule):
     with pytest.raises(ValueError, match="one micro-batch"):
         show.journey(schedules.simulate(schedule))

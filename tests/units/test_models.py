@@ -23,13 +23,15 @@ from naranhi.models import Paced, paced
 def seed():
     torch.manual_seed(0)
 
+
 # --- MLP -----------------------------------------------------------------------------------------
 
 
 def test_an_mlp_is_a_list_of_residual_blocks():
     layers = models.mlp(3, 8)
-    assert [(layer.up.in_features, layer.up.out_features, layer.down.out_features)
-            for layer in layers] == [(8, 32, 8)] * 3
+    assert [
+        (layer.up.in_features, layer.up.out_features, layer.down.out_features) for layer in layers
+    ] == [(8, 32, 8)] * 3
     x = torch.randn(5, 8)
     layer = layers[0]
     inner = F.gelu(x @ layer.up.weight.T + layer.up.bias)
@@ -152,7 +154,11 @@ def test_a_split_backward_takes_its_times_and_leaves_the_weights_for_later(clock
 
 def test_half_a_backward_is_the_default_of_each_part():
     assert Paced(nn.Identity(), 1, 6).times == {
-        "forward": 1, "backward": 6, "input_grad": 3, "weight_grad": 3}
+        "forward": 1,
+        "backward": 6,
+        "input_grad": 3,
+        "weight_grad": 3,
+    }
 
 
 def test_arithmetic_is_real():
@@ -257,8 +263,15 @@ def count(layers):
 
 def tiny(**options):
     return GPT2Config(
-        vocab_size=50, n_positions=16, n_embd=16, n_layer=2, n_head=2, bos_token_id=None,
-        eos_token_id=None, **options)
+        vocab_size=50,
+        n_positions=16,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=None,
+        eos_token_id=None,
+        **options,
+    )
 
 
 def test_gpt2_has_as_many_parameters_as_gpt2():
@@ -293,8 +306,9 @@ def test_the_default_is_small_random_and_learns():
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_logits_and_gradients_are_those_of_transformers(attention, padding, dropout):
     torch.manual_seed(0)
-    config = tiny(attn_implementation=attention, attn_pdrop=dropout, resid_pdrop=dropout,
-                  embd_pdrop=dropout)
+    config = tiny(
+        attn_implementation=attention, attn_pdrop=dropout, resid_pdrop=dropout, embd_pdrop=dropout
+    )
     theirs = GPT2LMHeadModel(config).train()
     ours = copy.deepcopy(theirs)
     layers = models.gpt2_layers(ours)
@@ -308,7 +322,8 @@ def test_logits_and_gradients_are_those_of_transformers(attention, padding, drop
 
     torch.manual_seed(1)
     expected = theirs(
-        tokens, attention_mask=None if padding is None else mask, use_cache=False).logits
+        tokens, attention_mask=None if padding is None else mask, use_cache=False
+    ).logits
     torch.manual_seed(1)
     logits = nn.Sequential(*layers)(tokens if padding is None else (tokens, mask))
     assert torch.equal(logits, expected)
@@ -349,8 +364,8 @@ def test_padding_on_the_right_changes_no_real_token(attention):
 
         left = tokens.flip(1), mask.flip(1)
         assert not torch.allclose(
-            model(left)[left[1].bool()], model(left[0])[left[1].bool()], atol=1e-4), (
-            "padding on the left is seen by all")
+            model(left)[left[1].bool()], model(left[0])[left[1].bool()], atol=1e-4
+        ), "padding on the left is seen by all"
 
 
 def test_options_reach_the_model():
@@ -383,8 +398,9 @@ def test_trained_weights_come_from_a_folder(tmp_path, capfd):
     tokens = torch.randint(0, 50, (2, 5))
     expected = model.float().eval()(tokens).logits
     assert torch.equal(nn.Sequential(*layers)(tokens), expected)
-    assert torch.equal(nn.Sequential(*models.gpt2(str(tmp_path)))[0].wte.weight,
-                       model.transformer.wte.weight)
+    assert torch.equal(
+        nn.Sequential(*models.gpt2(str(tmp_path)))[0].wte.weight, model.transformer.wte.weight
+    )
 
 
 def test_a_folder_that_holds_something_else_is_named(tmp_path):
@@ -402,10 +418,14 @@ def test_offline_one_error_says_what_to_do(tmp_path):
     program = (
         "import sys; from naranhi import models\n"
         "print(len(models.gpt2(sys.argv[1])), flush=True)\n"
-        "models.gpt2('gpt2')")
+        "models.gpt2('gpt2')"
+    )
     run = subprocess.run(
-        [sys.executable, "-c", program, tmp_path / "saved"], capture_output=True, text=True,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "empty")})
+        [sys.executable, "-c", program, tmp_path / "saved"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "empty")},
+    )
     assert run.stdout == "4\n"
     assert run.returncode == 1
     assert run.stderr.count("Traceback") == 1

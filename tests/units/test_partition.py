@@ -88,9 +88,7 @@ def test_as_good_as_the_best_of_all_splits(data, found):
 
     sized = pipeline.by_size(found, stages)
     assert largest(sized) == min(map(largest, all_balances(len(found), stages)))
-    assert sorted(pipeline.uniform(found, stages), reverse=True) == pipeline.uniform(
-        found, stages
-    )
+    assert sorted(pipeline.uniform(found, stages), reverse=True) == pipeline.uniform(found, stages)
     assert max(pipeline.uniform(found, stages)) - min(pipeline.uniform(found, stages)) <= 1
 
 

@@ -15,7 +15,8 @@ SVG = f"{{{_figure.SVG}}}"
 def shown(monkeypatch):
     outputs = []
     monkeypatch.setattr(
-        _play, "display", lambda data, raw, metadata=None: outputs.append((data, metadata)))
+        _play, "display", lambda data, raw, metadata=None: outputs.append((data, metadata))
+    )
     return outputs
 
 
@@ -34,7 +35,7 @@ def html(shown, **options):
 def parts(text):
     """The style sheet, and the parsed <svg>."""
     style = re.search(r"<style>(.*?)</style>", text, re.DOTALL)[1]
-    return style, ElementTree.fromstring(text[text.index("<svg"):text.index("</svg>") + 6])
+    return style, ElementTree.fromstring(text[text.index("<svg") : text.index("</svg>") + 6])
 
 
 def test_it_needs_no_script_and_no_other_file(shown):

@@ -530,8 +530,11 @@ def test_schedules_need_no_torch():
 def test_torch_names_a_schedule_so_too(name):
     from torch.distributed.pipelining.schedules import get_schedule_class
 
-    torchs = {"ScheduleGPipe": schedules.gpipe, "Schedule1F1B": schedules.one_f_one_b,
-              "ScheduleInterleaved1F1B": schedules.interleaved}
+    torchs = {
+        "ScheduleGPipe": schedules.gpipe,
+        "Schedule1F1B": schedules.one_f_one_b,
+        "ScheduleInterleaved1F1B": schedules.interleaved,
+    }
     assert schedules.get(name) is torchs[get_schedule_class(name).__name__]
 
 

@@ -37,7 +37,8 @@ def waiting(schedule, forward, input_grad, weight_grad, chunks=1):
 def end(schedule, forward, input_grad, weight_grad):
     """From the first action of all to the last."""
     timeline = simulate(
-        schedule, forward, latency=0, input_grad=input_grad, weight_grad=weight_grad)
+        schedule, forward, latency=0, input_grad=input_grad, weight_grad=weight_grad
+    )
     return max(row[-1].end for row in timeline)
 
 

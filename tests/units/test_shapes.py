@@ -70,8 +70,7 @@ KINDS = {
     "in place": lambda: nn.ReLU(inplace=True),
     "a checkpoint": lambda: Apply(lambda linear, x: checkpoint(linear, x, use_reentrant=False)),
     "a gradient": lambda: Apply(penalty),
-    "compiled": lambda: torch.compile(nn.Sequential(nn.Linear(4, 4), nn.Tanh()),
-                                      backend="eager"),
+    "compiled": lambda: torch.compile(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), backend="eager"),
     "an older weight norm": lambda: nn.utils.weight_norm(nn.Linear(4, 4)),
     "a spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)),
     "attention": lambda: nn.TransformerEncoderLayer(4, 2, 8),
@@ -157,8 +156,11 @@ def table(rows):
 def test_a_tensor_that_a_cache_keeps_is_told_with_its_layer():
     table.cache_clear()
     layers = [nn.Linear(4, 4), Apply(lambda linear, x: x * table(len(x))), nn.Linear(4, 4)]
-    with pytest.raises(ValueError, match=r"layer 4 \(Apply\) was tried on shapes, and a tensor of "
-                       r"torch.float32 \(5, 1\) that it made there, without values, is kept"):
+    with pytest.raises(
+        ValueError,
+        match=r"layer 4 \(Apply\) was tried on shapes, and a tensor of "
+        r"torch.float32 \(5, 1\) that it made there, without values, is kept",
+    ):
         shapes.infer(layers, shapes.StageSignature.of(torch.empty(5, 4)), first=3)
     table.cache_clear()
     table(5)  # made by somebody else, it is no matter
@@ -167,33 +169,43 @@ def test_a_tensor_that_a_cache_keeps_is_told_with_its_layer():
 
 
 def test_an_output_without_values_is_an_error():
-    with pytest.raises(TypeError, match=r"layer 2 \(Linear\) returned Tensor torch.float32 \(3,\) "
-                       "without values: it is on the meta device"):
+    with pytest.raises(
+        TypeError,
+        match=r"layer 2 \(Linear\) returned Tensor torch.float32 \(3,\) "
+        "without values: it is on the meta device",
+    ):
         shapes.require_values((torch.ones(3), torch.ones(3, device="meta")), 2, nn.Linear(1, 1))
     shapes.require_values((torch.ones(3), nn.Parameter(torch.ones(3))), 2, nn.Linear(1, 1))
 
 
-@pytest.mark.parametrize("value, fits", [
-    (torch.ones(3, requires_grad=True), True),
-    (torch.ones(3), True),  # and its gradient is dropped
-    (torch.ones(4), False),
-    (torch.ones(3, dtype=torch.float64), False),
-    ((torch.ones(3),), False),
-])
+@pytest.mark.parametrize(
+    "value, fits",
+    [
+        (torch.ones(3, requires_grad=True), True),
+        (torch.ones(3), True),  # and its gradient is dropped
+        (torch.ones(4), False),
+        (torch.ones(3, dtype=torch.float64), False),
+        ((torch.ones(3),), False),
+    ],
+)
 def test_what_may_be_sent(value, fits):
     boundary = shapes.StageSignature.of(torch.ones(3, requires_grad=True))
     if fits:
         boundary.require(value, 2, nn.Linear(1, 1))
     else:
-        with pytest.raises(ValueError, match=r"layer 2 \(Linear\) returned .*, and torch.float32 "
-                           r"\(3,\) requiring a gradient when it was tried"):
+        with pytest.raises(
+            ValueError,
+            match=r"layer 2 \(Linear\) returned .*, and torch.float32 "
+            r"\(3,\) requiring a gradient when it was tried",
+        ):
             boundary.require(value, 2, nn.Linear(1, 1))
 
 
 def test_a_gradient_that_nobody_expects_is_an_error():
     with pytest.raises(ValueError, match=r"returned torch.float32 \(3,\) requiring a gradient"):
         shapes.StageSignature.of(torch.ones(3)).require(
-            torch.ones(3, requires_grad=True), 2, nn.Linear(1, 1))
+            torch.ones(3, requires_grad=True), 2, nn.Linear(1, 1)
+        )
 
 
 def test_a_layer_may_change_in_place_what_it_takes():

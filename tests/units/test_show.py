@@ -45,16 +45,55 @@ def chart():
 # --- numbers and tables --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("written", "value"), [
-    (show.seconds, {3.2e-5: "32 µs", 1.0: "1 s", 0.0999: "99.9 ms", 1.2345e-3: "1.23 ms",
-                    9.999e-4: "1 ms", 4e-9: "4 ns", 83.4: "83.4 s", 3600.0: "3,600 s", 0: "0 s",
-                    -2e-3: "-2 ms"}),
-    (show.size, {0: "0 B", 1: "1 B", 1023: "1,023 B", 1024: "1 KiB", 1536: "1.5 KiB",
-                 2**20: "1 MiB", 64 * 2**20: "64 MiB", 2**30 - 1: "1 GiB",
-                 1000 * 2**20: "1,000 MiB", 3 * 2**40: "3 TiB", 10**6: "977 KiB"}),
-    (show.rate, {3.2e9: "3.2 GB/s", 1e9: "1 GB/s", 999.9e6: "1 GB/s", 2.5e3: "2.5 kB/s",
-                 12: "12 B/s", 3.35e12: "3.35 TB/s", 450e9: "450 GB/s", 0: "0 B/s"}),
-])
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        (
+            show.seconds,
+            {
+                3.2e-5: "32 µs",
+                1.0: "1 s",
+                0.0999: "99.9 ms",
+                1.2345e-3: "1.23 ms",
+                9.999e-4: "1 ms",
+                4e-9: "4 ns",
+                83.4: "83.4 s",
+                3600.0: "3,600 s",
+                0: "0 s",
+                -2e-3: "-2 ms",
+            },
+        ),
+        (
+            show.size,
+            {
+                0: "0 B",
+                1: "1 B",
+                1023: "1,023 B",
+                1024: "1 KiB",
+                1536: "1.5 KiB",
+                2**20: "1 MiB",
+                64 * 2**20: "64 MiB",
+                2**30 - 1: "1 GiB",
+                1000 * 2**20: "1,000 MiB",
+                3 * 2**40: "3 TiB",
+                10**6: "977 KiB",
+            },
+        ),
+        (
+            show.rate,
+            {
+                3.2e9: "3.2 GB/s",
+                1e9: "1 GB/s",
+                999.9e6: "1 GB/s",
+                2.5e3: "2.5 kB/s",
+                12: "12 B/s",
+                3.35e12: "3.35 TB/s",
+                450e9: "450 GB/s",
+                0: "0 B/s",
+            },
+        ),
+    ],
+)
 def test_numbers_with_units(written, value):
     assert {number: written(number) for number in value} == value
 
@@ -65,9 +104,23 @@ def test_a_rate_of_something_else():
 
 @given(st.floats(1e-9, 1e15))
 def test_a_unit_is_read_back_within_three_digits(value):
-    scales = {"s": 1, "ms": 1e-3, "µs": 1e-6, "ns": 1e-9, "B/s": 1, "kB/s": 1e3, "MB/s": 1e6,
-              "GB/s": 1e9, "TB/s": 1e12, "PB/s": 1e15, "B": 1, "KiB": 2**10, "MiB": 2**20,
-              "GiB": 2**30, "TiB": 2**40}
+    scales = {
+        "s": 1,
+        "ms": 1e-3,
+        "µs": 1e-6,
+        "ns": 1e-9,
+        "B/s": 1,
+        "kB/s": 1e3,
+        "MB/s": 1e6,
+        "GB/s": 1e9,
+        "TB/s": 1e12,
+        "PB/s": 1e15,
+        "B": 1,
+        "KiB": 2**10,
+        "MiB": 2**20,
+        "GiB": 2**30,
+        "TiB": 2**40,
+    }
     for write in (show.seconds, show.rate, show.size):
         number, unit = write(value).split(" ")
         assert float(number.replace(",", "")) * scales[unit] == pytest.approx(value, rel=5.1e-3)
@@ -78,28 +131,36 @@ def test_a_unit_is_read_back_within_three_digits(value):
 
 
 def test_a_table(shown):
-    show.table([["ring", 2.5, show.seconds(3.2e-5), None], ["tree <2>", 1200, "1.22 ms", 0.333333]],
-               ["algorithm", "n", "time", "ratio"], caption="Two & two")
-    (data, metadata), = shown
+    show.table(
+        [["ring", 2.5, show.seconds(3.2e-5), None], ["tree <2>", 1200, "1.22 ms", 0.333333]],
+        ["algorithm", "n", "time", "ratio"],
+        caption="Two & two",
+    )
+    ((data, metadata),) = shown
     assert metadata is None
     assert data["text/plain"].splitlines() == [
         "Two & two",
         "algorithm      n     time  ratio",
         "---------  -----  -------  -----",
         "ring         2.5    32 µs      —",
-        "tree <2>   1,200  1.22 ms  0.333"]
+        "tree <2>   1,200  1.22 ms  0.333",
+    ]
     root = ElementTree.fromstring(data["text/html"])
     cells = [["".join(cell.itertext()) for cell in row] for row in root.iter("tr")]
     assert cells[2] == ["tree <2>", "1,200", "1.22 ms", "0.333"]
     assert "".join(root.find(".//caption").itertext()) == "Two & two"
     for row in root.iter("tr"):
         assert [re.search("text-align:(left|right)", cell.get("style"))[1] for cell in row] == [
-            "left", "right", "right", "right"]
+            "left",
+            "right",
+            "right",
+            "right",
+        ]
 
 
 def test_a_number_stays_with_its_unit(shown):
     show.table([["a long explanation", "20.2 MiB"]], ["why", "bytes that are kept"])
-    (data, _), = shown
+    ((data, _),) = shown
     heading, body = ElementTree.fromstring(data["text/html"]).iter("tr")
     assert ["nowrap" in cell.get("style") for cell in heading] == [False, False]
     assert ["nowrap" in cell.get("style") for cell in body] == [False, True]
@@ -107,7 +168,7 @@ def test_a_number_stays_with_its_unit(shown):
 
 def test_a_table_of_dicts(shown):
     show.table([{"b": 2, "a": 1}], ["a", "b"], measured=True)
-    (data, metadata), = shown
+    ((data, metadata),) = shown
     assert data["text/plain"].splitlines()[-1].split() == ["1", "2"]
     assert metadata == {"naranhi": {"measured": True}}
 
@@ -127,10 +188,10 @@ def test_source_shows_what_is_in_the_file(shown):
     show.source(collectives.all_gather, definitions.Block, definitions.ring, _table)
     plain = shown[0][0]["text/plain"]
     for heading, items in (
-            ("src/naranhi/collectives/__init__.py · all_gather", [collectives.all_gather]),
-            ("src/naranhi/show/definitions.py · Block, ring",
-             [definitions.Block, definitions.ring]),
-            ("src/naranhi/show/_table.py", [_table])):
+        ("src/naranhi/collectives/__init__.py · all_gather", [collectives.all_gather]),
+        ("src/naranhi/show/definitions.py · Block, ring", [definitions.Block, definitions.ring]),
+        ("src/naranhi/show/_table.py", [_table]),
+    ):
         text = "\n\n".join(inspect.getsource(item).rstrip() + "\n" for item in items)
         assert f"# {heading}\n{text}" in plain
         assert heading in shown[0][0]["text/html"]
@@ -143,7 +204,8 @@ def test_source_of_a_method_is_named_and_moved_to_the_margin(shown):
     show.source(definitions.Block.__add__)
     plain = shown[0][0]["text/plain"]
     assert plain.startswith(
-        "# src/naranhi/show/definitions.py · Block.__add__\ndef __add__(self, other):\n    return")
+        "# src/naranhi/show/definitions.py · Block.__add__\ndef __add__(self, other):\n    return"
+    )
 
 
 def test_source_highlights_by_pygments_classes_and_leaves_the_page_alone(shown):
@@ -162,7 +224,7 @@ def test_source_without_docstrings(shown):
     plain = shown[0][0]["text/plain"]
     assert '"""' not in plain
     function, module = plain.split("\n\n# src/naranhi/show/definitions.py\n")
-    assert 'require_sum(tensor)\n    blocks = ranks' in function
+    assert "require_sum(tensor)\n    blocks = ranks" in function
     names = {}
     exec(compile(module, "definitions", "exec"), names)
     assert names["all_reduce"]([[1, 2], [3, 4]]) == [[4, 6], [4, 6]]
@@ -198,22 +260,27 @@ def test_the_same_figure_gives_the_same_bytes():
 
 def test_figures_on_one_page_share_no_id_and_find_their_own():
     other, _ = show.axes("x", "y")
-    figures = [_figure.svg(chart(), "Time by size"), _figure.svg(chart(), "Again"),
-               _figure.svg(other, "Empty"), _figure.svg(_collectives.draw_ring(3), "Ring")]
+    figures = [
+        _figure.svg(chart(), "Time by size"),
+        _figure.svg(chart(), "Again"),
+        _figure.svg(other, "Empty"),
+        _figure.svg(_collectives.draw_ring(3), "Ring"),
+    ]
     ids = [re.findall(r'\bid="([^"]+)"', text) for text in figures]
     assert all(ids)
     everything = list(itertools.chain(*ids))
     assert len(set(everything)) == len(everything)
     for text, own in zip(figures, ids, strict=True):
         assert set(re.findall(r'href="#([^"]+)"|url\(#([^)]+)\)', text)) <= (
-            {(name, "") for name in own} | {("", name) for name in own})
+            {(name, "") for name in own} | {("", name) for name in own}
+        )
 
 
 def test_a_figure_takes_its_colours_from_the_page(shown):
     fig = chart()
     fig.axes[0].axhline(1e-3, color="black")  # what matplotlib draws when no one says a colour
     show.figure(fig, 'Time by "size"', measured=True)
-    (data, metadata), = shown
+    ((data, metadata),) = shown
     assert metadata == {"naranhi": {"measured": True}}
     assert data["text/plain"] == '[figure: Time by "size"]'
     root = ElementTree.fromstring(data["text/html"])
@@ -243,6 +310,7 @@ def test_looking_for_fonts_is_no_output(caplog):
 
 def test_a_figure_of_pyplot_is_closed(shown):
     from matplotlib import pyplot
+
     fig, ax = pyplot.subplots()
     ax.plot([1, 2, 3])
     show.figure(fig, "A line")
@@ -267,15 +335,18 @@ def test_labels_at_lines_ends_do_not_overlap_and_move_little():
     assert np.mean(middles[:3]) == pytest.approx(np.mean(ends[:3]), abs=1)
 
 
-@pytest.mark.parametrize(("scale", "low", "high", "expected"), [
-    ("size", 2**12, 2**26, ["4 KiB", "64 KiB", "1 MiB", "16 MiB"]),
-    ("size", 2**12, 2**16, ["4 KiB", "8 KiB", "16 KiB", "32 KiB", "64 KiB"]),
-    ("seconds", 1e-5, 1e-1, ["10 µs", "100 µs", "1 ms", "10 ms", "100 ms"]),
-    ("rate", 4e8, 2.2e9, ["500 MB/s", "1 GB/s", "2 GB/s"]),
-    ("rate", 1.3e9, 2.2e9, ["1.5 GB/s", "1.75 GB/s", "2 GB/s", "2.25 GB/s"]),
-    ("log", 1, 1e9, ["1", "100", "10,000", "1,000,000", "100,000,000"]),
-    ("linear", 1, 20, ["5", "10", "15", "20"]),
-])
+@pytest.mark.parametrize(
+    ("scale", "low", "high", "expected"),
+    [
+        ("size", 2**12, 2**26, ["4 KiB", "64 KiB", "1 MiB", "16 MiB"]),
+        ("size", 2**12, 2**16, ["4 KiB", "8 KiB", "16 KiB", "32 KiB", "64 KiB"]),
+        ("seconds", 1e-5, 1e-1, ["10 µs", "100 µs", "1 ms", "10 ms", "100 ms"]),
+        ("rate", 4e8, 2.2e9, ["500 MB/s", "1 GB/s", "2 GB/s"]),
+        ("rate", 1.3e9, 2.2e9, ["1.5 GB/s", "1.75 GB/s", "2 GB/s", "2.25 GB/s"]),
+        ("log", 1, 1e9, ["1", "100", "10,000", "1,000,000", "100,000,000"]),
+        ("linear", 1, 20, ["5", "10", "15", "20"]),
+    ],
+)
 def test_ticks_are_few_and_round(scale, low, high, expected):
     for axis in "xy":
         fig, ax = show.axes("x", "y", **{axis: scale})
@@ -283,8 +354,9 @@ def test_ticks_are_few_and_round(scale, low, high, expected):
         fig.draw_without_rendering()
         visible = getattr(ax, f"get_{axis}lim")()
         ticks = getattr(ax, f"{axis}axis").get_major_ticks()
-        assert [tick.label1.get_text() for tick in ticks
-                if visible[0] <= tick.get_loc() <= visible[1]] == expected
+        assert [
+            tick.label1.get_text() for tick in ticks if visible[0] <= tick.get_loc() <= visible[1]
+        ] == expected
 
 
 def test_what_cannot_be_drawn_is_refused():
@@ -297,7 +369,7 @@ def test_what_cannot_be_drawn_is_refused():
 
 def test_bars_are_as_long_as_their_values():
     fig = show.bars({"ours": 0.01, "gloo": 0.02}, "time", show.seconds)
-    ax, = fig.axes
+    (ax,) = fig.axes
     assert [bar.get_width() for bar in ax.patches] == [0.01, 0.02]
     assert [bar.get_x() for bar in ax.patches] == [0, 0]
     assert [text.get_text() for text in ax.texts] == ["10 ms", "20 ms"]
@@ -311,15 +383,18 @@ def test_a_hierarchy(shown):
     show.hierarchy([LEVEL, link])
     show.hierarchy([link])
     assert [metadata for _, metadata in shown] == [{"naranhi": {"measured": True}}, None]
-    assert "memory 10 GB/s, 16 GiB (measured); link 400 MB/s (datasheet)" in (
-        shown[0][0]["text/plain"])
+    assert (
+        "memory 10 GB/s, 16 GiB (measured); link 400 MB/s (datasheet)"
+        in (shown[0][0]["text/plain"])
+    )
     left, right = _hierarchy.draw([LEVEL, link]).axes
     assert [line.get_xdata()[0] for line in left.lines] == [1e10, 4e8]
     assert [line.get_xdata()[0] for line in right.lines] == [2**34]
 
 
-@pytest.mark.parametrize("change", [
-    {"source": "guessed"}, {"bandwidth": 0}, {"capacity": -1}, {"color": "red"}])
+@pytest.mark.parametrize(
+    "change", [{"source": "guessed"}, {"bandwidth": 0}, {"capacity": -1}, {"color": "red"}]
+)
 def test_a_level_that_cannot_be_drawn_is_refused(change, shown):
     with pytest.raises(ValueError):
         show.hierarchy([LEVEL | change])
@@ -332,29 +407,49 @@ def test_a_level_that_cannot_be_drawn_is_refused(change, shown):
 # and Fernandes, "A physiologically-based model for simulation of color vision deficiency" (2009).
 VISION = {
     "normal": np.eye(3),
-    "protan": [[.152286, 1.052583, -.204868], [.114503, .786281, .099216],
-               [-.003882, -.048116, 1.051998]],
-    "deutan": [[.367322, .860646, -.227968], [.280085, .672501, .047413],
-               [-.011820, .042940, .968881]],
-    "tritan": [[1.255528, -.076749, -.178779], [-.078411, .930809, .147602],
-               [.004733, .691367, .303900]],
+    "protan": [
+        [0.152286, 1.052583, -0.204868],
+        [0.114503, 0.786281, 0.099216],
+        [-0.003882, -0.048116, 1.051998],
+    ],
+    "deutan": [
+        [0.367322, 0.860646, -0.227968],
+        [0.280085, 0.672501, 0.047413],
+        [-0.011820, 0.042940, 0.968881],
+    ],
+    "tritan": [
+        [1.255528, -0.076749, -0.178779],
+        [-0.078411, 0.930809, 0.147602],
+        [0.004733, 0.691367, 0.303900],
+    ],
 }
 
 
 def linear(color):
-    values = np.array([int(color[i:i + 2], 16) / 255 for i in (1, 3, 5)])
+    values = np.array([int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)])
     return np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
 
 
 def oklab(rgb):
     """A space where distance is roughly difference to the eye: Ottosson, "A perceptual color space
     for image processing" (2020)."""
-    cones = np.cbrt(np.clip(rgb, 0, 1) @ np.array(
-        [[.4122214708, .2119034982, .0883024619], [.5363325363, .6806995451, .2817188376],
-         [.0514459929, .1073969566, .6299787005]]))
+    cones = np.cbrt(
+        np.clip(rgb, 0, 1)
+        @ np.array(
+            [
+                [0.4122214708, 0.2119034982, 0.0883024619],
+                [0.5363325363, 0.6806995451, 0.2817188376],
+                [0.0514459929, 0.1073969566, 0.6299787005],
+            ]
+        )
+    )
     return cones @ np.array(
-        [[.2104542553, 1.9779984951, .0259040371], [.7936177850, -2.4285922050, .7827717662],
-         [-.0040720468, .4505937099, -.8086757660]])
+        [
+            [0.2104542553, 1.9779984951, 0.0259040371],
+            [0.7936177850, -2.4285922050, 0.7827717662],
+            [-0.0040720468, 0.4505937099, -0.8086757660],
+        ]
+    )
 
 
 @pytest.mark.parametrize("eyes", VISION)
@@ -365,7 +460,7 @@ def test_ranks_are_told_apart_by_all_eyes(eyes):
 
 @pytest.mark.parametrize("page", ["#ffffff", "#0d1117"])
 def test_ranks_stand_out_of_a_light_and_a_dark_page(page):
-    weights = np.array([.2126, .7152, .0722])
+    weights = np.array([0.2126, 0.7152, 0.0722])
     for color in show.COLORS:
         dark, light = sorted([linear(color) @ weights, linear(page) @ weights])
         assert (light + 0.05) / (dark + 0.05) > 3.5
@@ -400,7 +495,8 @@ def test_the_ring_ends_where_the_definition_says(ranks):
     assert steps[-1].held == definitions.all_reduce(start)
     scattered = steps[ranks - 1].held
     assert [scattered[rank][rank] for rank in range(ranks)] == [
-        blocks[0] for blocks in definitions.reduce_scatter(start)]
+        blocks[0] for blocks in definitions.reduce_scatter(start)
+    ]
 
 
 @pytest.mark.parametrize("ranks", range(1, 10))
@@ -473,8 +569,7 @@ def test_the_tree_shown_sends_what_the_kernel_sends(ranks, monkeypatch):
     for root in range(ranks):
         wire = Wire(monkeypatch)
         data = [torch.full((1,), float(rank)) for rank in range(ranks)]
-        wire.run(tree.broadcast(data[rank], root, None, rank, ranks)
-                 for rank in range(ranks))
+        wire.run(tree.broadcast(data[rank], root, None, rank, ranks) for rank in range(ranks))
         assert [int(value) for value in data] == [root] * ranks
         pairs = list(itertools.chain(*wire.steps))
         assert sorted(pairs) == sorted(itertools.chain(*definitions.tree(ranks, root)))
@@ -488,20 +583,30 @@ def test_a_picture_shows_the_definition(name, ranks, shown):
     assert f"{name} on {ranks} ranks" in shown[0][0]["text/plain"]
     before = definitions.example(name, ranks)
     after = definitions.COLLECTIVES[name](before)
-    ax, = _collectives.draw_collective(name, ranks).axes
+    (ax,) = _collectives.draw_collective(name, ranks).axes
     texts = [text.get_text() for text in ax.texts]
-    expected = [str(block) if len(block.terms) == 1 else f"Σ{str(block)[0]}"
-                for state in (before, after) for blocks in state for block in blocks]
+    expected = [
+        str(block) if len(block.terms) == 1 else f"Σ{str(block)[0]}"
+        for state in (before, after)
+        for blocks in state
+        for block in blocks
+    ]
     assert [text for text in texts if re.fullmatch(r"[A-D]\d|Σ[A-D]", text)] == expected
     # A bar for every term, in its rank's colour, from left to right.
-    colors = [show.COLORS[rank] for state in (before, after) for blocks in state
-              for block in blocks for _, rank in block.terms]
+    colors = [
+        show.COLORS[rank]
+        for state in (before, after)
+        for blocks in state
+        for block in blocks
+        for _, rank in block.terms
+    ]
     drawn = [matplotlib_hex(patch) for patch in ax.patches]
     assert [color for color in drawn if color in show.COLORS] == colors
 
 
 def matplotlib_hex(patch):
     from matplotlib.colors import to_hex
+
     return to_hex(patch.get_facecolor())
 
 
@@ -509,7 +614,8 @@ def test_the_words_of_a_picture(shown):
     show.collective("reduce", ranks=2, root=1)
     assert shown[0][0]["text/plain"] == (
         "[figure: reduce on 2 ranks. Before: rank 0 holds A0, B0; rank 1 holds A1, B1. "
-        "After: rank 0 holds A0, B0; rank 1 holds A0+A1, B0+B1.]")
+        "After: rank 0 holds A0, B0; rank 1 holds A0+A1, B0+B1.]"
+    )
     show.tree(4, root=1)
     assert "round 1: 1 to 3; round 2: 1 to 2, 3 to 0" in shown[1][0]["text/plain"]
     show.ring_steps(3)
@@ -517,12 +623,14 @@ def test_the_words_of_a_picture(shown):
 
 
 def test_pictures_that_cannot_be_drawn_are_refused(shown):
-    for call, words in ((lambda: show.collective("all_broadcast"), "a collective is one of"),
-                        (lambda: show.collective("reduce", ranks=5), "1 to 4 ranks"),
-                        (lambda: show.collective("reduce", root=4), "root is a rank"),
-                        (lambda: show.ring_steps(0), "1 to 4 ranks"),
-                        (lambda: show.tree(4, root=4), "root is a rank"),
-                        (lambda: show.tree(0), "root is a rank")):
+    for call, words in (
+        (lambda: show.collective("all_broadcast"), "a collective is one of"),
+        (lambda: show.collective("reduce", ranks=5), "1 to 4 ranks"),
+        (lambda: show.collective("reduce", root=4), "root is a rank"),
+        (lambda: show.ring_steps(0), "1 to 4 ranks"),
+        (lambda: show.tree(4, root=4), "root is a rank"),
+        (lambda: show.tree(0), "root is a rank"),
+    ):
         with pytest.raises(ValueError, match=words):
             call()
     assert not shown
@@ -530,8 +638,9 @@ def test_pictures_that_cannot_be_drawn_are_refused(shown):
 
 def test_the_committed_images_are_what_is_drawn():
     drawn = runpy.run_path(str(IMAGES / "draw.py"))["pictures"]()
-    assert set(drawn) == {path.name for path in IMAGES.iterdir() if path.suffix != ".py"
-                          and path.is_file()}
+    assert set(drawn) == {
+        path.name for path in IMAGES.iterdir() if path.suffix != ".py" and path.is_file()
+    }
     for name, text in drawn.items():
         assert (IMAGES / name).read_text(encoding="utf-8") == text, f"{name}: run `make images`"
         assert len(text) < 100_000

@@ -12,8 +12,9 @@ from naranhi.show import _figure, _grids
 def shown(monkeypatch):
     """What was displayed: (data by MIME type, metadata), in order."""
     outputs = []
-    monkeypatch.setattr(_figure, "display",
-                        lambda data, raw, metadata=None: outputs.append((data, metadata)))
+    monkeypatch.setattr(
+        _figure, "display", lambda data, raw, metadata=None: outputs.append((data, metadata))
+    )
     return outputs
 
 
@@ -31,8 +32,11 @@ def test_numbers_and_titles_are_written_as_one_would_by_hand():
 
 def test_marked_cells_have_their_colour_and_the_others_none():
     _, patches = drawn({"x": ([[1, 2, 3]], torch.tensor([[2, -1, 0]]))})
-    filled = {patch.get_x(): to_hex(patch.get_facecolor())
-              for patch in patches if patch.get_facecolor()[3]}
+    filled = {
+        patch.get_x(): to_hex(patch.get_facecolor())
+        for patch in patches
+        if patch.get_facecolor()[3]
+    }
     assert filled == {_grids.PAD: show.COLORS[2], _grids.PAD + 2: show.COLORS[0]}
     assert len(patches) == 3 + 2  # a frame for each cell, and the two fillings
 
@@ -53,8 +57,9 @@ def test_it_is_shown_as_a_figure_with_its_alt(shown):
         show.grids({"x": ([[1]], [[-1]])}, " ")
 
 
-@pytest.mark.parametrize(("matrices", "why"), [
-    ({}, "at least one"), ({"x": ([[1, 2]], [[0]])}, "x: values and marks")])
+@pytest.mark.parametrize(
+    ("matrices", "why"), [({}, "at least one"), ({"x": ([[1, 2]], [[0]])}, "x: values and marks")]
+)
 def test_what_cannot_be_drawn_is_refused(matrices, why):
     with pytest.raises(ValueError, match=why):
         show.grids(matrices, "A picture.")

@@ -29,12 +29,15 @@ def test_numbers_stand_right_of_bar_and_point():
     assert [text.xy for text in time.texts] == [(1.5, 0), (0.5, 1), (3, 2)]
 
 
-@pytest.mark.parametrize("options, named", [
-    ({"predicted": (1, 2)}, "time: 2 numbers for 3 rows"),
-    ({"measured": (1, 2)}, "time: 2 numbers for 3 rows"),
-    ({"predicted": (1, -2, 3)}, "time: bars are drawn from zero"),
-    ({"measured": (1, float("nan"), 3)}, "time: bars are drawn from zero"),
-])
+@pytest.mark.parametrize(
+    "options, named",
+    [
+        ({"predicted": (1, 2)}, "time: 2 numbers for 3 rows"),
+        ({"measured": (1, 2)}, "time: 2 numbers for 3 rows"),
+        ({"predicted": (1, -2, 3)}, "time: bars are drawn from zero"),
+        ({"measured": (1, float("nan"), 3)}, "time: bars are drawn from zero"),
+    ],
+)
 def test_what_no_bar_can_show_is_refused(options, named):
     with pytest.raises(ValueError, match=named):
         drawn(**options)

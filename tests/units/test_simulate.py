@@ -69,7 +69,8 @@ def test_a_split_backward(p, m, forward, input_grad, weight_grad):
     """Gradients of weights hold nobody up: all wait only for forwards and for inputs' gradients."""
     schedule = own_schedules.late_weights(p, m)
     timeline = simulate(
-        schedule, forward, latency=0, input_grad=input_grad, weight_grad=weight_grad)
+        schedule, forward, latency=0, input_grad=input_grad, weight_grad=weight_grad
+    )
     last_input = (m + p - 1) * (forward + input_grad)
     assert timeline[0][-1] == (Action(0, "W", m - 1), *_after(last_input, m, weight_grad))
     assert timeline.peak_activations == (m,) * p

@@ -65,6 +65,7 @@ def test_a_splittable_module_keeps_its_identity_names_and_attributes():
 @pytest.mark.parametrize("wrap", [Recompute, Splittable, lambda layer: Recompute(Recompute(layer))])
 def test_a_wrapped_layer_is_read_saved_and_loaded_as_the_layer(wrap):
     """Also where it has a child that is called `layer`, as the wrapper has."""
+
     class Inner(nn.Module):
         kind = "inner"
 
@@ -126,8 +127,10 @@ def test_a_block_may_read_the_weight_of_a_child():
 def test_a_gradient_may_be_asked_for_without_adding_it():
     plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH))
     (split,), x = splittable([copy.deepcopy(plain)]), torch.randn(2, WIDTH, requires_grad=True)
-    grads = [torch.autograd.grad(model(x).square().sum(), [x, *model.parameters()])
-             for model in (plain, split)]
+    grads = [
+        torch.autograd.grad(model(x).square().sum(), [x, *model.parameters()])
+        for model in (plain, split)
+    ]
     assert all(map(torch.equal, *grads))
     assert gradients_of(split) == [None] * 4
 
@@ -180,7 +183,8 @@ def test_recomputed_layers_are_split_in_either_order():
         split_backward_of(model(x).square().sum(), model)
         assert all(map(torch.equal, gradients_of(plain), grads)), wrap
         assert [(key, grad.tolist()) for key, grad in sorted(seen)] == [
-            (key, grad.tolist()) for key, grad in expected]
+            (key, grad.tolist()) for key, grad in expected
+        ]
         seen.clear()
 
 
@@ -207,7 +211,8 @@ def test_hooks_of_a_parameter_without_gradient_do_not_run(wrap, uses):
     for name, param in inner.named_parameters():
         param.register_hook(lambda grad, name=name: seen.append(name))
         param.register_post_accumulate_grad_hook(
-            lambda param, name=name: seen.append(f"sum of {name}"))
+            lambda param, name=name: seen.append(f"sum of {name}")
+        )
     inner(x).sum().backward()
     expected, seen[:] = sorted(seen), []
     model = wrap(inner)
@@ -249,7 +254,8 @@ class Chain(nn.Module):
     def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(
-            *(nn.Linear(WIDTH, WIDTH) for _ in range(3)), nn.LayerNorm(WIDTH))
+            *(nn.Linear(WIDTH, WIDTH) for _ in range(3)), nn.LayerNorm(WIDTH)
+        )
         self.layers[2].weight = self.layers[0].weight
         self.layers[3].bias = self.layers[2].bias
 
@@ -257,10 +263,14 @@ class Chain(nn.Module):
         return self.layers(self.layers(x).tanh())
 
 
-@pytest.mark.parametrize("prepare", [
-    lambda model: splittable([model])[0],
-    lambda model: splittable([nn.Sequential(*splittable(list(model.layers))), model])[1],
-    lambda model: copy.deepcopy(splittable([model])[0])])
+@pytest.mark.parametrize(
+    "prepare",
+    [
+        lambda model: splittable([model])[0],
+        lambda model: splittable([nn.Sequential(*splittable(list(model.layers))), model])[1],
+        lambda model: copy.deepcopy(splittable([model])[0]),
+    ],
+)
 def test_hooks_of_a_shared_parameter_see_its_whole_gradient(prepare):
     """And gradients are those of a whole backward to the bit, summed before they are added."""
     seen, results = [], []
@@ -269,7 +279,8 @@ def test_hooks_of_a_shared_parameter_see_its_whole_gradient(prepare):
         model = way(Chain())
         for name, param in model.named_parameters():
             param.register_hook(
-                lambda grad, name=name: seen.append((name, grad)) or grad.clamp(-1, 1))
+                lambda grad, name=name: seen.append((name, grad)) or grad.clamp(-1, 1)
+            )
         for k in range(2):
             loss = model(torch.randn(2, WIDTH) + k).square().sum()
             split_backward_of(loss, model)
@@ -291,8 +302,12 @@ def refused(model, x, error, words):
 def test_an_old_backward_hook_is_refused():
     (model,) = splittable([nn.Sequential(nn.Linear(WIDTH, WIDTH))])
     model[0].register_backward_hook(lambda *_: None)
-    refused(model, torch.randn(2, WIDTH), TypeError,
-            r"layer 0.0 \(Linear\) has a hook of register_backward_hook, .*full_backward_hook")
+    refused(
+        model,
+        torch.randn(2, WIDTH),
+        TypeError,
+        r"layer 0.0 \(Linear\) has a hook of register_backward_hook, .*full_backward_hook",
+    )
 
 
 def test_a_hook_of_a_parameter_that_is_used_outside_of_its_layer_is_refused():
@@ -306,8 +321,12 @@ def test_a_hook_of_a_parameter_that_is_used_outside_of_its_layer_is_refused():
 
     (model,) = splittable([Outside()])
     model.linear.weight.register_hook(lambda grad: grad * 0.5)
-    refused(model, torch.randn(2, WIDTH), RuntimeError,
-            r"a parameter \(4, 4\) of layer 0.linear \(Linear\) has a hook, and is used outside")
+    refused(
+        model,
+        torch.randn(2, WIDTH),
+        RuntimeError,
+        r"a parameter \(4, 4\) of layer 0.linear \(Linear\) has a hook, and is used outside",
+    )
 
 
 class Within(nn.Module):
@@ -340,9 +359,13 @@ def test_a_tensor_from_outside_that_is_neither_argument_nor_parameter_is_refused
 
     other = nn.Parameter(torch.ones(WIDTH))
     (model,) = splittable([Reads(other)])
-    refused(model, torch.randn(2, WIDTH), ValueError,
-            r"layer 0 \(Reads\) uses a tensor of shape \(4,\) that requires a gradient and is "
-            "neither in its arguments nor a parameter of its own")
+    refused(
+        model,
+        torch.randn(2, WIDTH),
+        ValueError,
+        r"layer 0 \(Reads\) uses a tensor of shape \(4,\) that requires a gradient and is "
+        "neither in its arguments nor a parameter of its own",
+    )
 
 
 def test_a_result_that_may_hide_a_tensor_is_refused_by_name():

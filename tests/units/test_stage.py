@@ -30,8 +30,9 @@ def test_a_gradient_on_its_way_is_not_added_to(versions):
     handed_on = []
     for k in range(3):
         x = torch.randn(1, 3, 4)
-        takes, gives = (StageSignature.of(one.clone().requires_grad_())
-                        for one in (x, x.transpose(0, 1)))
+        takes, gives = (
+            StageSignature.of(one.clone().requires_grad_()) for one in (x, x.transpose(0, 1))
+        )
         (output,) = stage.run_forward(k, [x], takes, gives, None, 1)
         handed_on += stage.run_backward(k, [torch.ones_like(output)])
     assert all(torch.equal(one, torch.full((1, 3, 4), 2.0)) for one in handed_on)

@@ -44,15 +44,19 @@ class Told:
 
     def stream(self, name):
         return SimpleNamespace(
-            name=name, device="cuda:0",
+            name=name,
+            device="cuda:0",
             wait_stream=lambda other: self.log.append(f"{name} waits for {other.name}"),
             wait_event=lambda event: self.log.append(f"{name} waits for the event"),
-            record_event=lambda: self.log.append(f"event on {name}") or self.event)
+            record_event=lambda: self.log.append(f"event on {name}") or self.event,
+        )
 
     def tensor(self, name, is_cuda=True):
         return SimpleNamespace(
-            is_cuda=is_cuda, device="cuda:0" if is_cuda else "cpu",
-            record_stream=lambda stream: self.log.append(f"{name} used by {stream.name}"))
+            is_cuda=is_cuda,
+            device="cuda:0" if is_cuda else "cpu",
+            record_stream=lambda stream: self.log.append(f"{name} used by {stream.name}"),
+        )
 
     @contextmanager
     def entered(self, stream):
@@ -69,8 +73,14 @@ def told(monkeypatch):
 def test_from_gpu_to_gpu_each_stream_waits_for_the_other(told):
     x, y = told.tensor("x"), told.tensor("y")
     later = streams.start(lambda _: told.log.append("run") or y, x, stream=told.side)
-    assert told.log == ["side waits for current", "x used by side", "enter side", "run",
-                        "event on side", "leave side"]
+    assert told.log == [
+        "side waits for current",
+        "x used by side",
+        "enter side",
+        "run",
+        "event on side",
+        "leave side",
+    ]
     told.log.clear()
     assert later.wait() is y
     assert told.log == ["current waits for the event", "y used by current"]
@@ -79,8 +89,13 @@ def test_from_gpu_to_gpu_each_stream_waits_for_the_other(told):
 def test_a_copy_from_the_host_waits_for_nothing_that_is_queued(told):
     host, y = told.tensor("host", is_cuda=False), told.tensor("y")
     streams.start(lambda _: y, host, stream=told.side).wait()
-    assert told.log == ["enter side", "event on side", "leave side",
-                        "current waits for the event", "y used by current"]
+    assert told.log == [
+        "enter side",
+        "event on side",
+        "leave side",
+        "current waits for the event",
+        "y used by current",
+    ]
 
 
 def test_for_a_copy_to_the_host_the_cpu_waits(told):

@@ -12,7 +12,8 @@ def shown(monkeypatch):
     """What was displayed: (data by MIME type, metadata), in order."""
     outputs = []
     monkeypatch.setattr(
-        _figure, "display", lambda data, raw, metadata=None: outputs.append((data, metadata)))
+        _figure, "display", lambda data, raw, metadata=None: outputs.append((data, metadata))
+    )
     return outputs
 
 
@@ -29,7 +30,9 @@ def test_a_trace_has_every_action_in_microseconds(tmp_path):
     boxes = [event for event in events if event["ph"] == "X"]
     assert [(box["tid"], box["name"], box["ts"], box["ts"] + box["dur"]) for box in boxes] == [
         (rank, str(span.action), span.start * 1000, span.end * 1000)
-        for rank, row in enumerate(line) for span in row]
+        for rank, row in enumerate(line)
+        for span in row
+    ]
     assert boxes[0]["args"] == {"stage": 0, "micro-batch": 0}
 
 
@@ -55,7 +58,8 @@ def test_boxes_stand_where_the_actions_are():
         assert (box.x0, int(box.y0)) == (start, rank)
         assert end - 0.2 < box.x1 < end
     assert [text.get_text() for text in ax.texts] == [
-        str(span.action.microbatch) for _, span in spans]
+        str(span.action.microbatch) for _, span in spans
+    ]
     key = [text.get_text() for text in ax.get_legend().get_texts()]
     assert key == ["forward", "backward"]
 

@@ -13,8 +13,15 @@ def boxes(chunks):
     actions = [action for row in line for action, _, _ in row]
     patches = fig.axes[0].patches
     assert len(patches) == len(actions)
-    return [(action.stage // 2, round(patch.get_facecolor()[3], 3), patch.get_facecolor()[:3],
-             action.kind) for action, patch in zip(actions, patches, strict=True)], fig
+    return [
+        (
+            action.stage // 2,
+            round(patch.get_facecolor()[3], 3),
+            patch.get_facecolor()[:3],
+            action.kind,
+        )
+        for action, patch in zip(actions, patches, strict=True)
+    ], fig
 
 
 def test_each_chunk_has_its_own_opacity_and_every_kind_its_colour():
@@ -22,14 +29,20 @@ def test_each_chunk_has_its_own_opacity_and_every_kind_its_colour():
         found, _ = boxes(chunks)
         assert {(chunk, opacity) for chunk, opacity, _, _ in found} == set(enumerate(opacities))
         assert {(kind, color) for _, _, color, kind in found} == {
-            (kind, to_rgb(_timeline.KINDS[kind][1])) for kind in "FB"}
+            (kind, to_rgb(_timeline.KINDS[kind][1])) for kind in "FB"
+        }
 
 
 def test_the_key_names_chunks_where_there_are_several():
-    keys = [[text.get_text() for text in boxes(chunks)[1].axes[0].get_legend().get_texts()]
-            for chunks in (1, 2, 4)]
-    assert keys == [["forward", "backward"], ["forward", "backward", "chunk 0", "1"],
-                    ["forward", "backward", "chunk 0", "1", "2", "3"]]
+    keys = [
+        [text.get_text() for text in boxes(chunks)[1].axes[0].get_legend().get_texts()]
+        for chunks in (1, 2, 4)
+    ]
+    assert keys == [
+        ["forward", "backward"],
+        ["forward", "backward", "chunk 0", "1"],
+        ["forward", "backward", "chunk 0", "1", "2", "3"],
+    ]
 
 
 def test_a_pale_box_has_a_frame_and_a_number_in_the_pages_ink():
@@ -47,7 +60,8 @@ def test_the_key_is_as_wide_as_the_picture_at_most():
     """Three kinds and four chunks are the most there is to name."""
     rows = [[schedules.Action(stage, kind, 0) for stage in range(4) for kind in "FIW"]]
     alone = schedules.Timeline(
-        [[schedules.Span(action, n, n + 1) for n, action in enumerate(rows[0])]])
+        [[schedules.Span(action, n, n + 1) for n, action in enumerate(rows[0])]]
+    )
     fig = _timeline.draw_timeline(alone)
     fig.draw_without_rendering()
     key = fig.axes[0].get_legend().get_window_extent()

@@ -171,10 +171,7 @@ def test_a_collective_behind_the_end_of_the_group(world):
 
 def test_a_message_of_another_size_is_quoted_each_time(world, monkeypatch):
     monkeypatch.delenv("PYTEST_CURRENT_TEST")  # under which ipykernel does other things with output
-    cell = (
-        "if rank == 0:\n    dist.send(torch.ones(8), 1)\n"
-        "else:\n    dist.recv(torch.ones(4), 0)"
-    )
+    cell = "if rank == 0:\n    dist.send(torch.ones(8), 1)\nelse:\n    dist.recv(torch.ones(4), 0)"
     for _ in range(3):
         with pytest.raises(naranhi.RankError) as failed:
             world.execute(cell)

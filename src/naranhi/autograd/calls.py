@@ -11,8 +11,19 @@ import torch
 from naranhi.autograd.containers import _map, _of_fields, _tensors
 
 ALONE = object()  # the nest of a tensor that is in no nest
-CONSTANTS = (type(None), bool, int, float, complex, str, bytes,
-             torch.dtype, torch.device, torch.layout, torch.memory_format)
+CONSTANTS = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
 
 
 class Call:
@@ -29,7 +40,11 @@ class Call:
 
     @classmethod
     def of(
-        cls, function: Callable, args: tuple, kwargs: dict[str, Any], name: str | None = None,
+        cls,
+        function: Callable,
+        args: tuple,
+        kwargs: dict[str, Any],
+        name: str | None = None,
     ) -> tuple[Call, list[torch.Tensor]]:
         """Return the call and the tensors in its arguments, which the call does not keep.
 
@@ -63,12 +78,15 @@ class Call:
 
     def _require_tensors(self, result):
         kinds = [type(leaf) for leaf in _leaves(result)]
-        hidden = next((kind for kind in kinds if not issubclass(kind, (torch.Tensor, *CONSTANTS))),
-                      None)
+        hidden = next(
+            (kind for kind in kinds if not issubclass(kind, (torch.Tensor, *CONSTANTS))), None
+        )
         if hidden or not any(issubclass(kind, torch.Tensor) for kind in kinds):
             what = (hidden or type(result)).__name__
-            raise TypeError(f"{self.name} returned {what}, not a tensor or tensors in tuples, "
-                            "lists, dicts or dataclasses")
+            raise TypeError(
+                f"{self.name} returned {what}, not a tensor or tensors in tuples, "
+                "lists, dicts or dataclasses"
+            )
 
 
 def take_apart(value: Any) -> tuple[list[torch.Tensor], Any]:
@@ -91,8 +109,9 @@ def put_together(nest: Any, tensors: Iterable[torch.Tensor]) -> Any:
 def _leaves(value):
     """All that tuples, lists, dicts and dataclasses contain."""
     if _of_fields(value):
-        value = [getattr(value, field.name) for field in fields(value)
-                 if hasattr(value, field.name)]
+        value = [
+            getattr(value, field.name) for field in fields(value) if hasattr(value, field.name)
+        ]
     elif isinstance(value, dict):
         value = list(value.values())
     if not isinstance(value, tuple | list):
@@ -101,7 +120,8 @@ def _leaves(value):
 
 
 def find_stranger(
-    nodes: Iterable[torch.autograd.graph.Node], known: Iterable[torch.Tensor],
+    nodes: Iterable[torch.autograd.graph.Node],
+    known: Iterable[torch.Tensor],
 ) -> torch.Tensor | None:
     """Return a leaf of the graph behind these nodes that is not known, or None.
 

@@ -85,8 +85,11 @@ def _items(value):
     if isinstance(value, list):
         return [*enumerate(value)]
     if _of_fields(value):
-        return [(field.name, getattr(value, field.name)) for field in fields(value)
-                if hasattr(value, field.name)]
+        return [
+            (field.name, getattr(value, field.name))
+            for field in fields(value)
+            if hasattr(value, field.name)
+        ]
     return []
 
 
@@ -106,7 +109,8 @@ def _put(value, items):
 
 def _same(one, other):
     return len(one) == len(other) and all(
-        a == c and b is d for (a, b), (c, d) in zip(one, other, strict=True))
+        a == c and b is d for (a, b), (c, d) in zip(one, other, strict=True)
+    )
 
 
 def _of_fields(value):

@@ -67,7 +67,8 @@ class MaxPool2d(torch.autograd.Function):
             raise ValueError(f"x is (batch, channels, height, width), not {tuple(x.shape)}")
         if not 1 <= window <= min(x.shape[2:]) or stride < 1:
             raise ValueError(
-                f"a window of {window} with stride {stride} does not fit into {tuple(x.shape)}")
+                f"a window of {window} with stride {stride} does not fit into {tuple(x.shape)}"
+            )
         windows = x.unfold(2, window, stride).unfold(3, window, stride).flatten(-2)
         place = windows.argmax(-1, keepdim=True)
         ctx.shape, ctx.window, ctx.stride = x.shape, window, stride
@@ -78,13 +79,15 @@ class MaxPool2d(torch.autograd.Function):
     def backward(ctx, gradient):
         place = ctx.saved_tensors[0].long()
         rows, columns = (
-            torch.arange(size, device=place.device) * ctx.stride for size in place.shape[2:])
+            torch.arange(size, device=place.device) * ctx.stride for size in place.shape[2:]
+        )
         row = rows[:, None] + place // ctx.window
         column = columns + place % ctx.window
         batch, channels, height, width = ctx.shape
         # Windows that overlap may share a maximum: their gradients add up.
         result = gradient.new_zeros(batch, channels, height * width).scatter_add(
-            2, (row * width + column).flatten(2), gradient.flatten(2))
+            2, (row * width + column).flatten(2), gradient.flatten(2)
+        )
         return result.view(ctx.shape), None, None
 
 

@@ -17,7 +17,10 @@ class Hook:
 
     def __init__(self, method, *args):
         self._owner, self._function, self._args = (
-            weakref.ref(method.__self__), method.__func__, args)
+            weakref.ref(method.__self__),
+            method.__func__,
+            args,
+        )
 
     @property
     def owner(self):
@@ -117,8 +120,11 @@ class Backward:
 
     @property
     def running(self):
-        return (self._queued is not None and self._queued() is not None
-                and torch._C._current_graph_task_id() != -1)
+        return (
+            self._queued is not None
+            and self._queued() is not None
+            and torch._C._current_graph_task_id() != -1
+        )
 
     @property
     def failed(self):

@@ -3,11 +3,15 @@
 import torch
 
 HOOKS = {
-    "_forward_pre_hooks": "forward pre-hook", "_forward_hooks": "forward hook",
-    "_backward_pre_hooks": "full backward pre-hook", "_backward_hooks": "backward hook",
-    "_state_dict_pre_hooks": "state_dict pre-hook", "_state_dict_hooks": "state_dict hook",
+    "_forward_pre_hooks": "forward pre-hook",
+    "_forward_hooks": "forward hook",
+    "_backward_pre_hooks": "full backward pre-hook",
+    "_backward_hooks": "backward hook",
+    "_state_dict_pre_hooks": "state_dict pre-hook",
+    "_state_dict_hooks": "state_dict hook",
     "_load_state_dict_pre_hooks": "load_state_dict pre-hook",
-    "_load_state_dict_post_hooks": "load_state_dict post-hook"}
+    "_load_state_dict_post_hooks": "load_state_dict post-hook",
+}
 
 
 def hooks_of(module):
@@ -19,5 +23,8 @@ def hooks_of(module):
 
 def is_compiled(module):
     """Whether the module, when it is called, runs what a compiler has made of it."""
-    return (module._compiled_call_impl is not None or "_orig_mod" in module._modules
-            or isinstance(module, torch.jit.ScriptModule))
+    return (
+        module._compiled_call_impl is not None
+        or "_orig_mod" in module._modules
+        or isinstance(module, torch.jit.ScriptModule)
+    )

@@ -87,8 +87,9 @@ class _Gate:
         parameter._backward_hooks[self._handle.id] = self
         parameter._backward_hooks.update(own)
         for hooks in self._places():
-            hooks.update((key, _Gated(self, hook)) for key, hook in hooks.items()
-                         if hook is not self)
+            hooks.update(
+                (key, _Gated(self, hook)) for key, hook in hooks.items() if hook is not self
+            )
 
     def _places(self):
         places = self.parameter._backward_hooks, self.parameter._post_accumulate_grad_hooks
@@ -100,15 +101,19 @@ class _Gate:
             raise RuntimeError(
                 f"{self.later} has a hook, and is used outside of its layer as well: the gradient "
                 "of that use comes with those of the inputs, the layer's own one later, and the "
-                "hook would see two parts; remove the hook, or run a schedule of whole backwards")
+                "hook would see two parts; remove the hook, or run a schedule of whole backwards"
+            )
 
     def end_if_free(self):
         if self.resting or self.waiting:
             return
         self._handle.remove()
         for hooks in self._places():
-            hooks.update((key, hook.hook) for key, hook in hooks.items()
-                         if isinstance(hook, _Gated) and hook.gate is self)
+            hooks.update(
+                (key, hook.hook)
+                for key, hook in hooks.items()
+                if isinstance(hook, _Gated) and hook.gate is self
+            )
 
 
 def _gate(parameter):

@@ -75,22 +75,35 @@ class RecomputeFunction(torch.autograd.Function):
     def backward(ctx, *gradients):
         saved, wants_gradient = ctx.saved_tensors, ctx.needs_input_grad[2:]
         count = len(saved) - len(ctx.parameters)
-        inputs = [tensor.detach().requires_grad_(wants)
-                  for tensor, wants in zip(saved[:count], wants_gradient[:count], strict=True)]
+        inputs = [
+            tensor.detach().requires_grad_(wants)
+            for tensor, wants in zip(saved[:count], wants_gradient[:count], strict=True)
+        ]
         with torch.enable_grad(), ctx.circumstances.restored():
             outputs = ctx.run(inputs)
         known = [*inputs, *ctx.parameters]
         _refuse_strangers(outputs, known)
 
-        used = [(output, gradient) for output, gradient in zip(outputs, gradients, strict=True)
-                if output.requires_grad and gradient is not None]
+        used = [
+            (output, gradient)
+            for output, gradient in zip(outputs, gradients, strict=True)
+            if output.requires_grad and gradient is not None
+        ]
         found = iter(())
         if used:
             with at_rest(ctx.parameters):  # their hooks run where these gradients go
-                found = iter(torch.autograd.grad(
-                    [output for output, _ in used],
-                    [tensor for tensor, wants in zip(known, wants_gradient, strict=True) if wants],
-                    [gradient for _, gradient in used], allow_unused=True))
+                found = iter(
+                    torch.autograd.grad(
+                        [output for output, _ in used],
+                        [
+                            tensor
+                            for tensor, wants in zip(known, wants_gradient, strict=True)
+                            if wants
+                        ],
+                        [gradient for _, gradient in used],
+                        allow_unused=True,
+                    )
+                )
         found = [next(found, None) if wants else None for wants in wants_gradient]
         wait_where_none(ctx.parameters, found[count:])
         return None, None, *found
@@ -105,7 +118,8 @@ class _Circumstances:
         self.gpus_random = [torch.cuda.get_rng_state(gpu) for gpu in self.gpus]
         self.precision = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-            for kind in (["cpu", "cuda"] if self.gpus else ["cpu"])]
+            for kind in (["cpu", "cuda"] if self.gpus else ["cpu"])
+        ]
         self.buffers = _Buffers(function)
 
     @contextmanager
@@ -126,8 +140,12 @@ class _Buffers:
 
     def __init__(self, function):
         modules = function.modules() if isinstance(function, nn.Module) else ()
-        self._places = [(module._buffers, name) for module in modules
-                        for name, one in module._buffers.items() if one is not None]
+        self._places = [
+            (module._buffers, name)
+            for module in modules
+            for name, one in module._buffers.items()
+            if one is not None
+        ]
         met = {id(one): (one, one._version, one.clone()) for one in self._now()}
         self._met = [met[id(one)] for one in self._now()]
 
@@ -138,7 +156,8 @@ class _Buffers:
         """Keep copies only of those that the forward has changed or replaced."""
         self._met = [
             copy if now is not one or one._version != version else None
-            for (one, version, copy), now in zip(self._met, self._now(), strict=True)]
+            for (one, version, copy), now in zip(self._met, self._now(), strict=True)
+        ]
 
     @contextmanager
     def copies(self):
@@ -161,4 +180,5 @@ def _refuse_strangers(outputs, known):
     if stranger is not None:
         raise ValueError(
             f"the recomputed function uses a tensor of shape {tuple(stranger.shape)} that requires "
-            "a gradient and is neither an input nor in `parameters`: its gradient would be lost")
+            "a gradient and is neither an input nor in `parameters`: its gradient would be lost"
+        )

@@ -69,7 +69,8 @@ class SavedTensors(saved_tensors_hooks):
                 self._known.setdefault(tensor.untyped_storage(), False)
             self._hooks += [
                 layer.register_forward_pre_hook(lambda *_, name=name: self._within.append(name)),
-                layer.register_forward_hook(self._leave, always_call=True)]
+                layer.register_forward_hook(self._leave, always_call=True),
+            ]
         super().__enter__()
         return self
 
@@ -99,7 +100,8 @@ class SavedTensors(saved_tensors_hooks):
         self._users[id(storage)] = users + 1
         if not users:
             self.items.append(
-                Saved(self._within[-1], tuple(tensor.shape), tensor.dtype, storage.nbytes()))
+                Saved(self._within[-1], tuple(tensor.shape), tensor.dtype, storage.nbytes())
+            )
             self.held += storage.nbytes()
             self.peak = max(self.peak, self.held)
 

@@ -64,7 +64,8 @@ class Splittable(Wrapper):
         call, tensors = Call.of(self._own_forward, args, kwargs, self._path)
         weights = [weight for weight in self.parameters() if weight.requires_grad]
         outputs = SplitFunction.apply(
-            self, call, torch.is_grad_enabled(), len(tensors), *tensors, *weights)
+            self, call, torch.is_grad_enabled(), len(tensors), *tensors, *weights
+        )
         return call.result(outputs)
 
     def _own_forward(self, *args, **kwargs):
@@ -95,22 +96,25 @@ class SplitFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, layer, call, with_graph, count, *tensors):
         start, handles = perf_counter(), RemovableHandle.next_id
-        inputs = [tensor.detach().requires_grad_(tensor.requires_grad)
-                  for tensor in tensors[:count]]
+        inputs = [
+            tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors[:count]
+        ]
         with torch.set_grad_enabled(with_graph):
             outputs = call(inputs)
         ctx.layer, ctx.inputs, ctx.weights = layer, inputs, tensors[count:]
         # Whatever was registered meanwhile, of whatever kind, is not to run in two backwards.
         ctx.once = RemovableHandle.next_id != handles or any(map(is_compiled, layer.modules()))
         # Of the outputs only their place in the graph is needed: their storage may go.
-        ctx.edges = [get_gradient_edge(output) if output.requires_grad else None
-                     for output in outputs]
+        ctx.edges = [
+            get_gradient_edge(output) if output.requires_grad else None for output in outputs
+        ]
         ctx.set_materialize_grads(False)
         _refuse_open_graph(ctx)
         layer.done(start, "forward")
         outputs = tuple(output.detach() for output in outputs)
         ctx.mark_non_differentiable(
-            *(output for output, edge in zip(outputs, ctx.edges, strict=True) if edge is None))
+            *(output for output, edge in zip(outputs, ctx.edges, strict=True) if edge is None)
+        )
         return outputs
 
     @staticmethod
@@ -118,8 +122,11 @@ class SplitFunction(torch.autograd.Function):
     def backward(ctx, *grads):
         start = perf_counter()
         layer, inputs, weights, later = ctx.layer, ctx.inputs, ctx.weights, ctx.layer.later
-        used = [(edge, grad) for edge, grad in zip(ctx.edges, grads, strict=True)
-                if edge is not None and grad is not None]
+        used = [
+            (edge, grad)
+            for edge, grad in zip(ctx.edges, grads, strict=True)
+            if edge is not None and grad is not None
+        ]
 
         def gradients_of(tensors, keep):
             """None for a tensor that requires none."""
@@ -128,8 +135,9 @@ class SplitFunction(torch.autograd.Function):
                 return [None] * len(tensors)
             edges, given = zip(*used, strict=True)
             with at_rest(weights):  # their hooks run where the gradients are added to `.grad`
-                found = iter(torch.autograd.grad(
-                    edges, wanted, given, retain_graph=keep, allow_unused=True))
+                found = iter(
+                    torch.autograd.grad(edges, wanted, given, retain_graph=keep, allow_unused=True)
+                )
             return [next(found) if tensor.requires_grad else None for tensor in tensors]
 
         if later and not ctx.once:
@@ -138,7 +146,7 @@ class SplitFunction(torch.autograd.Function):
         else:
             kept = torch._C._autograd._get_current_graph_task_keep_graph()
             both = gradients_of([*inputs, *weights], kept)
-            to_inputs, to_weights = both[:len(inputs)], both[len(inputs):]
+            to_inputs, to_weights = both[: len(inputs)], both[len(inputs) :]
         if later and ctx.once:
             starts, to_weights = _starts(weights, to_weights), [None] * len(weights)
             later.leave(weights, lambda: starts)
@@ -156,7 +164,8 @@ def _refuse_old_hooks(layer):
     if layer._backward_hooks and layer._is_full_backward_hook is False:
         raise TypeError(
             f"{layer._path} has a hook of register_backward_hook, which would see the gradients of "
-            "the layer's node instead of its last operation: use register_full_backward_hook")
+            "the layer's node instead of its last operation: use register_full_backward_hook"
+        )
 
 
 def _refuse_open_graph(ctx):
@@ -167,7 +176,8 @@ def _refuse_open_graph(ctx):
         raise ValueError(
             f"{ctx.layer._path} uses a tensor of shape {tuple(stranger.shape)} that requires a "
             "gradient and is neither in its arguments nor a parameter of its own: its gradient "
-            "would be lost; pass it as an argument, or register it as a parameter")
+            "would be lost; pass it as an argument, or register it as a parameter"
+        )
     for tensor in ctx.inputs:
         if tensor.requires_grad:  # autograd adds to its `.grad` only by another way than the node
             tensor.register_post_accumulate_grad_hook(partial(_refuse_use, ctx.layer._path))
@@ -177,7 +187,8 @@ def _refuse_use(path, _):
     raise RuntimeError(
         f"a tensor from within {path} was used outside of it, by a hook on a module within, say: "
         "its gradient would end at the layer's inputs; return the tensor from the layer, or "
-        "register the hook on the layer itself")
+        "register the hook on the layer itself"
+    )
 
 
 class SplittableLinear(Splittable):
@@ -211,8 +222,10 @@ class _Linear(torch.autograd.Function):
         @torch.no_grad()
         def to_weights():
             rows = grad.reshape(-1, grad.shape[-1])
-            return (rows.t() @ x.reshape(len(rows), -1) if wants_weight else None,
-                    rows.sum(0) if wants_bias else None)
+            return (
+                rows.t() @ x.reshape(len(rows), -1) if wants_weight else None,
+                rows.sum(0) if wants_bias else None,
+            )
 
         to_x, later = grad @ weight if wants_x else None, ctx.layer.later
         if later is None:
@@ -234,8 +247,9 @@ def splittable(layers: list[nn.Module]) -> list[nn.Module]:
         The layers, for a `Pipeline`.
     """
     replaced = {}
-    layers = [_made_splittable(layer, f"layer {number}", replaced)
-              for number, layer in enumerate(layers)]
+    layers = [
+        _made_splittable(layer, f"layer {number}", replaced) for number, layer in enumerate(layers)
+    ]
     users = defaultdict(set)
     for layer in layers:
         for module in layer.modules():
@@ -244,8 +258,12 @@ def splittable(layers: list[nn.Module]) -> list[nn.Module]:
     for modules in users.values():
         if len(modules) > 1:
             others = {module._sharing for module in modules if module._sharing}
-            together = {module for some in users.values() for module in some
-                        if module in modules or module._sharing in others}
+            together = {
+                module
+                for some in users.values()
+                for module in some
+                if module in modules or module._sharing in others
+            }
             sharing = Sharing()
             for module in together:
                 module._sharing = sharing
@@ -260,7 +278,8 @@ def _made_splittable(module, path, replaced):
         return replaced[module]
     name = f"{path} ({type(module).__name__})"
     has_weights = "parametrizations" in module._modules or any(
-        True for _ in module.parameters(recurse=False))
+        True for _ in module.parameters(recurse=False)
+    )
     if is_compiled(module) or (has_weights and "forward" in vars(module)):
         new = Splittable(module)
     elif hasattr(type(module), "as_splittable"):
@@ -288,14 +307,29 @@ def as_kind(kind: type[Splittable], module: nn.Module) -> nn.Module:
 @cache
 def _derived(kind, own):
     """A class of this kind that has everything else from `own`, not from `Wrapper`."""
-    return type(f"Splittable{own.__name__}", (kind, own), {
-        "_own_forward": own.forward, "__init__": own.__init__, "__getattr__": own.__getattr__,
-        "__module__": own.__module__, "__doc__": own.__doc__})
+    return type(
+        f"Splittable{own.__name__}",
+        (kind, own),
+        {
+            "_own_forward": own.forward,
+            "__init__": own.__init__,
+            "__getattr__": own.__getattr__,
+            "__module__": own.__module__,
+            "__doc__": own.__doc__,
+        },
+    )
 
 
 def not_splittable(layer: nn.Module) -> list[str]:
     """Return the names of a layer's weights whose gradient cannot be left for later."""
-    covered = {id(weight) for module in layer.modules() if isinstance(module, Splittable)
-               for weight in module.parameters()}
-    return [name for name, weight in layer.named_parameters()
-            if weight.requires_grad and id(weight) not in covered]
+    covered = {
+        id(weight)
+        for module in layer.modules()
+        if isinstance(module, Splittable)
+        for weight in module.parameters()
+    }
+    return [
+        name
+        for name, weight in layer.named_parameters()
+        if weight.requires_grad and id(weight) not in covered
+    ]

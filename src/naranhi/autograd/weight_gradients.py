@@ -27,13 +27,18 @@ class Later:
     """
 
     def __init__(
-        self, defer: Callable[[Later], None], name: str, done: Callable[[float, str], None],
+        self,
+        defer: Callable[[Later], None],
+        name: str,
+        done: Callable[[float, str], None],
     ) -> None:
         self.defer, self._name, self._done = defer, name, done
         self._left, self._waiting = [], []
 
     def leave(
-        self, weights: Iterable[torch.Tensor], starts: Callable[[], list[Start]],
+        self,
+        weights: Iterable[torch.Tensor],
+        starts: Callable[[], list[Start]],
         is_own: bool = False,
     ) -> None:
         """Leave the gradients of these weights that one use of the layer has.
@@ -60,7 +65,7 @@ class Later:
         start, left = perf_counter(), self._left
         self._left = []
         if len(left) == 1:
-            (weights, starts_of, is_own), = left
+            ((weights, starts_of, is_own),) = left
             starts = starts_of()
         else:
             starts, is_own = _sum_uses(left), False

@@ -28,9 +28,9 @@ class Wrapper(nn.Module):
 def _strip_layer(module, state_dict, prefix, local_metadata):
     inner = prefix + "layer."
     for name in [name for name in state_dict if name.startswith(inner)]:
-        state_dict[prefix + name[len(inner):]] = state_dict.pop(name)
+        state_dict[prefix + name[len(inner) :]] = state_dict.pop(name)
 
 
 def _add_layer(module, state_dict, prefix, *_):
     for name in [name for name in state_dict if name.startswith(prefix)]:
-        state_dict[f"{prefix}layer.{name[len(prefix):]}"] = state_dict.pop(name)
+        state_dict[f"{prefix}layer.{name[len(prefix) :]}"] = state_dict.pop(name)

@@ -24,8 +24,16 @@ from naranhi.collectives.arguments import (
     writable,
 )
 
-__all__ = ["all_gather", "all_reduce", "all_to_all", "broadcast", "gather", "reduce",
-           "reduce_scatter", "scatter"]
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+]
 
 # Starting a message takes as long as sending this many bytes: alpha over beta, as chapter 03
 # measures it for gloo on one machine. (10 µs at 50 GB/s, a network's figures, give the same.)
@@ -48,7 +56,8 @@ def broadcast(tensor, root=0, group=None):
     group, rank, ranks = locate(group, root)
     flat = writable("tensor", tensor)
     chunks.overlap(
-        tree.broadcast(flat[chunk], root, group, rank, ranks) for chunk in chunks.cut(flat))
+        tree.broadcast(flat[chunk], root, group, rank, ranks) for chunk in chunks.cut(flat)
+    )
 
 
 def reduce(tensor, root=0, group=None):
@@ -56,8 +65,7 @@ def reduce(tensor, root=0, group=None):
     group, rank, ranks = locate(group, root)
     flat = writable("tensor", tensor) if rank == root else readable(tensor)
     require_sum(tensor)
-    chunks.overlap(
-        tree.reduce(flat[chunk], root, group, rank, ranks) for chunk in chunks.cut(flat))
+    chunks.overlap(tree.reduce(flat[chunk], root, group, rank, ranks) for chunk in chunks.cut(flat))
 
 
 def scatter(output, inputs, root=0, group=None):
@@ -73,8 +81,7 @@ def scatter(output, inputs, root=0, group=None):
         return
     expect("inputs", inputs, (ranks, *output.shape), like=output)
     rows = readable(inputs).tensor_split(ranks)
-    works = chunks.start(
-        group, sends=[(rows[peer], peer) for peer in range(ranks) if peer != root])
+    works = chunks.start(group, sends=[(rows[peer], peer) for peer in range(ranks) if peer != root])
     received.copy_(rows[root])  # while the others' travel
     chunks.finish(works)
 
@@ -93,7 +100,8 @@ def gather(output, input, root=0, group=None):
     expect("output", output, (ranks, *input.shape), like=input)
     rows = writable("output", output).tensor_split(ranks)
     works = chunks.start(
-        group, receives=[(rows[peer], peer) for peer in range(ranks) if peer != root])
+        group, receives=[(rows[peer], peer) for peer in range(ranks) if peer != root]
+    )
     rows[root].copy_(sent)
     chunks.finish(works)
 
@@ -135,7 +143,8 @@ def all_gather(output, input, group=None, algorithm=None):
         return
     chunks.overlap(
         ring.all_gather([row[chunk] for row in rows], group, rank, ranks)
-        for chunk in chunks.cut(rows[rank]))
+        for chunk in chunks.cut(rows[rank])
+    )
 
 
 def reduce_scatter(output, input, group=None, algorithm=None):
@@ -158,7 +167,8 @@ def reduce_scatter(output, input, group=None, algorithm=None):
     else:
         chunks.overlap(
             ring.reduce_scatter([row[chunk] for row in rows], kept[chunk], group, rank, ranks)
-            for chunk in chunks.cut(kept))
+            for chunk in chunks.cut(kept)
+        )
 
 
 def all_reduce(tensor, group=None, algorithm=None):
@@ -174,7 +184,8 @@ def all_reduce(tensor, group=None, algorithm=None):
     blocks = ranks if algorithm == "ring" else 2  # into which a step cuts a chunk to send one
     chunks.overlap(
         _ALL_REDUCE[algorithm](flat[chunk], group, rank, ranks)
-        for chunk in chunks.cut(flat, blocks))
+        for chunk in chunks.cut(flat, blocks)
+    )
 
 
 def _choose(collective, whole, ranks, algorithm):
@@ -183,9 +194,9 @@ def _choose(collective, whole, ranks, algorithm):
         if whole.nbytes > chunks.MESSAGE:
             return "ring"
         return costs.fastest(
-            collective, whole.nbytes, ranks, START, 1, among=_ALGORITHMS[collective])
+            collective, whole.nbytes, ranks, START, 1, among=_ALGORITHMS[collective]
+        )
     if algorithm not in _ALGORITHMS[collective]:
-        raise ValueError(
-            f"algorithm must be one of {_ALGORITHMS[collective]}, not {algorithm!r}")
+        raise ValueError(f"algorithm must be one of {_ALGORITHMS[collective]}, not {algorithm!r}")
     costs.collective_seconds(collective, whole.nbytes, ranks, START, 1, algorithm)  # or ValueError
     return algorithm

@@ -22,8 +22,9 @@ def all_gather(flat, group, rank, ranks):
     block = len(flat) // ranks
     for held in distances(ranks):
         partner = rank ^ held
-        mine, theirs = (flat[place // held * held * block:][:held * block]
-                        for place in (rank, partner))
+        mine, theirs = (
+            flat[place // held * held * block :][: held * block] for place in (rank, partner)
+        )
         works = start(group, sends=[(mine, partner)], receives=[(theirs, partner)])
         yield
         finish(works)

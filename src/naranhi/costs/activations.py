@@ -20,7 +20,12 @@ class Item(NamedTuple):
 
 
 def transformer_layer_bytes(
-    sequence, microbatch, hidden, heads, tensor_parallel=1, sequence_parallel=False,
+    sequence,
+    microbatch,
+    hidden,
+    heads,
+    tensor_parallel=1,
+    sequence_parallel=False,
     recompute="none",
 ):
     """Bytes that one Transformer layer keeps for its backward, on each rank, in 16-bit training.
@@ -48,25 +53,38 @@ def transformer_layer_bytes(
     Source: Korthikanti et al. (2022), sections 4 and 5 and table 2.
     """
     items = transformer_layer_items(
-        sequence, microbatch, hidden, heads, tensor_parallel, sequence_parallel, recompute)
+        sequence, microbatch, hidden, heads, tensor_parallel, sequence_parallel, recompute
+    )
     return sum(item.bytes for item in items)
 
 
 def transformer_layer_items(
-    sequence, microbatch, hidden, heads, tensor_parallel=1, sequence_parallel=False,
+    sequence,
+    microbatch,
+    hidden,
+    heads,
+    tensor_parallel=1,
+    sequence_parallel=False,
     recompute="none",
 ):
     """The lines whose sum is `transformer_layer_bytes`, in the order of the forward: `Item`s."""
     s, b, h, a, t = (
-        _size(name, value) for name, value in (
-            ("sequence", sequence), ("microbatch", microbatch), ("hidden", hidden),
-            ("heads", heads), ("tensor_parallel", tensor_parallel)))
+        _size(name, value)
+        for name, value in (
+            ("sequence", sequence),
+            ("microbatch", microbatch),
+            ("hidden", hidden),
+            ("heads", heads),
+            ("tensor_parallel", tensor_parallel),
+        )
+    )
     if not isinstance(sequence_parallel, bool):
         raise TypeError(f"sequence_parallel is True or False, not {sequence_parallel!r}")
     if recompute not in RECOMPUTE:
         raise ValueError(f"recompute is one of {RECOMPUTE}, not {recompute!r}")
     for what, whole, name, parts in (
-        ("hidden", h, "heads", a), ("heads", a, "tensor_parallel", t),
+        ("hidden", h, "heads", a),
+        ("heads", a, "tensor_parallel", t),
         ("sequence", s, "tensor_parallel", t if sequence_parallel else 1),
     ):
         if whole % parts:
@@ -114,15 +132,24 @@ def gpt2_block_items(sequence, microbatch, hidden, heads, device="cpu"):
     statistics = 4 * sequence * microbatch * (2 if device == "cpu" else 4)
     items = [
         Item("the formula", formula, "sbh(34 + 5as/h)"),
-        Item("steps of gelu_new", 3 * 8 * tokens,
-             "a GELU written out in tensors: x/2, tanh(...) and 1 + tanh(...) besides x"),
-        Item("statistics of the norms", statistics,
-             "mean and deviation of each token, kept instead of computed again"),
+        Item(
+            "steps of gelu_new",
+            3 * 8 * tokens,
+            "a GELU written out in tensors: x/2, tanh(...) and 1 + tanh(...) besides x",
+        ),
+        Item(
+            "statistics of the norms",
+            statistics,
+            "mean and deviation of each token, kept instead of computed again",
+        ),
     ]
     if device == "cpu":
         items += [
-            Item("attention's dropout mask, its second byte", scores,
-                 "on a CPU torch keeps the factors, 16 bits each"),
+            Item(
+                "attention's dropout mask, its second byte",
+                scores,
+                "on a CPU torch keeps the factors, 16 bits each",
+            ),
             Item("other dropout masks, their second byte", 2 * tokens, "likewise"),
         ]
     return items

@@ -78,8 +78,9 @@ def fastest(collective, bytes, ranks, alpha, beta, among=None):
     """
     _check(collective, bytes, ranks)
     known = [name for name in among or ALGORITHMS[collective] if _runs(collective, ranks, name)]
-    return min(known, key=lambda name: collective_seconds(
-        collective, bytes, ranks, alpha, beta, name))
+    return min(
+        known, key=lambda name: collective_seconds(collective, bytes, ranks, alpha, beta, name)
+    )
 
 
 def _runs(collective, ranks, algorithm):
@@ -173,6 +174,5 @@ def _check(collective="broadcast", bytes=0, ranks=1, algorithm=None):
     if algorithm is not None and algorithm not in known:
         raise ValueError(f"{collective} is known by {known}, not by {algorithm!r}")
     if not _runs(collective, ranks, algorithm):
-        raise ValueError(
-            f"{collective} by {algorithm} needs a power of two of ranks, not {ranks}")
+        raise ValueError(f"{collective} by {algorithm} needs a power of two of ranks, not {ranks}")
     return algorithm or known[0]

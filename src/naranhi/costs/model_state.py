@@ -26,8 +26,7 @@ def zero_bytes(parameters, ranks, stage, precision="mixed", optimizer="adam"):
     """
     value, master = _check_zero(parameters, ranks, stage, precision)
     if optimizer not in _OPTIMIZER_STATE:
-        raise ValueError(
-            f"optimizer must be one of {sorted(_OPTIMIZER_STATE)}, not {optimizer!r}")
+        raise ValueError(f"optimizer must be one of {sorted(_OPTIMIZER_STATE)}, not {optimizer!r}")
     # In the order in which the stages shard them.
     state = [_OPTIMIZER_STATE[optimizer] + master, value, value]
     return parameters * (sum(state[:stage]) / ranks + sum(state[stage:]))

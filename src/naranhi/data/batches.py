@@ -82,8 +82,8 @@ def by_length(lengths, size, order, window=32):
     order.shuffle(places)
     batches = []
     for start in range(0, len(places), size * window):
-        near = sorted(places[start:start + size * window], key=lengths.__getitem__)
-        batches += [near[first:first + size] for first in range(0, len(near), size)]
+        near = sorted(places[start : start + size * window], key=lengths.__getitem__)
+        batches += [near[first : first + size] for first in range(0, len(near), size)]
     order.shuffle(batches)
     return batches
 
@@ -92,7 +92,7 @@ def at_random(lengths, size, order):
     """Shuffled, and cut into batches as it comes: what `by_length` is compared to."""
     places = list(range(len(lengths)))
     order.shuffle(places)
-    return [places[first:first + size] for first in range(0, len(places), size)]
+    return [places[first : first + size] for first in range(0, len(places), size)]
 
 
 def padding(lengths, batches, length=None, multiple=1):
@@ -101,7 +101,9 @@ def padding(lengths, batches, length=None, multiple=1):
     """
     return sum(
         _up(length or max(lengths[place] for place in batch), multiple) - lengths[place]
-        for batch in batches for place in batch)
+        for batch in batches
+        for place in batch
+    )
 
 
 def collate(sequences, rows=None, pad=0, multiple=1):
@@ -119,9 +121,9 @@ def collate(sequences, rows=None, pad=0, multiple=1):
     targets = torch.full(shape, IGNORE_INDEX)
     mask[:, 0] = 1
     for row, sequence in enumerate(sequences):
-        tokens[row, :len(sequence)] = torch.tensor(sequence)
-        mask[row, :len(sequence)] = 1
-        targets[row, :len(sequence) - 1] = torch.tensor(sequence[1:])
+        tokens[row, : len(sequence)] = torch.tensor(sequence)
+        mask[row, : len(sequence)] = 1
+        targets[row, : len(sequence) - 1] = torch.tensor(sequence[1:])
     return Batch(tokens, mask, targets)
 
 

@@ -56,13 +56,16 @@ def tokenizer(name=None):
 
     if name is None:
         return PreTrainedTokenizerFast(
-            tokenizer_file=str(BUNDLED / "tokenizer.json"), eos_token="<|endoftext|>",
-            pad_token="<|endoftext|>")
+            tokenizer_file=str(BUNDLED / "tokenizer.json"),
+            eos_token="<|endoftext|>",
+            pad_token="<|endoftext|>",
+        )
     name = os.fspath(name)
     advice = (
         "The folder has no tokenizer; save_pretrained of the tokenizer writes one."
-        if os.path.isdir(name) else
-        offline(name))
+        if os.path.isdir(name)
+        else offline(name)
+    )
     with fetching(f"tokenizer of {name!r}", advice):
         found = AutoTokenizer.from_pretrained(name)
         if not found("a")["input_ids"]:  # transformers makes one without words of the model's kind
@@ -80,7 +83,8 @@ def _squad():
         "download train-v1.1.json from https://rajpurkar.github.io/SQuAD-explorer/, copy it here "
         "and give its path instead of the name: --corpus train-v1.1.json. Or copy the cache (the "
         "folder that HF_HOME names) from a machine that has loaded SQuAD before. Or do without: by "
-        "default, the corpus that ships with the book is used.")
+        "default, the corpus that ships with the book is used."
+    )
     with fetching("SQuAD", advice), _without_bars():
         return datasets.load_dataset("rajpurkar/squad", split="train")["context"]
 
@@ -97,8 +101,12 @@ def _read(path):
     with tempfile.TemporaryDirectory() as cache, _without_bars():
         try:
             articles = datasets.load_dataset(
-                "json", data_files=glob.escape(str(path.absolute())), field="data", split="train",
-                cache_dir=cache).to_list()
+                "json",
+                data_files=glob.escape(str(path.absolute())),
+                field="data",
+                split="train",
+                cache_dir=cache,
+            ).to_list()
         except (datasets.exceptions.DatasetGenerationError, ValueError, *UNPACKING) as error:
             cause = error.__cause__ or error
             fault = _fault(path) or str(cause)

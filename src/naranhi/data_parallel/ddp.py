@@ -60,8 +60,9 @@ class DDP:
     After an error gradients are not to be used.
     """
 
-    def __init__(self, model, group=None, bucket_bytes=BUCKET, buffers=True, finite=False,
-                 tell=None):
+    def __init__(
+        self, model, group=None, bucket_bytes=BUCKET, buffers=True, finite=False, tell=None
+    ):
         require_supported(model, group)
         broadcast_parameters(model, group)
         agree(group, bucket_bytes=bucket_bytes, buffers=buffers, finite=finite)
@@ -76,10 +77,15 @@ class DDP:
         self._started = 0  # how many buckets of this step are in flight
         self._backward = Backward()  # one that ends with sums
         self._handles = Handles(
-            last=[p.register_post_accumulate_grad_hook(Hook(self.gradient_arrived))
-                  for p in self.names],
-            others=[model.register_forward_hook(ModuleHook(self._after_forward, keep=True)),
-                    register_optimizer_step_pre_hook(Hook(self._before_step))])
+            last=[
+                p.register_post_accumulate_grad_hook(Hook(self.gradient_arrived))
+                for p in self.names
+            ],
+            others=[
+                model.register_forward_hook(ModuleHook(self._after_forward, keep=True)),
+                register_optimizer_step_pre_hook(Hook(self._before_step)),
+            ],
+        )
         weakref.finalize(self, self._handles.others[-1].remove).atexit = False
 
     def close(self):
@@ -134,8 +140,10 @@ class DDP:
         if not self._backward.running:
             return
         if parameter not in bucket.awaited:
-            raise RuntimeError(f"parameter {self.names[parameter]} got a second gradient in one "
-                               "backward, when the first may be in flight")
+            raise RuntimeError(
+                f"parameter {self.names[parameter]} got a second gradient in one "
+                "backward, when the first may be in flight"
+            )
         bucket.awaited.remove(parameter)
         self.tell("gradient", self.names[parameter])
         # In one order on all ranks, whatever order gradients come in.
@@ -174,7 +182,7 @@ class DDP:
         """After a backward that has failed: send what other ranks wait for, marked as failed, or
         they would take the next step's buckets for this one's."""
         self._backward.end()
-        for bucket in self.buckets[self._started:]:
+        for bucket in self.buckets[self._started :]:
             bucket.start(self.group, failed=True)
         for bucket in self.buckets:
             bucket.finish()
@@ -190,8 +198,10 @@ class DDP:
                 view.copy_(parameter.grad)
                 parameter.grad = view
         elif parameter in self._summed:
-            raise RuntimeError(f"parameter {self.names[parameter]} still has the gradient of the "
-                               "step before: call zero_grad() first, which sets it to None")
+            raise RuntimeError(
+                f"parameter {self.names[parameter]} still has the gradient of the "
+                "step before: call zero_grad() first, which sets it to None"
+            )
 
     def _before_step(self, optimizer, args, kwargs):
         """Of any torch optimizer: the replicas would part."""
@@ -201,7 +211,8 @@ class DDP:
                     raise RuntimeError(
                         f"the gradient of parameter {self.names[parameter]} is this rank's alone: "
                         "run the last backward of a step outside of no_sync(), or call "
-                        "synchronize()")
+                        "synchronize()"
+                    )
 
 
 class GradientBucket:
@@ -213,8 +224,9 @@ class GradientBucket:
         sizes = [one.numel() for one in parameters]
         self.flat = parameters[0].new_zeros(sum(sizes) + 2 * len(sizes) + 1)
         *pieces, flags, self._failed = self.flat.split([*sizes, 2 * len(sizes), 1])
-        self.views = {one: piece.view(one.shape)
-                      for one, piece in zip(parameters, pieces, strict=True)}
+        self.views = {
+            one: piece.view(one.shape) for one, piece in zip(parameters, pieces, strict=True)
+        }
         self.flags = flags.view(2, -1)
         self.awaited, self.work = set(), None
 

@@ -35,8 +35,10 @@ def require_same_parameters(model, names, kind):
     was made: it was frozen then, or added or replaced since, and nobody sums its gradient."""
     for name, param in model.named_parameters():
         if param.requires_grad and param not in names:
-            raise RuntimeError(f"parameter {name} requires a gradient, and did not when {kind} was "
-                               "made, or was not there: close() it and make another")
+            raise RuntimeError(
+                f"parameter {name} requires a gradient, and did not when {kind} was "
+                "made, or was not there: close() it and make another"
+            )
 
 
 def _unsupported(model):
@@ -44,28 +46,38 @@ def _unsupported(model):
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             if module.sparse and module.weight.requires_grad:
-                return (f"embedding {name or 'itself'} has sparse gradients, which are not summed "
-                        "over the ranks: make it with sparse=False")
+                return (
+                    f"embedding {name or 'itself'} has sparse gradients, which are not summed "
+                    "over the ranks: make it with sparse=False"
+                )
             if module.max_norm is not None:
-                return (f"embedding {name or 'itself'} has max_norm={module.max_norm}, with which "
-                        "its forward changes the rows that this rank's share reads: the ranks' "
-                        "weights would part")
+                return (
+                    f"embedding {name or 'itself'} has max_norm={module.max_norm}, with which "
+                    "its forward changes the rows that this rank's share reads: the ranks' "
+                    "weights would part"
+                )
     for name, param in model.named_parameters():
         kind = type(param)
         if isinstance(param, nn.parameter.UninitializedTensorMixin):
             return f"parameter {name} is not initialised: run a forward of the lazy module first"
         if (kind.__torch_function__, kind.__torch_dispatch__) != (
-                nn.Parameter.__torch_function__, nn.Parameter.__torch_dispatch__):
+            nn.Parameter.__torch_function__,
+            nn.Parameter.__torch_dispatch__,
+        ):
             return f"parameter {name} is a {kind.__name__}, not a plain parameter"
         if param.is_meta:
             return f"parameter {name} is on the meta device and has no values: materialise it first"
         if param.requires_grad and param.grad_dtype not in (None, param.dtype):
-            return (f"parameter {name} of {param.dtype} accumulates its gradient in "
-                    f"{param.grad_dtype}: leave grad_dtype as it is")
+            return (
+                f"parameter {name} of {param.dtype} accumulates its gradient in "
+                f"{param.grad_dtype}: leave grad_dtype as it is"
+            )
         owner = owner_of(param)
         if owner is not None:
-            return (f"parameter {name} belongs to another {type(owner).__name__}, which sums its "
-                    "gradient as well: call close() on that first")
+            return (
+                f"parameter {name} belongs to another {type(owner).__name__}, which sums its "
+                "gradient as well: call close() on that first"
+            )
     return None
 
 
@@ -73,8 +85,12 @@ def require_gradient(name, gradient):
     """Raise an error for a gradient that has come, and is not there or cannot be copied into a row:
     RuntimeError or TypeError."""
     if gradient is None:
-        raise RuntimeError(f"the gradient of parameter {name} is gone: a hook on it has set grad "
-                           "to None before it could be summed over the ranks")
+        raise RuntimeError(
+            f"the gradient of parameter {name} is gone: a hook on it has set grad "
+            "to None before it could be summed over the ranks"
+        )
     if gradient.layout is not torch.strided:
-        raise TypeError(f"parameter {name} has a gradient of layout {gradient.layout}, which is "
-                        "not summed over the ranks: use dense gradients (sparse=False)")
+        raise TypeError(
+            f"parameter {name} has a gradient of layout {gradient.layout}, which is "
+            "not summed over the ranks: use dense gradients (sparse=False)"
+        )

@@ -22,8 +22,10 @@ def broadcast_parameters(model, group=None):
     group = group or dist.group.WORLD
     tensors = [("parameter", *one) for one in model.named_parameters()]
     tensors += [("buffer", *one) for one in model.named_buffers()]
-    mine = {f"{kind} {name}": (tuple(one.shape), str(one.dtype), one.requires_grad)
-            for kind, name, one in tensors}
+    mine = {
+        f"{kind} {name}": (tuple(one.shape), str(one.dtype), one.requires_grad)
+        for kind, name, one in tensors
+    }
     told = [None] * dist.get_world_size(group)
     dist.all_gather_object(told, mine, group=group)
     for rank, other in enumerate(told):
@@ -38,7 +40,8 @@ def _compare(first, other, rank):
             has, lacks = (0, rank) if name in first else (rank, 0)
             raise ValueError(f"rank {has} has a {name}, rank {lacks} has none")
         for what, one, two in zip(
-                ("shape", "dtype", "requires_grad"), first[name], other[name], strict=True):
+            ("shape", "dtype", "requires_grad"), first[name], other[name], strict=True
+        ):
             if one != two:
                 raise ValueError(f"{name} has {what} {one} on rank 0 and {two} on rank {rank}")
     if list(first) != list(other):
@@ -65,8 +68,11 @@ def with_gradient(model, group):
     one on some ranks only, TypeError where one is sparse.
     """
     named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
-    same_on_all_ranks({name: _flag(one.grad) for name, one in named}, group,
-                      next((one.device for _, one in named), "cpu"))
+    same_on_all_ranks(
+        {name: _flag(one.grad) for name, one in named},
+        group,
+        next((one.device for _, one in named), "cpu"),
+    )
     return [one for _, one in named if one.grad is not None]
 
 
@@ -97,17 +103,25 @@ def require_same_gradients(names, table):
     """The errors of `with_gradient`, unless all rows of the table are the same and no gradient is
     sparse."""
     busy = table.any(1).tolist()
-    hint = (f"; rank {_list(busy, False)} has none of any parameter: without a sample, run the "
-            "model on rows that do not count") if not all(busy) else ""
+    hint = (
+        (
+            f"; rank {_list(busy, False)} has none of any parameter: without a sample, run the "
+            "model on rows that do not count"
+        )
+        if not all(busy)
+        else ""
+    )
     for name, column in zip(names, table.T.tolist(), strict=True):
         if SPARSE in column:
             raise TypeError(
                 f"parameter {name} has a sparse gradient on rank {_list(column, SPARSE)}, which is "
-                "not summed over the ranks: use dense gradients (sparse=False)")
+                "not summed over the ranks: use dense gradients (sparse=False)"
+            )
         if 0 < sum(column) < len(column):
             raise RuntimeError(
                 f"parameter {name} has a gradient on rank {_list(column, True)}, but none on rank "
-                f"{_list(column, False)}{hint}")
+                f"{_list(column, False)}{hint}"
+            )
 
 
 def _list(values, wanted):

@@ -15,8 +15,12 @@ def agree(group=None, **things):
     """
     group = dist.group.WORLD if group is None else group
     large = torch.Tensor, torch.nn.Module
-    mine = {name.replace("_", " "): one if not isinstance(one, large) else
-            _Fingerprint(fingerprint(one)) for name, one in things.items()}
+    mine = {
+        name.replace("_", " "): one
+        if not isinstance(one, large)
+        else _Fingerprint(fingerprint(one))
+        for name, one in things.items()
+    }
     told = [None] * dist.get_world_size(group)
     dist.all_gather_object(told, mine, group=group)
     first = dist.get_global_rank(group, 0)
@@ -38,8 +42,11 @@ def fingerprint(value):
     """A digest of every bit of a tensor, or of a module's parameters and buffers, and their names,
     shapes and dtypes: equal for equal values, on whatever device."""
     digest = hashlib.sha256()
-    tensors = {"": value} if isinstance(value, torch.Tensor) else dict(
-        [*value.named_parameters(), *value.named_buffers()])
+    tensors = (
+        {"": value}
+        if isinstance(value, torch.Tensor)
+        else dict([*value.named_parameters(), *value.named_buffers()])
+    )
     for name, one in tensors.items():
         digest.update(f"{name} {tuple(one.shape)} {one.dtype}".encode())
         digest.update(one.detach().reshape(-1).contiguous().view(torch.uint8).cpu().numpy())

@@ -65,7 +65,8 @@ class Mesh:
             raise ValueError(f"a mesh of {self} has {ranks} ranks, the world has {world}")
         device = "cuda" if dist.get_backend() == "nccl" else "cpu"
         self.device_mesh = init_device_mesh(
-            device, [getattr(self.sizes, axis) for axis in AXES], mesh_dim_names=AXES)
+            device, [getattr(self.sizes, axis) for axis in AXES], mesh_dim_names=AXES
+        )
         self.data, self.pipeline, self.tensor = map(self.device_mesh.get_group, Place._fields)
         self.place = Place(*map(self.device_mesh.get_local_rank, Place._fields))
 

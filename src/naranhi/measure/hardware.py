@@ -72,8 +72,9 @@ def caches(device=CPU, root: Path = ROOT) -> list[Part]:
             bytes = int(text.removesuffix("K")) * 1024
             # Cores that share a cache all list it.
             kinds.setdefault((int(level), bytes), set()).add(cores)
-    return [Part(f"L{level} cache", len(kinds[level, bytes]), bytes)
-            for level, bytes in sorted(kinds)]
+    return [
+        Part(f"L{level} cache", len(kinds[level, bytes]), bytes) for level, bytes in sorted(kinds)
+    ]
 
 
 def gpus() -> list[Part]:

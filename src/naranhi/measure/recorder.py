@@ -58,7 +58,8 @@ class Recorder:
         dist.all_gather_object(rows, mine, group=group)
         zero = min((start for row in rows for _, start, _ in row), default=0.0)
         return Timeline(
-            [Span(action, start - zero, end - zero) for action, start, end in row] for row in rows)
+            [Span(action, start - zero, end - zero) for action, start, end in row] for row in rows
+        )
 
 
 def _finish_stream():
@@ -132,8 +133,15 @@ def write_trace(timeline, path, unit=1.0):
         place = {"pid": 0, "tid": rank}
         events.append({"name": "thread_name", "ph": "M", **place, "args": {"name": f"rank {rank}"}})
         events += [
-            {"name": str(action), "cat": action.kind, "ph": "X", **place,
-             "ts": float(start * micro), "dur": float((end - start) * micro),
-             "args": {"stage": action.stage, "micro-batch": action.microbatch}}
-            for action, start, end in spans]
+            {
+                "name": str(action),
+                "cat": action.kind,
+                "ph": "X",
+                **place,
+                "ts": float(start * micro),
+                "dur": float((end - start) * micro),
+                "args": {"stage": action.stage, "micro-batch": action.microbatch},
+            }
+            for action, start, end in spans
+        ]
     Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")

@@ -87,8 +87,15 @@ def gpt2_config(vocabulary=1024, positions=128, hidden=64, heads=4, blocks=12):
     from transformers import GPT2Config
 
     return GPT2Config(
-        vocab_size=vocabulary, n_positions=positions, n_embd=hidden, n_head=heads, n_layer=blocks,
-        initializer_range=0.02 * (768 / hidden) ** 0.5, bos_token_id=None, eos_token_id=None)
+        vocab_size=vocabulary,
+        n_positions=positions,
+        n_embd=hidden,
+        n_head=heads,
+        n_layer=blocks,
+        initializer_range=0.02 * (768 / hidden) ** 0.5,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
 
 
 def gpt2(name_or_config=None, tied=True, dropout=None, attention="sdpa"):
@@ -143,8 +150,9 @@ def _pretrained(name, options):
 
     advice = (
         "That folder was not written by save_pretrained, or not completely."
-        if os.path.isdir(name) else
-        f"{offline(name)} Or do without: by default, a small GPT-2 with random weights is made.")
+        if os.path.isdir(name)
+        else f"{offline(name)} Or do without: the default is a small GPT-2 with random weights."
+    )
     with fetching(f"weights of {name!r}", advice):
         kind = AutoConfig.from_pretrained(name).model_type
         if kind != "gpt2":

@@ -9,7 +9,8 @@ def offline(name):
     return (
         "It is no folder here, and was neither in the cache nor to be had from the hub. Where "
         f"there is a connection, run `hf download {name} --local-dir FOLDER`; then copy the folder "
-        "here and give its path instead of the name.")
+        "here and give its path instead of the name."
+    )
 
 
 @contextmanager

@@ -15,4 +15,5 @@ def loss(logits, targets):
     valid at all the sum is 0, and so is its gradient.
     """
     return F.cross_entropy(
-        logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+        logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+    )

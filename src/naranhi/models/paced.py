@@ -32,9 +32,11 @@ class Paced(Splittable):
     def __init__(self, layer, forward, backward, input_grad=None, weight_grad=None):
         super().__init__(layer)
         self.times = {
-            "forward": forward, "backward": backward,
+            "forward": forward,
+            "backward": backward,
             "input_grad": backward / 2 if input_grad is None else input_grad,
-            "weight_grad": backward / 2 if weight_grad is None else weight_grad}
+            "weight_grad": backward / 2 if weight_grad is None else weight_grad,
+        }
         for name, seconds in self.times.items():
             if not (isfinite(seconds) and seconds >= 0):
                 raise ValueError(f"{name} is a time in seconds, 0 or more, not {seconds!r}")

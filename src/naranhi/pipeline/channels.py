@@ -54,16 +54,20 @@ def new_groups(mine, timeout):
         if "error" in one:
             raise one["error"]
     for which, called, but in (
-            ("pipeline", "of one pipeline", {"replicas", "place in the pipeline", "copies"}),
-            ("replicas", "replicas of one another", {"pipeline", "groups", "copies"})):
+        ("pipeline", "of one pipeline", {"replicas", "place in the pipeline", "copies"}),
+        ("replicas", "replicas of one another", {"pipeline", "groups", "copies"}),
+    ):
         _compare(told, which, called, but)
         _compare_copies(told, which, called)
     groups, both = {}, "cpu:gloo,cuda:nccl" if dist.get_backend() == "nccl" else "gloo"
     for ranks, purpose in dict.fromkeys(pair for one in told for pair in one.get("groups", ())):
         group = dist.new_group(
-            list(ranks), timeout=timedelta(seconds=timeout), group_desc="unchecked",
+            list(ranks),
+            timeout=timedelta(seconds=timeout),
+            group_desc="unchecked",
             # The ranks agree on their CPUs, which would otherwise wait for their GPUs.
-            backend="gloo" if purpose == AGREEMENT else both)
+            backend="gloo" if purpose == AGREEMENT else both,
+        )
         if (ranks, purpose) in mine.get("groups", ()):
             groups[ranks, purpose] = group
     return groups
@@ -83,7 +87,8 @@ def _compare(told, which, called, but):
                 short = what not in ("schedule", "groups")
                 raise ValueError(
                     f"rank {other} and rank {rank}, {called}, disagree on {what}"
-                    + f": {given.get(what)} and {one[what]}" * short)
+                    + f": {given.get(what)} and {one[what]}" * short
+                )
 
 
 def _compare_copies(gathered, which, called):
@@ -95,7 +100,8 @@ def _compare_copies(gathered, which, called):
             if digest != expected:
                 raise ValueError(
                     f"rank {other} and rank {rank}, {called}, have different values of {name}: "
-                    "give both the same, by one seed or one checkpoint")
+                    "give both the same, by one seed or one checkpoint"
+                )
 
 
 def carrier(device, earlier):
@@ -122,8 +128,9 @@ class Sender:
 
     def send(self, tensors):
         """Start sending. The tensors are held until they are sent, and must not be changed."""
-        tensors = [tensor.resolve_conj().resolve_neg().contiguous().to(self.carrier)
-                   for tensor in tensors]
+        tensors = [
+            tensor.resolve_conj().resolve_neg().contiguous().to(self.carrier) for tensor in tensors
+        ]
         works = [dist.isend(tensor, self.peer, self.group) for tensor in tensors]
         if self.carrier.type == "cpu":
             self.pending.append(self.thread.submit(_wait, works, tensors))
@@ -181,8 +188,9 @@ class Receiver:
     def _post(self):
         message = next(self.coming, None)
         if message is not None:
-            tensors = [torch.empty(shape, dtype=dtype, device=self.carrier)
-                       for shape, dtype in message]
+            tensors = [
+                torch.empty(shape, dtype=dtype, device=self.carrier) for shape, dtype in message
+            ]
             works = [dist.irecv(tensor, self.peer, self.group) for tensor in tensors]
             self.posted.append((works, tensors))
 

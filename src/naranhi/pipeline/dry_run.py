@@ -67,8 +67,12 @@ def _hook_owners(modules):
 
 def storages(layers: Iterable[nn.Module]) -> set[torch.UntypedStorage]:
     """Return the storages of all tensors that the layers keep, in whatever attribute."""
-    return {leaf.untyped_storage() for module in nn.ModuleList(layers).modules()
-            for leaf in tree_leaves(vars(module)) if isinstance(leaf, torch.Tensor)}
+    return {
+        leaf.untyped_storage()
+        for module in nn.ModuleList(layers).modules()
+        for leaf in tree_leaves(vars(module))
+        if isinstance(leaf, torch.Tensor)
+    }
 
 
 class CreatedTensors(TorchDispatchMode):
@@ -90,8 +94,9 @@ class CreatedTensors(TorchDispatchMode):
 
     def record(self, values: Iterable[object]):
         """Record the tensors among some values."""
-        self._references += [(ref(value), self.creator) for value in values
-                             if isinstance(value, torch.Tensor)]
+        self._references += [
+            (ref(value), self.creator) for value in values if isinstance(value, torch.Tensor)
+        ]
 
     def record_layers(self, layers: Sequence[nn.Module]):
         """Record the parameters and buffers of some layers."""

@@ -36,12 +36,15 @@ def _split(name, batch, number):
     tensors = batch if isinstance(batch, tuple) else (batch,)
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor) or not tensor.dim():
-            raise TypeError(f"{name}: a tensor with a first dimension to divide is needed, or "
-                            f"a tuple of them, not {type(tensor).__name__}")
+            raise TypeError(
+                f"{name}: a tensor with a first dimension to divide is needed, or "
+                f"a tuple of them, not {type(tensor).__name__}"
+            )
         if not len(tensor) or len(tensor) % number or len(tensor) != len(tensors[0]):
             rows = " and ".join(str(len(tensor)) for tensor in tensors)
             raise ValueError(
-                f"{name}: {number} micro-batches of one size cannot be made of {rows} rows")
+                f"{name}: {number} micro-batches of one size cannot be made of {rows} rows"
+            )
     # .data gives each part its own version counter: a layer may change one part in place while
     # autograd has saved another.
     parts = [[part.data for part in tensor.chunk(number)] for tensor in tensors]

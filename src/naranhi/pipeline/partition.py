@@ -19,14 +19,16 @@ def cut(layers, stages, balance=None, chunks=1):
     if balance is None and chunks > 1 and len(layers) % stages:
         raise ValueError(
             f"{len(layers)} layers cannot be divided into {stages} chunks of one size, {chunks} on "
-            f"each rank: give a balance")
+            f"each rank: give a balance"
+        )
     balance = uniform(layers, stages) if balance is None else list(balance)
     if len(balance) != stages or sum(balance) != len(layers) or min(balance) < 1:
         raise ValueError(
             f"the balance {balance} gives {len(balance)} stages {sum(balance)} layers: it "
-            f"should give {stages} stages {len(layers)} layers, and each at least one")
-    ends = [sum(balance[:stage + 1]) for stage in range(stages)]
-    return [layers[end - size:end] for size, end in zip(balance, ends, strict=True)]
+            f"should give {stages} stages {len(layers)} layers, and each at least one"
+        )
+    ends = [sum(balance[: stage + 1]) for stage in range(stages)]
+    return [layers[end - size : end] for size, end in zip(balance, ends, strict=True)]
 
 
 def check_kinds(schedule, parts, optimizer, replicas=None):
@@ -35,8 +37,11 @@ def check_kinds(schedule, parts, optimizer, replicas=None):
     parts: by stage, its layers. optimizer, replicas: None if there are none.
     """
     kinds = {}
-    tied = [stages for _, parameter, stages in tied_parameters(parts, range(len(parts)))
-            if parameter.requires_grad]
+    tied = [
+        stages
+        for _, parameter, stages in tied_parameters(parts, range(len(parts)))
+        if parameter.requires_grad
+    ]
     for row in schedule:
         for action in row:
             kinds.setdefault((action.stage, action.kind), action)
@@ -48,16 +53,19 @@ def check_kinds(schedule, parts, optimizer, replicas=None):
                     raise ValueError(
                         f"{action} cannot be run: layer {number} ({type(layer).__name__}) cannot "
                         f"split its backward, as the gradient of {names[0]} cannot be left for "
-                        f"later; make the layers splittable with split_backward.splittable")
+                        f"later; make the layers splittable with split_backward.splittable"
+                    )
         if kind == "U" and optimizer is None:
             raise ValueError(f"{action} cannot be run: it needs an optimizer")
         if kind == "U" and replicas is not None:
             raise ValueError(
-                f"{action} cannot be run: the gradients of replicas are added up at a step's end")
+                f"{action} cannot be run: the gradients of replicas are added up at a step's end"
+            )
         if kind == "U" and tied:
             raise ValueError(
                 f"{action} cannot be run: stages {' and '.join(map(str, tied[0]))} share a tied "
-                f"parameter, and would update it at different times")
+                f"parameter, and would update it at different times"
+            )
 
 
 def check_layers(layers):
@@ -67,8 +75,12 @@ def check_layers(layers):
             where = f"layer {number} ({type(layer).__name__})" + f", {name}" * bool(name)
             kind = type(module).__name__
             if any(map(is_lazy, module.parameters(recurse=False))):
-                raise ValueError(f"{where}: the parameters of {kind} have no shape yet; run the "
-                                 "layers on a micro-batch once, on every rank")
+                raise ValueError(
+                    f"{where}: the parameters of {kind} have no shape yet; run the "
+                    "layers on a micro-batch once, on every rank"
+                )
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-                raise ValueError(f"{where}: {kind} with sparse=True has sparse gradients, which a "
-                                 "pipeline cannot sum; make it with sparse=False")
+                raise ValueError(
+                    f"{where}: {kind} with sparse=True has sparse gradients, which a "
+                    "pipeline cannot sum; make it with sparse=False"
+                )

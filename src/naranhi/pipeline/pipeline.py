@@ -79,8 +79,20 @@ class Pipeline:
     Attributes: `stages`, {virtual stage: Stage} of this rank.
     """
 
-    def __init__(self, layers, schedule, loss, balance=None, group=None, optimizer=None, stash=True,
-                 versions=None, timeout=60.0, replicas=None, trial="shapes"):
+    def __init__(
+        self,
+        layers,
+        schedule,
+        loss,
+        balance=None,
+        group=None,
+        optimizer=None,
+        stash=True,
+        versions=None,
+        timeout=60.0,
+        replicas=None,
+        trial="shapes",
+    ):
         self.group = dist.group.WORLD if group is None else group
         self.rank, self.schedule, layers = dist.get_rank(self.group), schedule, list(layers)
         gpu = dist.get_backend(self.group) == "nccl"
@@ -90,18 +102,24 @@ class Pipeline:
             "pipeline": tuple(dist.get_process_group_ranks(self.group)),
             "replicas": self.replicas and tuple(dist.get_process_group_ranks(self.replicas)),
             "number of replicas": self.replicas and dist.get_world_size(self.replicas),
-            "place in the pipeline": self.rank, "micro-batches": schedule.microbatches,
-            "layers": len(layers), "balance": balance and list(balance), "trial": trial,
-            "schedule": hashlib.sha256(str(schedule).encode()).hexdigest()}
+            "place in the pipeline": self.rank,
+            "micro-batches": schedule.microbatches,
+            "layers": len(layers),
+            "balance": balance and list(balance),
+            "trial": trial,
+            "schedule": hashlib.sha256(str(schedule).encode()).hexdigest(),
+        }
         try:
             check(schedule)
             if len(schedule) != dist.get_world_size(self.group):
-                raise ValueError(f"a schedule of {len(schedule)} ranks on "
-                                 f"{dist.get_world_size(self.group)}")
+                raise ValueError(
+                    f"a schedule of {len(schedule)} ranks on {dist.get_world_size(self.group)}"
+                )
             if trial not in ("shapes", "data"):
                 raise ValueError(f'trial is "shapes" or "data", not {trial!r}')
-            parts = cut(layers, schedule.virtual_stages, balance,
-                        schedule.virtual_stages // len(schedule))
+            parts = cut(
+                layers, schedule.virtual_stages, balance, schedule.virtual_stages // len(schedule)
+            )
             check_kinds(schedule, parts, optimizer, self.replicas)
             check_layers(layers)
             if versions is not None:
@@ -121,15 +139,21 @@ class Pipeline:
         self.last = len(parts) - 1
         self.stages = {
             stage: Stage(part, sum(map(len, parts[:stage])), loss if stage == self.last else None)
-            for stage, part in enumerate(parts) if schedule.placement[stage] == self.rank}
+            for stage, part in enumerate(parts)
+            if schedule.placement[stage] == self.rank
+        }
         self._releases = releases(schedule)[self.rank]
         if any(action.kind == "U" for action in schedule[self.rank]):
             for stage in self.stages.values():
                 stage.weights = WeightStash(stage, optimizer, stash)
-        self._tied = [TiedWeight(name, parameter, groups[self._group_of(ranks)])
-                      for name, parameter, ranks in tied if self.rank in ranks]
-        self._boundaries = StageSignatures(self.stages, schedule.placement,
-                                      groups[self._group_of(AGREEMENT)], trial, self._tied)
+        self._tied = [
+            TiedWeight(name, parameter, groups[self._group_of(ranks)])
+            for name, parameter, ranks in tied
+            if self.rank in ranks
+        ]
+        self._boundaries = StageSignatures(
+            self.stages, schedule.placement, groups[self._group_of(AGREEMENT)], trial, self._tied
+        )
         users += [self._boundaries, *self._tied]
         for channel in self._messages:
             if self.rank in channel[:2]:
@@ -161,8 +185,13 @@ class Pipeline:
         `step` and before the optimizer's.
         """
         later_copies = [tied.parameter for tied in self._tied if dist.get_rank(tied.group)]
-        return clip_grad_norm_(nn.ModuleList(self.stages.values()), max_norm, norm_type,
-                               groups=[self.group], counted_elsewhere=later_copies)
+        return clip_grad_norm_(
+            nn.ModuleList(self.stages.values()),
+            max_norm,
+            norm_type,
+            groups=[self.group],
+            counted_elsewhere=later_copies,
+        )
 
     def step(self, inputs, targets, count, recorder=None):
         """Every action of the schedule, on one batch. Adds the gradients to `.grad`, and returns
@@ -196,8 +225,12 @@ class Pipeline:
         for channel, end in self._ends.items():
             end.carrier = carrier(self.device, earlier)
             if isinstance(end, Receiver):
-                end.expect([takes[max(message[:2])].message(channel.kind)
-                            for message in self._messages[channel]])
+                end.expect(
+                    [
+                        takes[max(message[:2])].message(channel.kind)
+                        for message in self._messages[channel]
+                    ]
+                )
         tied = self._tied if torch.is_grad_enabled() else ()
         for part in (*self.stages.values(), *tied):
             part.begin()
@@ -220,9 +253,14 @@ class Pipeline:
             number, kind, k, version = action
             if kind == "F":
                 return stage.run_forward(
-                    k, batch.inputs[k] if number == 0 else arrived, takes[number],
-                    takes[number + 1], batch.target(k) if number == self.last else None,
-                    batch.counts[k], version)
+                    k,
+                    batch.inputs[k] if number == 0 else arrived,
+                    takes[number],
+                    takes[number + 1],
+                    batch.target(k) if number == self.last else None,
+                    batch.counts[k],
+                    version,
+                )
             if kind == "B":
                 return stage.run_backward(k, arrived)
             if kind == "I":
@@ -263,14 +301,19 @@ class Pipeline:
             raise RuntimeError("this Pipeline is closed: make a new one")
         batch = first = error = None
         try:
-            batch = Microbatches(inputs, targets, count, self.schedule.microbatches,
-                                 self.last in self.stages)
+            batch = Microbatches(
+                inputs, targets, count, self.schedule.microbatches, self.last in self.stages
+            )
             first = batch.first()
-            if (self.replicas and torch.is_grad_enabled()
-                    and any(param.grad is not None for param in self.parameters())):
+            if (
+                self.replicas
+                and torch.is_grad_enabled()
+                and any(param.grad is not None for param in self.parameters())
+            ):
                 raise RuntimeError(
                     "a parameter still has a gradient of an earlier step, and that is a sum over "
-                    "the replicas already: call zero_grad() first")
+                    "the replicas already: call zero_grad() first"
+                )
         except Exception as reason:  # agree() raises it on every rank
             error = reason
         return batch, *self._boundaries.agree(first, error)
@@ -278,8 +321,13 @@ class Pipeline:
     def _group_of(self, purpose):
         """Which process group serves AGREEMENT, a Channel, or the ranks that share a parameter: its
         ranks in the world, and the purpose."""
-        ranks = range(len(self.schedule)) if purpose == AGREEMENT else \
-            purpose[:2] if isinstance(purpose, Channel) else purpose
+        ranks = (
+            range(len(self.schedule))
+            if purpose == AGREEMENT
+            else purpose[:2]
+            if isinstance(purpose, Channel)
+            else purpose
+        )
         return tuple(sorted(dist.get_global_rank(self.group, rank) for rank in ranks)), purpose
 
     def _end(self, channel, group):

@@ -14,8 +14,9 @@ from torch.autograd.graph import get_gradient_edge, increment_version
 
 from naranhi.pipeline.dry_run import CreatedTensors, copied, storages, without_a_trace
 
-WAY_OUT = ('make the Pipeline with trial="data", which tries copies of the layers on a micro-batch '
-           "instead")
+WAY_OUT = (
+    'make the Pipeline with trial="data", which tries copies of the layers on a micro-batch instead'
+)
 
 
 class TensorMeta(NamedTuple):
@@ -40,9 +41,15 @@ class StageSignature(NamedTuple):
     @classmethod
     def of(cls, value, kept=frozenset()):
         """Return that of a tensor or a tuple of tensors. kept: the storages that a stage keeps."""
-        specs = [TensorMeta(tuple(tensor.shape), tensor.dtype, tensor.requires_grad,
-                      bool(kept) and tensor.untyped_storage() in kept)
-                 for tensor in _as_tuple(value)]
+        specs = [
+            TensorMeta(
+                tuple(tensor.shape),
+                tensor.dtype,
+                tensor.requires_grad,
+                bool(kept) and tensor.untyped_storage() in kept,
+            )
+            for tensor in _as_tuple(value)
+        ]
         return cls(tuple(specs), isinstance(value, tuple))
 
     def __str__(self):
@@ -52,7 +59,8 @@ class StageSignature(NamedTuple):
         """Return all of it in words."""
         return "a tuple of " * self.is_tuple + ", ".join(
             f"{spec.dtype} {spec.shape}" + " requiring a gradient" * spec.requires_grad
-            for spec in self.specs)
+            for spec in self.specs
+        )
 
     def value(self, tensors):
         """Return the tensors as a layer takes them.
@@ -77,26 +85,37 @@ class StageSignature(NamedTuple):
         A tensor may require no gradient where this expects one: the gradient is then dropped.
         """
         tensors = _as_tuple(value)
-        if (isinstance(value, tuple) != self.is_tuple or len(tensors) != len(self.specs)
-                or any(tensor.shape != spec.shape or tensor.dtype != spec.dtype
-                       or tensor.requires_grad > spec.requires_grad
-                       for tensor, spec in zip(tensors, self.specs, strict=True))):
+        if (
+            isinstance(value, tuple) != self.is_tuple
+            or len(tensors) != len(self.specs)
+            or any(
+                tensor.shape != spec.shape
+                or tensor.dtype != spec.dtype
+                or tensor.requires_grad > spec.requires_grad
+                for tensor, spec in zip(tensors, self.specs, strict=True)
+            )
+        ):
             raise ValueError(
                 f"{name_of(number, layer)} returned {StageSignature.of(value).describe()}, and "
                 f"{self.describe()} when it was tried: what a stage returns may change from step "
                 "to step with the inputs' shapes, autocast, the grad mode, and the layers' modes "
-                "and parameters; after any other change make a new Pipeline")
+                "and parameters; after any other change make a new Pipeline"
+            )
 
     def detached(self, value):
         """Return the tensors to be sent: copies where the stage keeps the storage."""
-        return [tensor.detach().clone() if spec.kept else tensor.detach()
-                for tensor, spec in zip(_as_tuple(value), self.specs, strict=True)]
+        return [
+            tensor.detach().clone() if spec.kept else tensor.detach()
+            for tensor, spec in zip(_as_tuple(value), self.specs, strict=True)
+        ]
 
     def edges(self, value):
         """Return, for each tensor for which a gradient comes, its place in the graph or None."""
-        return [get_gradient_edge(tensor) if tensor.requires_grad else None
-                for tensor, spec in zip(_as_tuple(value), self.specs, strict=True)
-                if spec.requires_grad]
+        return [
+            get_gradient_edge(tensor) if tensor.requires_grad else None
+            for tensor, spec in zip(_as_tuple(value), self.specs, strict=True)
+            if spec.requires_grad
+        ]
 
     def message(self, kind):
         """Return (shape, dtype) of each tensor that is sent: as "activation" or as "gradient"."""
@@ -131,14 +150,26 @@ def infer(layers, boundary, first=0):
         with FakeCopyMode(mode):
             copies = copied(layers)
         created.record_layers(copies)
-        value = boundary.value([
-            torch.empty(spec.shape, dtype=spec.dtype, device=_device(layers),
-                        requires_grad=spec.requires_grad) for spec in boundary.specs])
+        value = boundary.value(
+            [
+                torch.empty(
+                    spec.shape,
+                    dtype=spec.dtype,
+                    device=_device(layers),
+                    requires_grad=spec.requires_grad,
+                )
+                for spec in boundary.specs
+            ]
+        )
         for number, layer in enumerate(copies, first):
             created.creator = name_of(number, layer)
-            value = _tried(number, layer, value,
-                           " (layers are tried on shapes, without values: for one that needs "
-                           f"values, {WAY_OUT})")
+            value = _tried(
+                number,
+                layer,
+                value,
+                " (layers are tried on shapes, without values: for one that needs "
+                f"values, {WAY_OUT})",
+            )
         result = StageSignature.of(value, storages(copies))
     del copies, layer, value
     survivor = created.survivor()
@@ -147,7 +178,8 @@ def infer(layers, boundary, first=0):
         raise ValueError(
             f"{creator} was tried on shapes, and a tensor of {tensor.dtype} {tuple(tensor.shape)} "
             "that it made there, without values, is kept outside of the layers, by a cache or a "
-            f"hook: empty that, and {WAY_OUT}")
+            f"hook: empty that, and {WAY_OUT}"
+        )
     return result
 
 
@@ -162,19 +194,30 @@ def infer_data(layers, boundary, tensors, first=0):
     device = _device(layers)
     with without_a_trace(), torch.random.fork_rng([device] if device.type == "cuda" else []):
         copies = copied(layers)
-        value = boundary.value([
-            tensor.detach().to(device, copy=True).requires_grad_(spec.requires_grad)
-            for tensor, spec in zip(tensors, boundary.specs, strict=True)])
+        value = boundary.value(
+            [
+                tensor.detach().to(device, copy=True).requires_grad_(spec.requires_grad)
+                for tensor, spec in zip(tensors, boundary.specs, strict=True)
+            ]
+        )
         for number, layer in enumerate(copies, first):
             value = _tried(number, layer, value)
             require_values(value, number, layer)
-        return (StageSignature.of(value, storages(copies)),
-                [tensor.detach() for tensor in _as_tuple(value)])
+        return (
+            StageSignature.of(value, storages(copies)),
+            [tensor.detach() for tensor in _as_tuple(value)],
+        )
 
 
 def _device(layers):
-    return next((tensor.device for layer in layers
-                 for tensor in chain(layer.parameters(), layer.buffers())), torch.device("cpu"))
+    return next(
+        (
+            tensor.device
+            for layer in layers
+            for tensor in chain(layer.parameters(), layer.buffers())
+        ),
+        torch.device("cpu"),
+    )
 
 
 def _tried(number, layer, value, hint=""):
@@ -182,8 +225,9 @@ def _tried(number, layer, value, hint=""):
     try:
         value = layer(value)
     except Exception as error:
-        raise ValueError(f"{name_of(number, layer)} fails on {taken}: "
-                         f"{error or type(error).__name__}{hint}") from error
+        raise ValueError(
+            f"{name_of(number, layer)} fails on {taken}: {error or type(error).__name__}{hint}"
+        ) from error
     require_tensors(value, number, layer)
     return value
 
@@ -195,13 +239,17 @@ def name_of(number, layer):
 
 def require_tensors(value, number, layer):
     """Raise TypeError unless a layer has returned a tensor or a tuple of tensors."""
-    wrong = [type(element).__name__ for element in _as_tuple(value)
-             if not isinstance(element, torch.Tensor)]
+    wrong = [
+        type(element).__name__
+        for element in _as_tuple(value)
+        if not isinstance(element, torch.Tensor)
+    ]
     if wrong or not _as_tuple(value):
         what = f"a tuple with {wrong[0]} in it" if wrong else "an empty tuple"
         what = what if isinstance(value, tuple) else wrong[0]
         raise TypeError(
-            f"{name_of(number, layer)} returned {what}, not a tensor or a tuple of tensors")
+            f"{name_of(number, layer)} returned {what}, not a tensor or a tuple of tensors"
+        )
 
 
 def require_values(value, number, layer):
@@ -214,7 +262,8 @@ def require_values(value, number, layer):
             raise TypeError(
                 f"{name_of(number, layer)} returned {type(tensor).__name__} {tensor.dtype} "
                 f"{tuple(tensor.shape)} without values: it is on the meta device, or uses a tensor "
-                "that a cache has kept from a trial on shapes")
+                "that a cache has kept from a trial on shapes"
+            )
 
 
 def _as_tuple(value):

@@ -62,23 +62,37 @@ class StageSignatures:
         kinds = ["cpu"]
         if torch.accelerator.is_available():
             kinds.append(torch.accelerator.current_accelerator().type)
-        autocast = {f"autocast on {kind}": torch.is_autocast_enabled(kind)
-                    and torch.get_autocast_dtype(kind) for kind in kinds}
-        frozen = {f"requires_grad of {tied.name}": tied.parameter.requires_grad
-                  for tied in self.tied}
-        return {"a micro-batch": StageSignature.of(microbatch), **autocast, **frozen,
-                "the grad mode": torch.is_grad_enabled(),
-                "inference mode": torch.is_inference_mode_enabled(),
-                "the default dtype": torch.get_default_dtype()}
+        autocast = {
+            f"autocast on {kind}": torch.is_autocast_enabled(kind)
+            and torch.get_autocast_dtype(kind)
+            for kind in kinds
+        }
+        frozen = {
+            f"requires_grad of {tied.name}": tied.parameter.requires_grad for tied in self.tied
+        }
+        return {
+            "a micro-batch": StageSignature.of(microbatch),
+            **autocast,
+            **frozen,
+            "the grad mode": torch.is_grad_enabled(),
+            "inference mode": torch.is_inference_mode_enabled(),
+            "the default dtype": torch.get_default_dtype(),
+        }
 
     def _local(self):
         """What may differ between ranks: modes, parameters and buffers of this rank's stages."""
         return tuple(
-            (module.training, *(
-                (tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad)
-                for tensor in chain(module._parameters.values(), module._buffers.values())
-                if tensor is not None))
-            for stage in self.stages.values() for module in stage.layers.modules())
+            (
+                module.training,
+                *(
+                    (tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad)
+                    for tensor in chain(module._parameters.values(), module._buffers.values())
+                    if tensor is not None
+                ),
+            )
+            for stage in self.stages.values()
+            for module in stage.layers.modules()
+        )
 
     def _exchange(self, number):
         """The numbers of all ranks."""
@@ -90,8 +104,9 @@ class StageSignatures:
 
     def _require_same(self, common, error):
         gathered = [None] * self.ranks
-        dist.all_gather_object(gathered, (common, error and (type(error), str(error))),
-                               group=self.group)
+        dist.all_gather_object(
+            gathered, (common, error and (type(error), str(error))), group=self.group
+        )
         errors = {rank: error for rank, (_, error) in enumerate(gathered) if error}
         if errors:
             kind, text = errors[min(errors)]
@@ -105,7 +120,8 @@ class StageSignatures:
                 if value != expected:
                     raise ValueError(
                         f"the ranks of the pipeline disagree on what they were given: {name} is "
-                        f"{expected} on its rank {other}, and {value} on its rank {rank}")
+                        f"{expected} on its rank {other}, and {value} on its rank {rank}"
+                    )
 
     def _try(self, microbatch):
         """Try each stage on the rank that has it, which tells all ranks the boundary after it."""

@@ -79,8 +79,11 @@ class Stage(nn.Module):
             torch.autograd.backward(*map(list, zip(*pairs, strict=True)))
             # A bias that has the input's shape may have been given the very tensor that is sent:
             # the next micro-batch's gradient must not be added to that.
-            taken = {self._dense(weight).untyped_storage().data_ptr() for weight in new
-                     if weight.grad is not None}
+            taken = {
+                self._dense(weight).untyped_storage().data_ptr()
+                for weight in new
+                if weight.grad is not None
+            }
         found = [torch.zeros_like(one) if one.grad is None else one.grad for one in inputs]
         return [one.clone() if one.untyped_storage().data_ptr() in taken else one for one in found]
 
@@ -88,11 +91,15 @@ class Stage(nn.Module):
         """The gradient of a weight, or ValueError if it is sparse."""
         if weight.grad.layout is not torch.strided:
             number, name = next(
-                (number, name) for number, layer in enumerate(self.layers)
-                for name, parameter in layer.named_parameters() if parameter is weight)
+                (number, name)
+                for number, layer in enumerate(self.layers)
+                for name, parameter in layer.named_parameters()
+                if parameter is weight
+            )
             raise ValueError(
                 f"{name_of(self.first + number, self.layers[number])}: the gradient of {name} is "
-                "sparse, which a pipeline cannot sum; compute a dense one")
+                "sparse, which a pipeline cannot sum; compute a dense one"
+            )
         return weight.grad
 
     def run_input_grad(self, microbatch, gradients):

@@ -20,8 +20,11 @@ def tied_parameters(parts, placement):
     Frozen parameters are among them: they may be unfrozen later. parts: by stage, its layers;
     placement: by stage, its rank.
     """
-    return [(name, tensor, tuple(sorted(ranks))) for name, tensor, ranks in _users(parts, placement)
-            if len(ranks) > 1 and isinstance(tensor, nn.Parameter)]
+    return [
+        (name, tensor, tuple(sorted(ranks)))
+        for name, tensor, ranks in _users(parts, placement)
+        if len(ranks) > 1 and isinstance(tensor, nn.Parameter)
+    ]
 
 
 def copies(parts, placement, rank, replicas):
@@ -30,9 +33,13 @@ def copies(parts, placement, rank, replicas):
     "pipeline": parameters and buffers that another rank of the pipeline uses too. "replicas": all
     of this rank's, if it has replicas. A tensor on the meta device has no values to compare.
     """
+
     def digests(least):
-        return {name: fingerprint(tensor) for name, tensor, ranks in _users(parts, placement)
-                if rank in ranks and len(ranks) >= least and not tensor.is_meta}
+        return {
+            name: fingerprint(tensor)
+            for name, tensor, ranks in _users(parts, placement)
+            if rank in ranks and len(ranks) >= least and not tensor.is_meta
+        }
 
     return {"pipeline": digests(2), "replicas": digests(1) if replicas else {}}
 
@@ -44,8 +51,10 @@ def _users(parts, placement):
         module = nn.ModuleList(part)
         for tensor in chain(module.parameters(), module.buffers()):
             users.setdefault(tensor, set()).add(rank)
-    return [(name, tensor, users[tensor])
-            for name, tensor in chain(model.named_parameters(), model.named_buffers())]
+    return [
+        (name, tensor, users[tensor])
+        for name, tensor in chain(model.named_parameters(), model.named_buffers())
+    ]
 
 
 class TiedWeight:

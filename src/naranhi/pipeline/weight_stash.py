@@ -29,9 +29,11 @@ class WeightStash:
         self.newest = list(module.parameters())
         self.optimizer, self.stash = optimizer(self.newest) if self.newest else None, stash
         number = {id(parameter): n for n, parameter in enumerate(self.newest)}
-        self._uses = [(owner, name, number[id(parameter)]) for owner in module.modules()
-                      for name, parameter in owner.named_parameters(
-                          recurse=False, remove_duplicate=False)]
+        self._uses = [
+            (owner, name, number[id(parameter)])
+            for owner in module.modules()
+            for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False)
+        ]
         self.begin()
 
     def begin(self):

@@ -30,8 +30,18 @@ class Grade:
         return "; ".join(self.faults) or "passes"
 
 
-def grade(rows, stages, microbatches, cost, held, forward=1.0, input_grad=1.0, weight_grad=1.0,
-          latency=0.0, messages=None):
+def grade(
+    rows,
+    stages,
+    microbatches,
+    cost,
+    held,
+    forward=1.0,
+    input_grad=1.0,
+    weight_grad=1.0,
+    latency=0.0,
+    messages=None,
+):
     """The Grade on a schedule, as far as simulating it can tell.
 
     rows: a Schedule, or what one is built from: for each rank a text of names, or a sequence.
@@ -53,9 +63,16 @@ def grade(rows, stages, microbatches, cost, held, forward=1.0, input_grad=1.0, w
             return Grade(faults, schedule)
         chunks = schedule.virtual_stages / stages
         forward, input_grad, weight_grad = (
-            time / chunks for time in (forward, input_grad, weight_grad))
-        timeline = simulate(schedule, forward, input_grad + weight_grad, latency=latency,
-                            input_grad=input_grad, weight_grad=weight_grad)
+            time / chunks for time in (forward, input_grad, weight_grad)
+        )
+        timeline = simulate(
+            schedule,
+            forward,
+            input_grad + weight_grad,
+            latency=latency,
+            input_grad=input_grad,
+            weight_grad=weight_grad,
+        )
     except ScheduleError as error:
         return Grade((str(error),))
     # Chunks take fractions of a unit, whose sum may be off in the last digits.
@@ -73,6 +90,11 @@ def grade(rows, stages, microbatches, cost, held, forward=1.0, input_grad=1.0, w
 
 def _counted(schedule, stages, microbatches):
     """What there is too much or too little of."""
-    return tuple(f"{what}: {is_}, where there are to be {due}" for what, is_, due in (
-        ("ranks", schedule.stages, stages),
-        ("micro-batches", schedule.microbatches, microbatches)) if is_ != due)
+    return tuple(
+        f"{what}: {is_}, where there are to be {due}"
+        for what, is_, due in (
+            ("ranks", schedule.stages, stages),
+            ("micro-batches", schedule.microbatches, microbatches),
+        )
+        if is_ != due
+    )

@@ -10,7 +10,8 @@ import logging
 # On a machine where matplotlib is new it may announce, on stderr, that it looks for fonts: in a
 # notebook that would be an output that differs from one run to the next.
 logging.getLogger("matplotlib.font_manager").addFilter(
-    lambda record: "building the font cache" not in record.getMessage())
+    lambda record: "building the font cache" not in record.getMessage()
+)
 
 from naranhi.show._chart import COLORS, axes, bars, measured, predicted
 from naranhi.show._collectives import collective, ring_steps, tree
@@ -25,6 +26,26 @@ from naranhi.show._source import source
 from naranhi.show._table import rate, seconds, size, table
 from naranhi.show._timeline import timeline
 
-__all__ = ["COLORS", "axes", "bars", "collective", "figure", "grids", "hierarchy", "journey",
-           "lanes", "measured", "panels", "play", "predicted", "rate", "ring_steps", "seconds",
-           "size", "source", "table", "timeline", "tree"]
+__all__ = [
+    "COLORS",
+    "axes",
+    "bars",
+    "collective",
+    "figure",
+    "grids",
+    "hierarchy",
+    "journey",
+    "lanes",
+    "measured",
+    "panels",
+    "play",
+    "predicted",
+    "rate",
+    "ring_steps",
+    "seconds",
+    "size",
+    "source",
+    "table",
+    "timeline",
+    "tree",
+]

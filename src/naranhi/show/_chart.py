@@ -75,7 +75,7 @@ class _LogTicks(ticker.Locator):
         chosen = []
         for base, factors in self.ways:
             powers = range(math.floor(math.log(low, base)), math.ceil(math.log(high, base)) + 1)
-            ticks = [factor * float(base)**power for power in powers for factor in factors]
+            ticks = [factor * float(base) ** power for power in powers for factor in factors]
             ticks = [tick for tick in ticks if low <= tick <= high]
             if len(chosen) < len(ticks) <= 6:
                 chosen = ticks
@@ -85,8 +85,9 @@ class _LogTicks(ticker.Locator):
 def measured(ax, x, y, label=None, color=COLORS[0]):
     """Draw what was measured: points, labelled at the height of the last one."""
     ax.plot(x, y, "o", color=color, markersize=5, markeredgewidth=0)
-    _label(ax, y, label, Line2D([6.3], [3.4], marker="o", color=color, markersize=5,
-                                markeredgewidth=0))
+    _label(
+        ax, y, label, Line2D([6.3], [3.4], marker="o", color=color, markersize=5, markeredgewidth=0)
+    )
 
 
 def predicted(ax, x, y, label=None, color=COLORS[0]):
@@ -103,11 +104,20 @@ def _label(ax, y, text, key):
         picture = DrawingArea(12.6, 7)
         picture.add_artist(key)
         words = TextArea(text, textprops={"color": INK, "fontsize": 9.5})
-        ax.add_artist(AnnotationBbox(
-            HPacker(children=[picture, words], align="center", pad=0, sep=4),
-            (1, list(y)[-1]), xycoords=("axes fraction", "data"), xybox=(6, 0),
-            boxcoords="offset points", box_alignment=(0, 0.5), frameon=False, pad=0.1, gid="label",
-            annotation_clip=False))
+        ax.add_artist(
+            AnnotationBbox(
+                HPacker(children=[picture, words], align="center", pad=0, sep=4),
+                (1, list(y)[-1]),
+                xycoords=("axes fraction", "data"),
+                xybox=(6, 0),
+                boxcoords="offset points",
+                box_alignment=(0, 0.5),
+                frameon=False,
+                pad=0.1,
+                gid="label",
+                annotation_clip=False,
+            )
+        )
 
 
 def bars(values, xlabel, unit=None, colors=None):
@@ -127,8 +137,15 @@ def bars(values, xlabel, unit=None, colors=None):
     places = range(len(values))
     ax.barh(places, values.values(), height=0.56, color=colors or COLORS[0], linewidth=0)
     for place, value in zip(places, values.values(), strict=True):
-        ax.annotate(write(value), (value, place), (5, 0), textcoords="offset points",
-                    va="center", color=INK, fontsize=9.5)
+        ax.annotate(
+            write(value),
+            (value, place),
+            (5, 0),
+            textcoords="offset points",
+            va="center",
+            color=INK,
+            fontsize=9.5,
+        )
     ax.set_yticks(places, values.keys())
     ax.tick_params(axis="y", length=0, labelsize=9.5)
     ax.invert_yaxis()

@@ -33,9 +33,12 @@ def ring_steps(ranks=4):
     Raises ValueError for more than 4 ranks.
     """
     steps = definitions.ring(definitions.example("all_reduce", _coloured(ranks)))
-    figure(draw_ring(ranks), f"The {len(steps) - 1} steps of a ring all-reduce on {ranks} ranks. "
-           f"After the reduce-scatter: {_words(steps[ranks - 1].held)}. "
-           f"After the all-gather: {_words(steps[-1].held)}.")
+    figure(
+        draw_ring(ranks),
+        f"The {len(steps) - 1} steps of a ring all-reduce on {ranks} ranks. "
+        f"After the reduce-scatter: {_words(steps[ranks - 1].held)}. "
+        f"After the all-gather: {_words(steps[-1].held)}.",
+    )
 
 
 def tree(ranks=4, root=0):
@@ -45,10 +48,15 @@ def tree(ranks=4, root=0):
     """
     _is_rank(root, ranks)
     rounds = definitions.tree(ranks, root)
-    words = "; ".join(f"round {i}: " + ", ".join(f"{a} to {b}" for a, b in pairs)
-                      for i, pairs in enumerate(rounds, 1))
-    figure(draw_tree(ranks, root), f"A broadcast from rank {root} to {ranks} ranks along a "
-           f"binomial tree, in {len(rounds)} rounds. {words}.")
+    words = "; ".join(
+        f"round {i}: " + ", ".join(f"{a} to {b}" for a, b in pairs)
+        for i, pairs in enumerate(rounds, 1)
+    )
+    figure(
+        draw_tree(ranks, root),
+        f"A broadcast from rank {root} to {ranks} ranks along a "
+        f"binomial tree, in {len(rounds)} rounds. {words}.",
+    )
 
 
 UNIT = 0.43  # inches, the width of a block in the pictures of single collectives
@@ -65,17 +73,27 @@ def draw_collective(name, ranks, root=0):
     widths = [max(map(len, state)) for state in (before, after)]
     top, middle = 0.62, LABELS + widths[0]
     fig, ax = canvas(middle + BETWEEN + widths[1], ranks + top, UNIT)
-    for x, width, state, title in ((LABELS, widths[0], before, "before"),
-                                   (middle + BETWEEN, widths[1], after, "after")):
+    for x, width, state, title in (
+        (LABELS, widths[0], before, "before"),
+        (middle + BETWEEN, widths[1], after, "after"),
+    ):
         ax.text(x + PAD, 0.3, title, color=INK, fontsize=9.5, va="center_baseline")
         for rank, blocks in enumerate(state):
             for at in range(width):
                 draw_block(ax, x + at, top + rank, blocks[at] if at < len(blocks) else None)
     rank_names(ax, ranks, top)
     y = top + ranks / 2
-    ax.add_patch(FancyArrowPatch(
-        (middle + 0.25, y), (middle + BETWEEN - 0.25, y), arrowstyle=ARROW, color=FAINT,
-        linewidth=1.6, shrinkA=0, shrinkB=0))
+    ax.add_patch(
+        FancyArrowPatch(
+            (middle + 0.25, y),
+            (middle + BETWEEN - 0.25, y),
+            arrowstyle=ARROW,
+            color=FAINT,
+            linewidth=1.6,
+            shrinkA=0,
+            shrinkB=0,
+        )
+    )
     return fig
 
 
@@ -87,24 +105,39 @@ def draw_ring(ranks):
     rows = [steps[:ranks], steps[ranks:]] if ranks > 1 else [steps]
     fig, ax = canvas(labels + ranks * (ranks + gap) - gap, row_height * len(rows), 0.26)
     for row, (phase, row_steps) in enumerate(
-            zip(("reduce-scatter", "all-gather"), rows, strict=False)):
+        zip(("reduce-scatter", "all-gather"), rows, strict=False)
+    ):
         y = row * row_height + top
         first = ranks - len(row_steps)
-        ax.text(labels + first * (ranks + gap) + PAD, y - 1.15, phase, color=INK, fontsize=9.5,
-                weight="bold")
+        ax.text(
+            labels + first * (ranks + gap) + PAD,
+            y - 1.15,
+            phase,
+            color=INK,
+            fontsize=9.5,
+            weight="bold",
+        )
         rank_names(ax, ranks, y, size=8.5)
         for column, step in enumerate(row_steps, first):
             x = labels + column * (ranks + gap)
             number = row * ranks + column - first
-            ax.text(x + PAD, y - 0.28, f"step {number}" if number else "start", color=INK,
-                    fontsize=8.5)
+            ax.text(
+                x + PAD, y - 0.28, f"step {number}" if number else "start", color=INK, fontsize=8.5
+            )
             draw_steps(ax, x, y, step)
             draw_messages(ax, x, y, gap, step)
     if ranks > 2:
         y = row_height + top + ranks / 2
         _outline(ax, labels, y - 0.5, edgecolor=INK, linewidth=1.6)
-        ax.text(labels + 1.25, y, "has just\narrived", color=INK, fontsize=8.5,
-                va="center_baseline", linespacing=1.3)
+        ax.text(
+            labels + 1.25,
+            y,
+            "has just\narrived",
+            color=INK,
+            fontsize=8.5,
+            va="center_baseline",
+            linespacing=1.3,
+        )
     return fig
 
 
@@ -126,11 +159,19 @@ def draw_messages(ax, x, y, gap, step):
         if at is not None:
             sender = (rank - 1) % ranks
             start, end = y + sender + 0.5, y + rank + 0.5
-            ax.add_patch(PathPatch(
-                Path([(left, start), (middle, start), (middle, end), (right, end)],
-                     [Path.MOVETO, Path.CURVE4, Path.CURVE4, Path.CURVE4]),
-                fill=False, edgecolor=COLORS[sender], linewidth=1.4, capstyle="round",
-                clip_on=False))
+            ax.add_patch(
+                PathPatch(
+                    Path(
+                        [(left, start), (middle, start), (middle, end), (right, end)],
+                        [Path.MOVETO, Path.CURVE4, Path.CURVE4, Path.CURVE4],
+                    ),
+                    fill=False,
+                    edgecolor=COLORS[sender],
+                    linewidth=1.4,
+                    capstyle="round",
+                    clip_on=False,
+                )
+            )
 
 
 def draw_tree(ranks, root=0):
@@ -147,12 +188,27 @@ def draw_tree(ranks, root=0):
         ax.plot([start], [y], "o", color=COLORS[0], markersize=8, markeredgewidth=0)
     for i, pairs in enumerate(rounds):
         x = left + across * i
-        ax.text(x + across / 2, 0.3, f"round {i + 1}", color=INK, fontsize=9.5, ha="center",
-                va="center_baseline")
+        ax.text(
+            x + across / 2,
+            0.3,
+            f"round {i + 1}",
+            color=INK,
+            fontsize=9.5,
+            ha="center",
+            va="center_baseline",
+        )
         for sender, receiver in pairs:
-            ax.add_patch(FancyArrowPatch(
-                (x, top + down * sender), (x + across, top + down * receiver), arrowstyle=ARROW,
-                color=COLORS[0], linewidth=1.4, shrinkA=0, shrinkB=6))
+            ax.add_patch(
+                FancyArrowPatch(
+                    (x, top + down * sender),
+                    (x + across, top + down * receiver),
+                    arrowstyle=ARROW,
+                    color=COLORS[0],
+                    linewidth=1.4,
+                    shrinkA=0,
+                    shrinkB=6,
+                )
+            )
     return fig
 
 
@@ -175,19 +231,40 @@ def draw_block(ax, x, y, held, label=True):
         _rounded(ax, x + PAD, y + PAD, side, side, SLATE)
     width, top = side / len(held.terms), y + PAD + (0.66 * side if named_sum else 0)
     for i, (_, rank) in enumerate(held.terms):
-        _rounded(ax, x + PAD + i * width, top, width, y + 1 - PAD - top, COLORS[rank],
-                 left=i == 0, right=i == len(held.terms) - 1, upper=not named_sum)
+        _rounded(
+            ax,
+            x + PAD + i * width,
+            top,
+            width,
+            y + 1 - PAD - top,
+            COLORS[rank],
+            left=i == 0,
+            right=i == len(held.terms) - 1,
+            upper=not named_sum,
+        )
     if label:
         name = f"Σ{string.ascii_uppercase[held.terms[0][0]]}" if named_sum else str(held)
-        ax.text(x + 0.5, y + (0.37 if named_sum else 0.5), name, color="white", weight="bold",
-                fontsize=9.5, ha="center", va="center_baseline")
+        ax.text(
+            x + 0.5,
+            y + (0.37 if named_sum else 0.5),
+            name,
+            color="white",
+            weight="bold",
+            fontsize=9.5,
+            ha="center",
+            va="center_baseline",
+        )
 
 
 def _rounded(ax, x, y, width, height, color, left=True, right=True, upper=True, radius=0.09):
     """A filled box of which only the named corners are round."""
     right_x, below = x + width, y + height
-    corners = [((x, below), left), ((x, y), left and upper), ((right_x, y), right and upper),
-               ((right_x, below), right)]
+    corners = [
+        ((x, below), left),
+        ((x, y), left and upper),
+        ((right_x, y), right and upper),
+        ((right_x, below), right),
+    ]
     points, codes = [], []
     for i, (corner, is_round) in enumerate(corners):
         for neighbour in (corners[i - 1][0], None, corners[(i + 1) % 4][0]):
@@ -195,29 +272,50 @@ def _rounded(ax, x, y, width, height, color, left=True, right=True, upper=True, 
                 points.append(corner)
             elif is_round:
                 distance = abs(neighbour[0] - corner[0]) + abs(neighbour[1] - corner[1])
-                points.append(tuple(c + (n - c) * radius / distance
-                                    for c, n in zip(corner, neighbour, strict=True)))
+                points.append(
+                    tuple(
+                        c + (n - c) * radius / distance
+                        for c, n in zip(corner, neighbour, strict=True)
+                    )
+                )
         codes += [Path.LINETO, Path.CURVE3, Path.CURVE3] if is_round else [Path.LINETO]
     codes[0] = Path.MOVETO
-    ax.add_patch(PathPatch(Path([*points, points[0]], [*codes, Path.CLOSEPOLY]), facecolor=color,
-                           edgecolor="none", clip_on=False))
+    ax.add_patch(
+        PathPatch(
+            Path([*points, points[0]], [*codes, Path.CLOSEPOLY]),
+            facecolor=color,
+            edgecolor="none",
+            clip_on=False,
+        )
+    )
 
 
 def _outline(ax, x, y, **style):
-    ax.add_patch(FancyBboxPatch((x + PAD, y + PAD), 1 - 2 * PAD, 1 - 2 * PAD, fill=False,
-                                clip_on=False, boxstyle="round,pad=0,rounding_size=0.09", **style))
+    ax.add_patch(
+        FancyBboxPatch(
+            (x + PAD, y + PAD),
+            1 - 2 * PAD,
+            1 - 2 * PAD,
+            fill=False,
+            clip_on=False,
+            boxstyle="round,pad=0,rounding_size=0.09",
+            **style,
+        )
+    )
 
 
 def rank_names(ax, ranks, top, size=9.5):
     for rank in range(ranks):
-        ax.text(0.0, top + rank + 0.5, f"rank {rank}", color=INK, fontsize=size,
-                va="center_baseline")
+        ax.text(
+            0.0, top + rank + 0.5, f"rank {rank}", color=INK, fontsize=size, va="center_baseline"
+        )
 
 
 def _states(name, ranks, root):
     if name not in definitions.COLLECTIVES:
-        raise ValueError(f"a collective is one of {', '.join(definitions.COLLECTIVES)}, "
-                         f"not {name!r}")
+        raise ValueError(
+            f"a collective is one of {', '.join(definitions.COLLECTIVES)}, not {name!r}"
+        )
     _is_rank(root, _coloured(ranks))
     before = definitions.example(name, ranks, root)
     rooted = name in ("broadcast", "scatter", "gather", "reduce")
@@ -236,5 +334,7 @@ def _is_rank(root, ranks):
 
 
 def _words(state):
-    return "; ".join(f"rank {rank} holds " + (", ".join(map(str, blocks)) or "nothing")
-                     for rank, blocks in enumerate(state))
+    return "; ".join(
+        f"rank {rank} holds " + (", ".join(map(str, blocks)) or "nothing")
+        for rank, blocks in enumerate(state)
+    )

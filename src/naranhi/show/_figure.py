@@ -10,10 +10,9 @@ from matplotlib import pyplot, rc_context
 
 # Colours to draw with. matplotlib knows no CSS, so these stand for what the page decides: they
 # are replaced in the SVG. Nothing else may use them.
-INK = "#010203"    # text and axes
+INK = "#010203"  # text and axes
 FAINT = "#040506"  # lines that should not draw the eye
-CSS = {INK: "currentColor", "#000000": "currentColor",
-       FAINT: "var(--naranhi-faint,#8c959f)"}
+CSS = {INK: "currentColor", "#000000": "currentColor", FAINT: "var(--naranhi-faint,#8c959f)"}
 # Where a page does not set --naranhi-ink, its own text colour serves: JupyterLab has dark pages.
 ROOT_COLOR = "color:var(--naranhi-ink,currentcolor);fill:currentColor;stroke-linejoin:round"
 
@@ -49,9 +48,11 @@ def svg_file(fig, alt):
     root, width, height = _element(fig, alt)
     root.attrib |= {"width": f"{width:.0f}", "height": f"{height:.0f}", "style": ROOT_COLOR}
     style = ElementTree.Element(f"{{{SVG}}}style")
-    style.text = (":root{--naranhi-ink:#1f2328;--naranhi-faint:#8c959f}"
-                  "@media(prefers-color-scheme:dark){:root{--naranhi-ink:#d6dce2;"
-                  "--naranhi-faint:#75808b}}")
+    style.text = (
+        ":root{--naranhi-ink:#1f2328;--naranhi-faint:#8c959f}"
+        "@media(prefers-color-scheme:dark){:root{--naranhi-ink:#d6dce2;"
+        "--naranhi-faint:#75808b}}"
+    )
     root.insert(0, style)
     return ElementTree.tostring(root, encoding="unicode") + "\n"
 
@@ -63,11 +64,16 @@ def _element(fig, alt):
     spread_labels(fig)
     buffer = io.StringIO()
     with rc_context({"svg.fonttype": "path", "svg.hashsalt": "naranhi", "path.simplify": True}):
-        fig.savefig(buffer, format="svg", transparent=True,
-                    metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+        fig.savefig(
+            buffer,
+            format="svg",
+            transparent=True,
+            metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")),
+        )
     root = ElementTree.fromstring(buffer.getvalue())
-    size = [float(root.attrib.pop(side).removesuffix("pt")) * 96 / 72
-            for side in ("width", "height")]
+    size = [
+        float(root.attrib.pop(side).removesuffix("pt")) * 96 / 72 for side in ("width", "height")
+    ]
     del root.attrib["version"]
     _prune(root)
     _shorten(root)
@@ -164,5 +170,6 @@ def _rename_ids(root):
             element.set("id", names[old])
         for key, value in element.attrib.items():
             if key == "href" or "url(#" in value:
-                element.set(key, re.sub(r"(^|url\()#([^)]+)",
-                                        lambda m: f"{m[1]}#{names[m[2]]}", value))
+                element.set(
+                    key, re.sub(r"(^|url\()#([^)]+)", lambda m: f"{m[1]}#{names[m[2]]}", value)
+                )

@@ -52,8 +52,15 @@ def _draw_cell(ax, x, y, value, mark):
         ax.add_patch(Rectangle((x, y), 1, 1, facecolor=COLORS[mark], edgecolor="none"))
     ax.add_patch(Rectangle((x, y), 1, 1, facecolor="none", edgecolor=FAINT, linewidth=0.8))
     # `float` of a float32 shows digits that nobody wrote: 0.8 would be 0.800000011920929.
-    ax.text(x + 0.5, y + 0.5, number(value), color=WHITE if mark >= 0 else INK, fontsize=9.5,
-            ha="center", va="center_baseline")
+    ax.text(
+        x + 0.5,
+        y + 0.5,
+        number(value),
+        color=WHITE if mark >= 0 else INK,
+        fontsize=9.5,
+        ha="center",
+        va="center_baseline",
+    )
 
 
 def _rows(matrix):

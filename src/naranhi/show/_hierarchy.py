@@ -27,28 +27,50 @@ def hierarchy(levels):
             raise ValueError(f"bandwidth and capacity are positive: {level}")
     if not levels:
         raise ValueError("there is no level to draw")
-    words = [f"{level['name']} {rate(level['bandwidth'])}"
-             + (f", {size(level['capacity'])}" if level["capacity"] else "")
-             + f" ({level['source']})" for level in levels]
-    figure(draw(levels), "Bandwidth and capacity of each level: " + "; ".join(words) + ".",
-           measured=any(level["source"] == "measured" for level in levels))
+    words = [
+        f"{level['name']} {rate(level['bandwidth'])}"
+        + (f", {size(level['capacity'])}" if level["capacity"] else "")
+        + f" ({level['source']})"
+        for level in levels
+    ]
+    figure(
+        draw(levels),
+        "Bandwidth and capacity of each level: " + "; ".join(words) + ".",
+        measured=any(level["source"] == "measured" for level in levels),
+    )
 
 
 def draw(levels):
     fig = Figure(figsize=(WIDTH, 0.85 + 0.36 * len(levels)), layout="constrained")
     left, right = fig.subplots(1, 2, sharey=True, width_ratios=(1, 1))
-    for ax, key, title, write in ((left, "bandwidth", "bandwidth", rate),
-                                  (right, "capacity", "capacity", size)):
+    for ax, key, title, write in (
+        (left, "bandwidth", "bandwidth", rate),
+        (right, "capacity", "capacity", size),
+    ):
         style(ax)
         ax.spines[["left", "bottom"]].set_visible(False)
         ax.set_xscale("log", base=10 if key == "bandwidth" else 2)
         for place, level in enumerate(levels):
             if level[key] is None:
                 continue
-            ax.plot(level[key], place, "o", color=COLORS[0], markersize=7, markeredgewidth=1.6,
-                    markerfacecolor=SOURCES[level["source"]])
-            ax.annotate(write(level[key]), (level[key], place), (8, 0), va="center",
-                        textcoords="offset points", color=INK, fontsize=9)
+            ax.plot(
+                level[key],
+                place,
+                "o",
+                color=COLORS[0],
+                markersize=7,
+                markeredgewidth=1.6,
+                markerfacecolor=SOURCES[level["source"]],
+            )
+            ax.annotate(
+                write(level[key]),
+                (level[key], place),
+                (8, 0),
+                va="center",
+                textcoords="offset points",
+                color=INK,
+                fontsize=9,
+            )
         ax.set_title(title, loc="left", x=0, color=INK, fontsize=10, pad=8)
         ax.grid(axis="x", color=FAINT, alpha=0.35, linewidth=0.6)
         ax.xaxis.set_major_locator(ticker.LogLocator(base=10 if key == "bandwidth" else 1024))
@@ -62,7 +84,10 @@ def draw(levels):
     left.set_yticks(range(len(levels)), [level["name"] for level in levels])
     right.tick_params(axis="y", labelleft=False)
     key = ["● measured", "○ datasheet"]
-    used = [k for k, source in zip(key, SOURCES, strict=True)
-            if any(level["source"] == source for level in levels)]
+    used = [
+        k
+        for k, source in zip(key, SOURCES, strict=True)
+        if any(level["source"] == source for level in levels)
+    ]
     fig.supxlabel("    ".join(used), color=INK, fontsize=9, x=0.99, ha="right")
     return fig

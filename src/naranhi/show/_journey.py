@@ -33,17 +33,22 @@ def journey(timeline, seconds=9.0):
     seconds: how long a round takes; a box to tick makes it pause.
     Raises ValueError for a timeline of anything else, and for a round that takes no time.
     """
-    spans = sorted((span.start, span.end, rank, span.action.kind)
-                   for rank, row in enumerate(timeline) for span in row)
+    spans = sorted(
+        (span.start, span.end, rank, span.action.kind)
+        for rank, row in enumerate(timeline)
+        for span in row
+    )
     there = [(rank, "F") for rank in range(len(timeline))]
     back = [(rank, "B") for rank, _ in reversed(there)]
     if [(rank, kind) for _, _, rank, kind in spans] != there + back:
         raise ValueError("a journey is that of one micro-batch through all stages and back")
     if not seconds > 0:
         raise ValueError(f"a round takes more than {seconds} seconds")
-    alt = (f"A micro-batch goes through {len(timeline)} ranks: first the forward passes, from rank "
-           f"0 to the last, each handing an activation on; then the backward passes, from the last "
-           f"to rank 0, each handing back a gradient. {len(spans)} actions, one after the other.")
+    alt = (
+        f"A micro-batch goes through {len(timeline)} ranks: first the forward passes, from rank "
+        f"0 to the last, each handing an activation on; then the backward passes, from the last "
+        f"to rank 0, each handing back a gradient. {len(spans)} actions, one after the other."
+    )
     fig = draw_journey(spans)
     data = {"text/html": _moving(fig, alt, spans, seconds), "text/plain": f"[figure: {alt}]"}
     pyplot.close(fig)
@@ -57,18 +62,34 @@ def draw_journey(spans):
         x, y = _corner(rank, kind)
         name, color = ROWS[kind]
         ax.add_patch(Rectangle((x, y), WIDE, HIGH, facecolor=color, linewidth=0))
-        ax.text(x + WIDE / 2, y + HIGH / 2, str(number), color="white", fontsize=11,
-                weight="bold", ha="center", va="center_baseline")
+        ax.text(
+            x + WIDE / 2,
+            y + HIGH / 2,
+            str(number),
+            color="white",
+            fontsize=11,
+            weight="bold",
+            ha="center",
+            va="center_baseline",
+        )
         if rank == 0:
             ax.text(0, y + HIGH / 2, name, color=INK, fontsize=9.5, va="center_baseline")
         if kind == "F":
-            ax.text(x + WIDE / 2, 0.4, f"rank {rank}", color=INK, fontsize=9.5, ha="center",
-                    va="center_baseline")
+            ax.text(
+                x + WIDE / 2,
+                0.4,
+                f"rank {rank}",
+                color=INK,
+                fontsize=9.5,
+                ha="center",
+                va="center_baseline",
+            )
     for (_, _, rank, kind), (_, _, to, other) in pairwise(spans):
         start, end = _corner(rank, kind), _corner(to, other)
         if rank == to:
-            ax.add_patch(_arrow((start[0] + WIDE / 2, start[1] + HIGH),
-                                (end[0] + WIDE / 2, end[1])))
+            ax.add_patch(
+                _arrow((start[0] + WIDE / 2, start[1] + HIGH), (end[0] + WIDE / 2, end[1]))
+            )
         else:
             across = WIDE if to > rank else 0
             y = start[1] + HIGH / 2
@@ -76,8 +97,9 @@ def draw_journey(spans):
     # What is handed over, named once, in the middle of the way.
     middle = _corner(0, "F")[0] + WIDE + (STEP - WIDE) / 2
     ax.text(middle, TOP - 0.12, "activation", color=INK, fontsize=9, ha="center", va="baseline")
-    ax.text(middle, TOP + LANE + HIGH + 0.12, "gradient", color=INK, fontsize=9, ha="center",
-            va="top")
+    ax.text(
+        middle, TOP + LANE + HIGH + 0.12, "gradient", color=INK, fontsize=9, ha="center", va="top"
+    )
     return fig
 
 
@@ -87,8 +109,9 @@ def _corner(rank, kind):
 
 
 def _arrow(start, end):
-    return FancyArrowPatch(start, end, arrowstyle=ARROW, color=FAINT, linewidth=1.4,
-                           shrinkA=3, shrinkB=3)
+    return FancyArrowPatch(
+        start, end, arrowstyle=ARROW, color=FAINT, linewidth=1.4, shrinkA=3, shrinkB=3
+    )
 
 
 def _moving(fig, alt, spans, seconds):
@@ -96,10 +119,18 @@ def _moving(fig, alt, spans, seconds):
     root, width, _ = _element(fig, alt)
     unit = 72 * UNIT  # points, which the picture is measured in
     margin = 0.08
-    frame = {"class": "frame", "x": f"{-margin * unit:g}", "y": f"{-margin * unit:g}",
-             "width": f"{(WIDE + 2 * margin) * unit:g}",
-             "height": f"{(HIGH + 2 * margin) * unit:g}", "rx": "4", "fill": "none",
-             "stroke": "currentColor", "stroke-width": "2.4", "display": "none"}
+    frame = {
+        "class": "frame",
+        "x": f"{-margin * unit:g}",
+        "y": f"{-margin * unit:g}",
+        "width": f"{(WIDE + 2 * margin) * unit:g}",
+        "height": f"{(HIGH + 2 * margin) * unit:g}",
+        "rx": "4",
+        "fill": "none",
+        "stroke": "currentColor",
+        "stroke-width": "2.4",
+        "display": "none",
+    }
     ElementTree.SubElement(root, f"{{{SVG}}}rect", frame)
     root.set("style", f"display:block;width:100%;max-width:{width:.0f}px;height:auto;{ROOT_COLOR}")
     whole = (spans[-1][1] - spans[0][0]) / (1 - REST)

@@ -49,7 +49,8 @@ def draw_lanes(rows, measured=False, end=None):
     ax.tick_params(length=0, labelcolor=INK, labelsize=9)
     ax.set_yticks([place + 0.5 for place in range(len(rows))], list(rows))
     ax.xaxis.set_major_formatter(
-        lambda value, _: _table.seconds(value) if measured and value else _table.number(value))
+        lambda value, _: _table.seconds(value) if measured and value else _table.number(value)
+    )
     ax.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
     colors = dict(zip(kinds, COLORS, strict=False))
     inch = length / (WIDTH - 1.3)  # about, in units of time
@@ -58,18 +59,40 @@ def draw_lanes(rows, measured=False, end=None):
         for kind, number, start, stop in row:
             _draw_box(ax, place, colors[kind], number, start - first, stop - start, inch)
     ax.legend(
-        [Rectangle((0, 0), 1, 1, color=color, lw=0) for color in colors.values()], kinds,
-        loc="lower left", bbox_to_anchor=(0, 1), frameon=False, ncols=len(kinds), fontsize=9.5,
-        labelcolor=INK, borderpad=0, borderaxespad=0.5, handlelength=0.9, handleheight=0.9,
-        columnspacing=1.4)
+        [Rectangle((0, 0), 1, 1, color=color, lw=0) for color in colors.values()],
+        kinds,
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        frameon=False,
+        ncols=len(kinds),
+        fontsize=9.5,
+        labelcolor=INK,
+        borderpad=0,
+        borderaxespad=0.5,
+        handlelength=0.9,
+        handleheight=0.9,
+        columnspacing=1.4,
+    )
     return fig
 
 
 def _draw_box(ax, place, color, number, start, duration, inch):
     gap = min(0.012 * inch, duration / 5)  # so that two boxes that touch are two
-    ax.add_patch(Rectangle((start, place + 0.08), duration - gap, 0.84, facecolor=color,
-                           linewidth=0, zorder=2))
+    ax.add_patch(
+        Rectangle(
+            (start, place + 0.08), duration - gap, 0.84, facecolor=color, linewidth=0, zorder=2
+        )
+    )
     text = "" if number is None else str(number)
     if text and len(text) * DIGIT * inch < duration - gap:
-        ax.text(start + (duration - gap) / 2, place + 0.5, text, color="white", fontsize=9,
-                weight="bold", ha="center", va="center_baseline", zorder=3)
+        ax.text(
+            start + (duration - gap) / 2,
+            place + 0.5,
+            text,
+            color="white",
+            fontsize=9,
+            weight="bold",
+            ha="center",
+            va="center_baseline",
+            zorder=3,
+        )

@@ -33,7 +33,8 @@ def panels(labels, measures):
     fig = Figure(figsize=(WIDTH, 0.6 + ROW * len(labels)), layout="constrained")
     columns = fig.subplots(1, len(measures), sharey=True, squeeze=False)[0]
     for ax, (name, (predicted, measured, write)), color in zip(
-            columns, measures.items(), COLORS, strict=False):
+        columns, measures.items(), COLORS, strict=False
+    ):
         _panel(ax, name, predicted, measured, write or _table.number, color)
     columns[0].set_yticks(range(len(labels)), labels)
     columns[0].invert_yaxis()
@@ -52,8 +53,15 @@ def _panel(ax, name, predicted, measured, write, color):
         ax.plot(measured, places, "o", color=INK, markersize=3.6, markeredgewidth=0, zorder=3)
     for place, value in enumerate(predicted):
         right = max(value, measured[place]) if measured is not None else value
-        ax.annotate(write(value), (right, place), (5, 0), textcoords="offset points",
-                    va="center", color=INK, fontsize=9)
+        ax.annotate(
+            write(value),
+            (right, place),
+            (5, 0),
+            textcoords="offset points",
+            va="center",
+            color=INK,
+            fontsize=9,
+        )
     # The longest bar's number needs room as well.
     longest = max([*predicted, *(measured or ())]) or 1.0
     ax.set_xlim(0, 1.5 * longest)

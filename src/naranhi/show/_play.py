@@ -23,8 +23,9 @@ def play(timeline, end=None, seconds=12.0):
     """
     if not seconds > 0:
         raise ValueError(f"a round takes more than {seconds} seconds")
-    alt = (f"A simulated timeline of {len(timeline)} ranks, drawn as time goes by. "
-           + " ".join(_words(rank, row) for rank, row in enumerate(timeline)))
+    alt = f"A simulated timeline of {len(timeline)} ranks, drawn as time goes by. " + " ".join(
+        _words(rank, row) for rank, row in enumerate(timeline)
+    )
     fig = draw_timeline(timeline, end=end)
     data = {"text/html": _moving(fig, alt, seconds), "text/plain": f"[figure: {alt}]"}
     pyplot.close(fig)
@@ -45,9 +46,16 @@ def _moving(fig, alt, seconds):
     name = clip.get("id").partition("-")[0]
     left, top, wide, high = (float(window.get(one)) for one in ("x", "y", "width", "height"))
     window.set("class", "window")
-    now = {"class": "now", "x1": f"{left:g}", "x2": f"{left:g}", "y1": f"{top - 2:g}",
-           "y2": f"{top + high + 2:g}", "stroke": "currentColor", "stroke-width": "1.2",
-           "opacity": "0"}
+    now = {
+        "class": "now",
+        "x1": f"{left:g}",
+        "x2": f"{left:g}",
+        "y1": f"{top - 2:g}",
+        "y2": f"{top + high + 2:g}",
+        "stroke": "currentColor",
+        "stroke-width": "1.2",
+        "opacity": "0",
+    }
     ElementTree.SubElement(root, f"{{{SVG}}}line", now)
     root.set("style", f"display:block;width:100%;max-width:{width:.0f}px;height:auto;{ROOT_COLOR}")
     drawn = ElementTree.tostring(root, encoding="unicode")

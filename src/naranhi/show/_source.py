@@ -45,18 +45,26 @@ def source(*objects, docstrings=True):
     for file, neighbours in itertools.groupby(objects, key=_file):
         neighbours = list(neighbours)
         names = [item.__qualname__ for item in neighbours if not inspect.ismodule(item)]
-        parts.append((" · ".join([file, ", ".join(names)] if names else [file]),
-                      "\n\n".join(_text(item, docstrings) for item in neighbours)))
+        parts.append(
+            (
+                " · ".join([file, ", ".join(names)] if names else [file]),
+                "\n\n".join(_text(item, docstrings) for item in neighbours),
+            )
+        )
     # JupyterLab would wrap long lines, and lose the indentation that carries the meaning.
     formatter = HtmlFormatter(prestyles="white-space:pre;overflow-x:auto")
     blocks = "".join(
         f'<div class="naranhi-file" style="margin:.6em 0 .2em;font-size:.9em"><code>'
         f"{html.escape(heading)}</code></div>{highlight(text, PythonLexer(), formatter)}"
-        for heading, text in parts)
-    display({
-        "text/html": f'<style>\n{STYLE}</style><div class="naranhi-source">{blocks}</div>',
-        "text/plain": "\n\n".join(f"# {heading}\n{text}" for heading, text in parts),
-    }, raw=True)
+        for heading, text in parts
+    )
+    display(
+        {
+            "text/html": f'<style>\n{STYLE}</style><div class="naranhi-source">{blocks}</div>',
+            "text/plain": "\n\n".join(f"# {heading}\n{text}" for heading, text in parts),
+        },
+        raw=True,
+    )
 
 
 def _file(item):
@@ -78,8 +86,11 @@ def _text(item, docstrings):
 def _without_docstrings(text):
     lines = text.splitlines()
     for node in ast.walk(ast.parse(text)):
-        if (isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-                and ast.get_docstring(node) is not None and len(node.body) > 1):
+        if (
+            isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            and ast.get_docstring(node) is not None
+            and len(node.body) > 1
+        ):
             first, after = node.body[0], node.body[1]
             start = min([after.lineno, *(d.lineno for d in getattr(after, "decorator_list", ()))])
             for i in range(first.lineno - 1, start - 1):

@@ -73,11 +73,17 @@ def table(rows, columns, caption=None, measured=False):
     """
     columns = [str(column) for column in columns]
     cells = [_row(row, columns) for row in rows]
-    numeric = [bool(cells) and all(NUMBER.match(row[i]) for row in cells)
-               for i in range(len(columns))]
-    display({"text/html": _html(cells, columns, numeric, caption),
-             "text/plain": _plain(cells, columns, numeric, caption)},
-            metadata={"naranhi": {"measured": True}} if measured else None, raw=True)
+    numeric = [
+        bool(cells) and all(NUMBER.match(row[i]) for row in cells) for i in range(len(columns))
+    ]
+    display(
+        {
+            "text/html": _html(cells, columns, numeric, caption),
+            "text/plain": _plain(cells, columns, numeric, caption),
+        },
+        metadata={"naranhi": {"measured": True}} if measured else None,
+        raw=True,
+    )
 
 
 def _row(row, columns):
@@ -95,25 +101,39 @@ def _html(cells, columns, numeric, caption):
     def line(tag, row, border):
         # "20.2 MiB" in two lines cannot be read; a heading over it may well have two.
         kept_whole = "white-space:nowrap;" if tag == "td" else ""
-        return "<tr>" + "".join(
-            f'<{tag} style="text-align:{"right" if right else "left"};padding:.3em .8em;'
-            f'{kept_whole if right else ""}background:transparent;'
-            f'border:0;border-bottom:{border}">{html.escape(cell)}</{tag}>'
-            for cell, right in zip(row, numeric, strict=True)) + "</tr>"
+        return (
+            "<tr>"
+            + "".join(
+                f'<{tag} style="text-align:{"right" if right else "left"};padding:.3em .8em;'
+                f"{kept_whole if right else ''}background:transparent;"
+                f'border:0;border-bottom:{border}">{html.escape(cell)}</{tag}>'
+                for cell, right in zip(row, numeric, strict=True)
+            )
+            + "</tr>"
+        )
 
     rule = "solid var(--naranhi-faint,#8c959f)"
-    head = (f'<caption style="caption-side:top;text-align:left">'
-            f"{html.escape(caption)}</caption>" if caption else "")
+    head = (
+        f'<caption style="caption-side:top;text-align:left">{html.escape(caption)}</caption>'
+        if caption
+        else ""
+    )
     body = "".join(line("td", row, f"1px {rule}") for row in cells)
-    return ('<div style="overflow-x:auto"><table class="naranhi-table" style="border-collapse:'
-            f'collapse;font-variant-numeric:tabular-nums;margin:.5em 0">{head}'
-            f"<thead>{line('th', columns, f'2px {rule}')}</thead><tbody>{body}</tbody>"
-            "</table></div>")
+    return (
+        '<div style="overflow-x:auto"><table class="naranhi-table" style="border-collapse:'
+        f'collapse;font-variant-numeric:tabular-nums;margin:.5em 0">{head}'
+        f"<thead>{line('th', columns, f'2px {rule}')}</thead><tbody>{body}</tbody>"
+        "</table></div>"
+    )
 
 
 def _plain(cells, columns, numeric, caption):
     widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
-    lines = ["  ".join(cell.rjust(width) if right else cell.ljust(width)
-                       for cell, width, right in zip(row, widths, numeric, strict=True)).rstrip()
-             for row in [columns, ["-" * width for width in widths], *cells]]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(row, widths, numeric, strict=True)
+        ).rstrip()
+        for row in [columns, ["-" * width for width in widths], *cells]
+    ]
     return "\n".join([caption, *lines] if caption else lines)

@@ -31,8 +31,10 @@ def timeline(timeline, measured=False, end=None):
     """
     bubble = f"{float(timeline.bubble_rate):.0%}"
     words = "measured" if measured else "simulated"
-    alt = (f"A {words} timeline of {len(timeline)} ranks, in which {bubble} of the time is the "
-           f"bubble. " + " ".join(_words(rank, row) for rank, row in enumerate(timeline)))
+    alt = (
+        f"A {words} timeline of {len(timeline)} ranks, in which {bubble} of the time is the "
+        f"bubble. " + " ".join(_words(rank, row) for rank, row in enumerate(timeline))
+    )
     figure(draw_timeline(timeline, measured, end), alt, measured=measured)
 
 
@@ -51,10 +53,13 @@ def draw_timeline(timeline, measured=False, end=None):
     ax.spines[:].set_visible(False)
     ax.tick_params(length=0, labelcolor=INK, labelsize=9)
     step = -(-ranks // 16)
-    ax.set_yticks([rank + 0.5 for rank in range(0, ranks, step)],
-                  [f"rank {rank}" for rank in range(0, ranks, step)])
+    ax.set_yticks(
+        [rank + 0.5 for rank in range(0, ranks, step)],
+        [f"rank {rank}" for rank in range(0, ranks, step)],
+    )
     ax.xaxis.set_major_formatter(
-        lambda value, _: _table.seconds(value) if measured and value else _table.number(value))
+        lambda value, _: _table.seconds(value) if measured and value else _table.number(value)
+    )
     ax.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
     wide = length / (WIDTH - 0.7)  # about an inch, in units of time
     for rank, row in enumerate(timeline):
@@ -62,19 +67,32 @@ def draw_timeline(timeline, measured=False, end=None):
         chunks = sorted({action.stage for action, _, _ in row})
         for action, start, stop in row:
             fill = _fill(chunks.index(action.stage), len(chunks))
-            _draw_box(ax, rank, action, float(start - first), float(stop - start), wide,
-                      row_height, fill)
+            _draw_box(
+                ax, rank, action, float(start - first), float(stop - start), wide, row_height, fill
+            )
     kinds = [kind for kind in KINDS if any(a.kind == kind for row in timeline for a, _, _ in row)]
     keys = {KINDS[kind][0]: Rectangle((0, 0), 1, 1, color=KINDS[kind][1], lw=0) for kind in kinds}
     most = max(len({action.stage for action, _, _ in row}) for row in timeline)
     for chunk in range(most if most > 1 else 0):
         keys[f"chunk {chunk}" if chunk == 0 else f"{chunk}"] = Rectangle(
-            (0, 0), 1, 1, facecolor=to_rgba(FAINT, _fill(chunk, most)), edgecolor=FAINT, lw=0.8)
+            (0, 0), 1, 1, facecolor=to_rgba(FAINT, _fill(chunk, most)), edgecolor=FAINT, lw=0.8
+        )
     ax.legend(
-        keys.values(), keys.keys(), loc="lower left", bbox_to_anchor=(0, 1), frameon=False,
-        ncols=len(keys), fontsize=9.5, labelcolor=INK, borderpad=0, borderaxespad=0.5,
-        handlelength=0.9, handleheight=0.9, columnspacing=1.4 if len(keys) < 5 else 0.5,
-        handletextpad=0.8 if len(keys) < 5 else 0.4)
+        keys.values(),
+        keys.keys(),
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        frameon=False,
+        ncols=len(keys),
+        fontsize=9.5,
+        labelcolor=INK,
+        borderpad=0,
+        borderaxespad=0.5,
+        handlelength=0.9,
+        handleheight=0.9,
+        columnspacing=1.4 if len(keys) < 5 else 0.5,
+        handletextpad=0.8 if len(keys) < 5 else 0.4,
+    )
     return fig
 
 
@@ -88,12 +106,28 @@ def _draw_box(ax, rank, action, start, duration, wide, row_height, fill):
     gap = min(0.012 * wide, duration / 5)  # so that two boxes that touch are two
     number = "" if action.microbatch is None else str(action.microbatch)
     frame = {"linewidth": 0} if fill == 1 else {"linewidth": 0.7, "edgecolor": color}
-    ax.add_patch(Rectangle((start, rank + 0.08), duration - gap, 0.84,
-                           facecolor=to_rgba(color, fill), zorder=2, **frame))
+    ax.add_patch(
+        Rectangle(
+            (start, rank + 0.08),
+            duration - gap,
+            0.84,
+            facecolor=to_rgba(color, fill),
+            zorder=2,
+            **frame,
+        )
+    )
     if number and len(number) * DIGIT * wide < duration - gap and row_height > 0.15:
-        ax.text(start + (duration - gap) / 2, rank + 0.5, number,
-                color="white" if fill == 1 else INK, fontsize=9,
-                weight="bold", ha="center", va="center_baseline", zorder=3)
+        ax.text(
+            start + (duration - gap) / 2,
+            rank + 0.5,
+            number,
+            color="white" if fill == 1 else INK,
+            fontsize=9,
+            weight="bold",
+            ha="center",
+            va="center_baseline",
+            zorder=3,
+        )
 
 
 def _words(rank, row):

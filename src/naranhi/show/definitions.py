@@ -64,8 +64,19 @@ def all_to_all(held):
     return [list(column) for column in zip(*held, strict=True)]
 
 
-COLLECTIVES = {function.__name__: function for function in (
-    broadcast, scatter, gather, reduce, all_gather, reduce_scatter, all_reduce, all_to_all)}
+COLLECTIVES = {
+    function.__name__: function
+    for function in (
+        broadcast,
+        scatter,
+        gather,
+        reduce,
+        all_gather,
+        reduce_scatter,
+        all_reduce,
+        all_to_all,
+    )
+}
 
 
 def example(name, ranks, root=0):
@@ -73,8 +84,10 @@ def example(name, ranks, root=0):
     if name in ("gather", "all_gather"):
         return [[block(0, rank)] for rank in range(ranks)]
     rooted = name in ("broadcast", "scatter")
-    return [[block(at, rank) for at in range(ranks)] if rank == root or not rooted else []
-            for rank in range(ranks)]
+    return [
+        [block(at, rank) for at in range(ranks)] if rank == root or not rooted else []
+        for rank in range(ranks)
+    ]
 
 
 class Step(NamedTuple):

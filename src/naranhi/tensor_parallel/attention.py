@@ -40,12 +40,16 @@ class ParallelAttention(nn.Module):
         if past_key_values is not None:
             raise ValueError("attention split over ranks has no cache: pass use_cache=False")
         # Each (batch, heads of this rank, sequence, head size).
-        q, k, v = (part.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
-                   for part in self.c_attn(x).chunk(3, -1))
+        q, k, v = (
+            part.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+            for part in self.c_attn(x).chunk(3, -1)
+        )
         length = q.shape[2]
         if attention_mask is not None and attention_mask.shape[-1] != length:
-            raise ValueError(f"a mask of {attention_mask.shape[-1]} for {length} tokens: with "
-                             "sequence parallelism, eager attention needs a padding mask")
+            raise ValueError(
+                f"a mask of {attention_mask.shape[-1]} for {length} tokens: with "
+                "sequence parallelism, eager attention needs a padding mask"
+            )
         dropout = self.attn_dropout.p if self.training else 0.0
         attend = _eager if self.eager else _fused
         if dropout:
@@ -58,7 +62,8 @@ class ParallelAttention(nn.Module):
 
 def _fused(q, k, v, mask, dropout, scaling):
     return F.scaled_dot_product_attention(
-        q, k, v, mask, dropout, is_causal=mask is None, scale=scaling)
+        q, k, v, mask, dropout, is_causal=mask is None, scale=scaling
+    )
 
 
 def _eager(q, k, v, mask, dropout, scaling):

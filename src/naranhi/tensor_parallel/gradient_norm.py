@@ -17,9 +17,14 @@ from naranhi.tensor_parallel.sequence_gradients import unsummed
 from naranhi.tensor_parallel.shards import ShardedModule
 
 
-def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, *,
-                    groups: Sequence[dist.ProcessGroup] = (),
-                    counted_elsewhere: Iterable[nn.Parameter] = ()) -> float:
+def clip_grad_norm_(
+    model: nn.Module,
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    groups: Sequence[dist.ProcessGroup] = (),
+    counted_elsewhere: Iterable[nn.Parameter] = (),
+) -> float:
     """Scale gradients in place to a norm of at most `max_norm`, and return the norm they had.
 
     The norm is that of the whole model, as `torch.nn.utils.clip_grad_norm_` has it in one process.
@@ -35,8 +40,10 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, *
     anything is scaled, for a norm that is not finite.
     """
     if names := unsummed(model):
-        raise RuntimeError(f"the gradient of {names[0]} is this rank's part of a sum: call "
-                           "sum_sequence_gradients before clipping")
+        raise RuntimeError(
+            f"the gradient of {names[0]} is this rank's part of a sum: call "
+            "sum_sequence_gradients before clipping"
+        )
     split, gradients = split_over(model), [p.grad for p in model.parameters() if p.grad is not None]
     skipped = set(counted_elsewhere)
     parts = {None: [], **{group: [] for group in split.values()}}
@@ -51,12 +58,20 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, *
 
 def split_over(model: nn.Module) -> dict[nn.Parameter, dist.ProcessGroup]:
     """Return the parameters of which each rank of a group holds a part, with that group."""
-    return {getattr(module, name): module.group for module in model.modules()
-            if isinstance(module, ShardedModule) for name in module.splits}
+    return {
+        getattr(module, name): module.group
+        for module in model.modules()
+        if isinstance(module, ShardedModule)
+        for name in module.splits
+    }
 
 
-def norm_of_parts(parts: dict[dist.ProcessGroup | None, list[torch.Tensor]], norm_type: float,
-                  groups: Sequence[dist.ProcessGroup], device: torch.device | None = None) -> float:
+def norm_of_parts(
+    parts: dict[dist.ProcessGroup | None, list[torch.Tensor]],
+    norm_type: float,
+    groups: Sequence[dist.ProcessGroup],
+    device: torch.device | None = None,
+) -> float:
     """Return the norm of gradients that are spread over the ranks of `groups`.
 
     parts: this rank's gradients, by the group of which each rank has another part of them; those
@@ -65,15 +80,19 @@ def norm_of_parts(parts: dict[dist.ProcessGroup | None, list[torch.Tensor]], nor
     total = norm_power(parts[None], norm_type, device)
     for group, tensors in parts.items():
         if group is not None:
-            total = _add(total, over_ranks(norm_power(tensors, norm_type, device), norm_type,
-                                           group), norm_type)
+            total = _add(
+                total,
+                over_ranks(norm_power(tensors, norm_type, device), norm_type, group),
+                norm_type,
+            )
     for group in groups:
         total = over_ranks(total, norm_type, group)
     return (total if norm_type == inf else total.pow(1 / norm_type)).item()
 
 
-def norm_power(tensors: Sequence[torch.Tensor], norm_type: float = 2.0,
-               device: torch.device | None = None) -> torch.Tensor:
+def norm_power(
+    tensors: Sequence[torch.Tensor], norm_type: float = 2.0, device: torch.device | None = None
+) -> torch.Tensor:
     """Return what these tensors add to the norm of all: a tensor of one float64, to be summed.
 
     It is the sum of |x| ** norm_type over all elements x; for norm_type inf it is the largest |x|,

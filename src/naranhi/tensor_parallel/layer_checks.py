@@ -50,8 +50,10 @@ def require_embedding(layer: nn.Module) -> None:
     for option in ("max_norm", "scale_grad_by_freq", "sparse"):
         value = getattr(layer, option)
         if value is not None and value is not False:
-            raise ValueError(f"an embedding with {option}={value} is not provided for: make it "
-                             "without, or leave it out of the plan")
+            raise ValueError(
+                f"an embedding with {option}={value} is not provided for: make it "
+                "without, or leave it out of the plan"
+            )
     _require_plain(layer, "weight")
 
 
@@ -66,8 +68,10 @@ def require_tokenwise(layer: nn.Module) -> None:
     """Raise TypeError or ValueError where a layer may be more than a function of each token."""
     _require_no_parametrization(layer)
     if isinstance(layer, _NormBase):
-        raise TypeError(f"{type(layer).__name__} computes statistics over all tokens, of which "
-                        "this rank has a part")
+        raise TypeError(
+            f"{type(layer).__name__} computes statistics over all tokens, of which "
+            "this rank has a part"
+        )
     if isinstance(layer, _DropoutNd) and type(layer) is not nn.Dropout:
         raise _wrong_kind("a Dropout is needed", layer, nn.Dropout)
     _require_own_forward(layer)
@@ -84,7 +88,8 @@ def require_slow_path(parent: nn.Module) -> None:
         raise ValueError(
             "in evaluation, nn.TransformerEncoderLayer computes with its layers' weights itself, "
             "and would take a part for the whole: call "
-            "torch.backends.mha.set_fastpath_enabled(False) first")
+            "torch.backends.mha.set_fastpath_enabled(False) first"
+        )
 
 
 def require_layers_of_tokens(model: nn.Module) -> None:
@@ -94,7 +99,8 @@ def require_layers_of_tokens(model: nn.Module) -> None:
             raise ValueError(
                 f"{name or 'the model'} is a {type(module).__name__} of transformers, which counts "
                 "positions and builds masks by the tokens that it sees, here a part of them: pass "
-                "sequence=False, or make layers of it, as models.gpt2_layers does")
+                "sequence=False, or make layers of it, as models.gpt2_layers does"
+            )
 
 
 def _kind(layer):
@@ -112,7 +118,8 @@ def _require_no_parametrization(layer):
     for name, chain in layer._modules.get("parametrizations", nn.ModuleDict()).items():
         raise ValueError(
             f"its {name} is parametrized by {type(chain[0]).__name__}, which would be lost: call "
-            "torch.nn.utils.parametrize.remove_parametrizations, or leave it out of the plan")
+            "torch.nn.utils.parametrize.remove_parametrizations, or leave it out of the plan"
+        )
 
 
 def _require_own_forward(layer):
@@ -121,10 +128,13 @@ def _require_own_forward(layer):
     if hook:
         raise ValueError(
             f"{hook} would be lost, or see a part of what it saw: make its effect permanent, as "
-            "prune.remove and remove_weight_norm do, or register it on what parallelize returns")
+            "prune.remove and remove_weight_norm do, or register it on what parallelize returns"
+        )
     if "forward" in vars(layer) or is_compiled(layer):
-        raise ValueError("its forward was replaced or compiled, which would be lost: do that to "
-                         "what parallelize returns")
+        raise ValueError(
+            "its forward was replaced or compiled, which would be lost: do that to "
+            "what parallelize returns"
+        )
 
 
 def _require_plain(layer, *names):
@@ -133,8 +143,10 @@ def _require_plain(layer, *names):
     held = {*layer._parameters, *layer._buffers, *layer._modules}
     if held != set(names):
         differ = ", ".join(sorted(held ^ set(names)))
-        raise ValueError(f"it should hold {' and '.join(names)} only, but for {differ} this is not "
-                         "so: what they do would be lost")
+        raise ValueError(
+            f"it should hold {' and '.join(names)} only, but for {differ} this is not "
+            "so: what they do would be lost"
+        )
     for name, param in layer.named_parameters():
         _require_plain_parameter(name, param)
 
@@ -143,5 +155,7 @@ def _require_plain_parameter(name, param):
     if type(param) is not nn.Parameter:
         raise TypeError(f"its {name} is a {type(param).__name__}, not a torch.nn.Parameter")
     if has_hooks(param):
-        raise ValueError(f"its {name} has a hook, which would see a part of the gradient: register "
-                         "it on the parameters of what parallelize returns, for a part of them")
+        raise ValueError(
+            f"its {name} has a hook, which would see a part of the gradient: register "
+            "it on the parameters of what parallelize returns, for a part of them"
+        )

@@ -178,5 +178,7 @@ def _as_autocast(x, *weights):
     if not torch.is_autocast_enabled(kind):
         return x, *weights
     dtype, as_they_are = torch.get_autocast_dtype(kind), (None, torch.float64)
-    return tuple(one if getattr(one, "dtype", None) in as_they_are else one.to(dtype)
-                 for one in (x, *weights))
+    return tuple(
+        one if getattr(one, "dtype", None) in as_they_are else one.to(dtype)
+        for one in (x, *weights)
+    )

@@ -94,8 +94,9 @@ class Vocabulary:
         if not isinstance(layer, nn.Embedding):
             return VocabularyParallelHead(layer, group, sequence, self.gather_output)
         if self.gather_output:
-            raise ValueError("what an embedding returns is whole on every rank: gather_output is "
-                             "for a head")
+            raise ValueError(
+                "what an embedding returns is whole on every rank: gather_output is for a head"
+            )
         return VocabularyParallelEmbedding(layer, group, sequence)
 
 
@@ -140,11 +141,19 @@ def gpt2_plan(gather_output=False):
     `Vocabulary`.
     """
     return {
-        "*wte": Vocabulary(), "*lm_head": Vocabulary(gather_output),
-        "*.attn": Heads(), "*.attn.c_attn": Column(parts=3), "*.attn.c_proj": Row(),
-        "*.mlp.c_fc": Column(), "*.mlp.c_proj": Row(),
-        "*wpe": SequenceParallel(), "*ln_[12f]": SequenceParallel(), "*drop": SequenceParallel(),
-        "*.resid_dropout": SequenceParallel(), "*.mlp.dropout": SequenceParallel()}
+        "*wte": Vocabulary(),
+        "*lm_head": Vocabulary(gather_output),
+        "*.attn": Heads(),
+        "*.attn.c_attn": Column(parts=3),
+        "*.attn.c_proj": Row(),
+        "*.mlp.c_fc": Column(),
+        "*.mlp.c_proj": Row(),
+        "*wpe": SequenceParallel(),
+        "*ln_[12f]": SequenceParallel(),
+        "*drop": SequenceParallel(),
+        "*.resid_dropout": SequenceParallel(),
+        "*.mlp.dropout": SequenceParallel(),
+    }
 
 
 def mlp_plan():
@@ -219,8 +228,10 @@ def _tie(layers, new):
     for (first, own), *others in users.values():
         for name, other in others:
             if _way(new.get(first), own) != _way(new.get(name), other):
-                raise ValueError(f"{first}.{own} and {name}.{other} are one parameter: the plan "
-                                 "has to split both alike, or none")
+                raise ValueError(
+                    f"{first}.{own} and {name}.{other} are one parameter: the plan "
+                    "has to split both alike, or none"
+                )
             if own in getattr(new.get(first), "splits", ()):
                 setattr(new[name], other, getattr(new[first], own))
 
@@ -247,5 +258,6 @@ def _agree(module, plan, error, group):
             raise ValueError(f"rank {ranks[0]} and rank {rank} were given different plans")
         for name in told[0][2].keys() | weights.keys():
             if told[0][2].get(name) != weights.get(name):
-                raise ValueError(f"rank {ranks[0]} and rank {rank} start from different weights: "
-                                 f"{name} differs")
+                raise ValueError(
+                    f"rank {ranks[0]} and rank {rank} start from different weights: {name} differs"
+                )

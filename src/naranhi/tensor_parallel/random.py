@@ -30,8 +30,9 @@ def fork_rng(x, group=None):
         yield
         return
     seed = torch.randint(2**31, (), device="cpu").item() + dist.get_rank(group)
-    generator = torch.cuda.default_generators[x.get_device()] if x.is_cuda \
-        else torch.default_generator
+    generator = (
+        torch.cuda.default_generators[x.get_device()] if x.is_cuda else torch.default_generator
+    )
     before = generator.get_state()
     generator.manual_seed(seed)
     try:

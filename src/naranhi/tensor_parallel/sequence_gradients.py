@@ -35,9 +35,11 @@ def sequence_parameters(
             group, splits = module._sequence_group, {}
         else:
             continue
-        params |= {f"{prefix}.{name}".lstrip("."): (param, group)
-                   for name, param in module.named_parameters(recurse=False)
-                   if name not in splits and param.requires_grad}
+        params |= {
+            f"{prefix}.{name}".lstrip("."): (param, group)
+            for name, param in module.named_parameters(recurse=False)
+            if name not in splits and param.requires_grad
+        }
     return params
 
 
@@ -72,11 +74,15 @@ def sum_sequence_gradients(model: nn.Module | list[nn.Module]) -> None:
         if sum_of is None or not sum_of.is_due():
             params[name] = param, group
         elif sum_of.left:
-            raise RuntimeError(f"{name} got a hook after its backward: its gradient is not summed "
-                               "over the tensor group, and the next ones will be")
+            raise RuntimeError(
+                f"{name} got a hook after its backward: its gradient is not summed "
+                "over the tensor group, and the next ones will be"
+            )
     if params and all(param.grad is None for param, _ in params.values()):
-        raise RuntimeError(f"none of {', '.join(params)} has a gradient to be summed: call "
-                           "sum_sequence_gradients after the backward, before zero_grad()")
+        raise RuntimeError(
+            f"none of {', '.join(params)} has a gradient to be summed: call "
+            "sum_sequence_gradients after the backward, before zero_grad()"
+        )
     grads = {}  # by group and parameter, which may have several names
     for param, group in params.values():
         if param.grad is None:  # not used in this step, by any rank
@@ -91,8 +97,11 @@ def sum_sequence_gradients(model: nn.Module | list[nn.Module]) -> None:
 
 def unsummed(model: nn.Module | list[nn.Module]) -> list[str]:
     """Return the names of parameters whose gradient `sum_sequence_gradients` has yet to sum."""
-    return [name for name, (param, _) in sequence_parameters(model).items()
-            if param.grad is not None and (sum_of := _sum_of(param)) and sum_of.left]
+    return [
+        name
+        for name, (param, _) in sequence_parameters(model).items()
+        if param.grad is not None and (sum_of := _sum_of(param)) and sum_of.left
+    ]
 
 
 class _Sum:
@@ -112,7 +121,8 @@ class _Sum:
         if self.left and self.param.grad is not None:
             raise RuntimeError(
                 f"{self.name} got a hook between two backwards of one step: the gradient of the "
-                "first is not summed over the tensor group; call zero_grad() first")
+                "first is not summed over the tensor group; call zero_grad() first"
+            )
         self.left = False
         return start_reduce(grad.clone(memory_format=torch.contiguous_format), self.group)()
 

@@ -72,9 +72,12 @@ def as_module(model):
 
 def _splits(model):
     """{name in the state_dict: (Split, group)} of all that is split."""
-    split_of = {id(getattr(module, name)): (split, module.group)
-                for module in model.modules() if isinstance(module, ShardedModule)
-                for name, split in module.splits.items()}
+    split_of = {
+        id(getattr(module, name)): (split, module.group)
+        for module in model.modules()
+        if isinstance(module, ShardedModule)
+        for name, split in module.splits.items()
+    }
     state = model.state_dict(keep_vars=True)
     return {name: split_of[id(param)] for name, param in state.items() if id(param) in split_of}
 
@@ -114,8 +117,10 @@ def load_full_state_dict(model, state):
         if name in splits:
             wanted[splits[name][0].dim] = splits[name][0].size
         if list(state[name].shape) != wanted:
-            raise ValueError(f"{name} has shape {tuple(state[name].shape)} in the state, and "
-                             f"{tuple(wanted)} in the model")
+            raise ValueError(
+                f"{name} has shape {tuple(state[name].shape)} in the state, and "
+                f"{tuple(wanted)} in the model"
+            )
     for name, mine in own.items():
         whole = state[name]
         if name in splits:

@@ -90,7 +90,7 @@ class VocabularyParallelHead(ColumnParallelLinear):
             bias = self.mask if bias is None else bias + self.mask
         logits = self.product(x, bias)
         if self.gather_output:
-            logits = gather_from_group(logits, self.group)[..., :self.splits["weight"].size]
+            logits = gather_from_group(logits, self.group)[..., : self.splits["weight"].size]
         return logits
 
 
@@ -101,16 +101,21 @@ def refuse_partial_logits(model):
     choose among its own words, and so go on with other tokens than the others.
     """
     for owner in model.modules():
-        names = [name for name, layer in owner.named_modules()
-                 if isinstance(layer, VocabularyParallelHead) and not layer.gather_output]
+        names = [
+            name
+            for name, layer in owner.named_modules()
+            if isinstance(layer, VocabularyParallelHead) and not layer.gather_output
+        ]
         for method in ("generate", "loss_function") if names else ():
             if hasattr(type(owner), method):
                 setattr(owner, method, partial(_refuse_part, names[0], method))
 
 
 def _refuse_part(name, method, *_, **__):
-    raise ValueError(f"{method} needs the logits of all words, and {name} returns those of this "
-                     "rank only: cut it by Vocabulary(gather_output=True)")
+    raise ValueError(
+        f"{method} needs the logits of all words, and {name} returns those of this "
+        "rank only: cut it by Vocabulary(gather_output=True)"
+    )
 
 
 def vocabulary_cross_entropy(logits, targets, group=None):

@@ -30,8 +30,13 @@ LAUNCHER = 5.0  # seconds; a launcher that sees the first to end blames it, and 
 LOST = re.compile("closed by peer|reset by peer|[Bb]roken pipe|[Tt]imed out|[Tt]imeout")
 
 
-RENAMED = {"--data": "--dp", "--pipeline": "--pp", "--tensor": "--tp", "--rate": "--lr",
-           "--sequence": "--sequence-parallel"}
+RENAMED = {
+    "--data": "--dp",
+    "--pipeline": "--pp",
+    "--tensor": "--tp",
+    "--rate": "--lr",
+    "--sequence": "--sequence-parallel",
+}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -53,47 +58,129 @@ class _Renamed(argparse.Action):
 def parse(arguments=None):
     """The options, or UsageError."""
     parser = _Parser(
-        prog="naranhi.train", formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="naranhi.train",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         description=__doc__,
-        allow_abbrev=False)
+        allow_abbrev=False,
+    )
     add = parser.add_argument
-    add("--model", metavar="NAME", help="a trained GPT-2: its name on the Hugging Face hub (gpt2) "
-        "or a folder; by default a small one of 12 blocks with random weights")
-    add("--corpus", metavar="NAME", help="squad, which is fetched from the hub, or a JSON file in "
-        "SQuAD's form; by default the text that ships with this package")
-    add("--schedule", type=_schedule, choices=sorted(schedule_names()), default="gpipe",
-        help="one of these, or a name as torch writes it (1F1B); default: gpipe")
-    add("--balance", type=_balance, metavar="N,N,...", help="layers of each stage (embedding, "
-        "blocks and head, 14 in all, such as 4,3,3,4); by default as equal as it goes")
-    add("--dp", "--data-parallel", type=_whole(1), default=1, metavar="N", help="pipelines side by "
-        "side, which share each batch; default: 1")
-    add("--pp", "--pipeline-parallel", type=_whole(1), metavar="N", help="ranks of each pipeline, "
-        "one after the other; by default as many as there are")
-    add("--tp", "--tensor-parallel", type=_whole(1), default=1, metavar="N", help="ranks that "
-        "share each layer; default: 1")
-    add("--sequence-parallel", action="store_true", help="with --tp: split what lies between the "
-        "split layers too, along the sequence")
-    add("--microbatches", type=_whole(1), default=4, metavar="N", help="of each pipeline; "
-        "default: 4")
+    add(
+        "--model",
+        metavar="NAME",
+        help="a trained GPT-2: its name on the Hugging Face hub (gpt2) "
+        "or a folder; by default a small one of 12 blocks with random weights",
+    )
+    add(
+        "--corpus",
+        metavar="NAME",
+        help="squad, which is fetched from the hub, or a JSON file in "
+        "SQuAD's form; by default the text that ships with this package",
+    )
+    add(
+        "--schedule",
+        type=_schedule,
+        choices=sorted(schedule_names()),
+        default="gpipe",
+        help="one of these, or a name as torch writes it (1F1B); default: gpipe",
+    )
+    add(
+        "--balance",
+        type=_balance,
+        metavar="N,N,...",
+        help="layers of each stage (embedding, "
+        "blocks and head, 14 in all, such as 4,3,3,4); by default as equal as it goes",
+    )
+    add(
+        "--dp",
+        "--data-parallel",
+        type=_whole(1),
+        default=1,
+        metavar="N",
+        help="pipelines side by side, which share each batch; default: 1",
+    )
+    add(
+        "--pp",
+        "--pipeline-parallel",
+        type=_whole(1),
+        metavar="N",
+        help="ranks of each pipeline, one after the other; by default as many as there are",
+    )
+    add(
+        "--tp",
+        "--tensor-parallel",
+        type=_whole(1),
+        default=1,
+        metavar="N",
+        help="ranks that share each layer; default: 1",
+    )
+    add(
+        "--sequence-parallel",
+        action="store_true",
+        help="with --tp: split what lies between the split layers too, along the sequence",
+    )
+    add(
+        "--microbatches",
+        type=_whole(1),
+        default=4,
+        metavar="N",
+        help="of each pipeline; default: 4",
+    )
     add("--batch", type=_whole(1), default=8, metavar="N", help="passages in a step; default: 8")
     add("--steps", type=_whole(1), default=300, metavar="N", help="default: 300")
-    add("--lr", type=_positive, metavar="R", help="Adam's learning rate; default: "
-        f"{RATE['random']:g}, with --model {RATE['trained']:g}")
-    add("--clip", type=_positive, metavar="NORM", help="scale the gradients of a step down to this "
-        "norm, that of the whole model; by default they stay as they are")
-    add("--seed", type=_whole(0), default=0, metavar="N",
-        help="of the weights and of the batches; default: 0")
-    add("--dropout", type=_probability, default=0.0, metavar="P", help="default: 0, for then any "
-        "number of ranks gives the same losses")
-    add("--untied", action="store_true",
-        help="give the head weights of its own instead of the embedding's")
-    add("--recompute", action="store_true",
-        help="keep only each block's input for the backward, and compute the rest again")
-    add("--silence", type=_positive, default=60.0, metavar="S", help="seconds after which a rank "
-        "that does not answer is given up, and the training ends; default: 60")
-    add("--log-file", "--log", dest="log", metavar="FILE", help="write a JSON object for each "
+    add(
+        "--lr",
+        type=_positive,
+        metavar="R",
+        help=f"Adam's learning rate; default: {RATE['random']:g}, with --model {RATE['trained']:g}",
+    )
+    add(
+        "--clip",
+        type=_positive,
+        metavar="NORM",
+        help="scale the gradients of a step down to this "
+        "norm, that of the whole model; by default they stay as they are",
+    )
+    add(
+        "--seed",
+        type=_whole(0),
+        default=0,
+        metavar="N",
+        help="of the weights and of the batches; default: 0",
+    )
+    add(
+        "--dropout",
+        type=_probability,
+        default=0.0,
+        metavar="P",
+        help="default: 0, for then any number of ranks gives the same losses",
+    )
+    add(
+        "--untied",
+        action="store_true",
+        help="give the head weights of its own instead of the embedding's",
+    )
+    add(
+        "--recompute",
+        action="store_true",
+        help="keep only each block's input for the backward, and compute the rest again",
+    )
+    add(
+        "--silence",
+        type=_positive,
+        default=60.0,
+        metavar="S",
+        help="seconds after which a rank "
+        "that does not answer is given up, and the training ends; default: 60",
+    )
+    add(
+        "--log-file",
+        "--log",
+        dest="log",
+        metavar="FILE",
+        help="write a JSON object for each "
         "step, a line each, replacing what is in FILE; on the machine of rank 0. (torchrun "
-        "takes --log for one of its own options, unless -- stands before naranhi.train)")
+        "takes --log for one of its own options, unless -- stands before naranhi.train)",
+    )
     for old, new in RENAMED.items():
         add(old, nargs="?", action=_Renamed, new=new, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
@@ -123,6 +210,7 @@ def _whole(least):
         if not text.isdecimal() or int(text) < least:
             raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least {least}")
         return int(text)
+
     return number
 
 
@@ -151,8 +239,10 @@ def train(options, device=None, say=say_aloud):
     """All the steps: the list of their losses, on every rank of the default group, all of which
     call this. Rank 0 says how it goes. Raises UsageError on every rank."""
     first, found = dist.get_rank() == 0, []
-    with (Training(options, device) as training,
-          raise_on_all(lambda: Log(options.log if first else None)) as log):
+    with (
+        Training(options, device) as training,
+        raise_on_all(lambda: Log(options.log if first else None)) as log,
+    ):
         if first:
             say(training.about)
         start = perf_counter()
@@ -188,8 +278,10 @@ def main(arguments=None):
         if wrong:
             raise wrong
 
-    others = peers.Peers(60.0 if wrong else options.silence, give_up=lambda cause: end(
-        f"rank {dist.get_rank()} ends the training: {cause}", others))
+    others = peers.Peers(
+        60.0 if wrong else options.silence,
+        give_up=lambda cause: end(f"rank {dist.get_rank()} ends the training: {cause}", others),
+    )
     # Ctrl-C ends a rank at once and in silence, wherever it is: each line of the log is whole. A
     # rank that is stopped does not hear it.
     peers.on_signals([signal.SIGINT, signal.SIGTERM], others.kill_stopped)

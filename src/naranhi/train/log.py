@@ -18,8 +18,9 @@ class Log:
 
     def __init__(self, path):
         self.path, self.size = path, 0
-        self.file = None if path is None else os.open(
-            path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        self.file = (
+            None if path is None else os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        )
 
     def write(self, **entries):
         """Add a line."""
@@ -35,8 +36,11 @@ class Log:
             why = "no room for a whole line"
         except OSError as error:
             why = error.strerror
-        print(f"the log {self.path} ends here ({why}); the training goes on",
-              file=sys.stderr, flush=True)
+        print(
+            f"the log {self.path} ends here ({why}); the training goes on",
+            file=sys.stderr,
+            flush=True,
+        )
         self.close()
 
     def close(self):

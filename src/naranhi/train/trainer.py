@@ -75,17 +75,22 @@ class Training:
             gpu = dist.get_backend() == "nccl"
             device = torch.device("cuda", torch.cuda.current_device()) if gpu else "cpu"
         self.options, self.device = options, device
-        raise_on_all(lambda: agree(**{
-            f"--{name}": value for name, value in vars(options).items() if name != "log"}))
+        raise_on_all(
+            lambda: agree(
+                **{f"--{name}": value for name, value in vars(options).items() if name != "log"}
+            )
+        )
         self.mesh = raise_on_all(partial(make_mesh, options))
         layers, sequences, pad, self.about = raise_on_all(lambda: build_model_and_data(options))
         ends = [token for one in sequences for token in (*one, -1)]
-        raise_on_all(partial(
-            agree, weights=nn.ModuleList(layers), passages=torch.tensor(ends)))
+        raise_on_all(partial(agree, weights=nn.ModuleList(layers), passages=torch.tensor(ends)))
         loss, place, sizes = models.loss, self.mesh.place, self.mesh.sizes
         if sizes.tensor > 1:
-            raise_on_all(partial(
-                parallelize, layers, gpt2_plan(), self.mesh.tensor, options.sequence_parallel))
+            raise_on_all(
+                partial(
+                    parallelize, layers, gpt2_plan(), self.mesh.tensor, options.sequence_parallel
+                )
+            )
             loss = partial(vocabulary_cross_entropy, group=self.mesh.tensor)
         # Dropout: other numbers on each stage of each pipeline, the same in a tensor group.
         drawn = random.Random(f"{options.seed}/{place.data}/{place.pipeline}")
@@ -94,9 +99,17 @@ class Training:
         if actions_of(schedule, "I"):
             layers = splittable(layers)
         nn.ModuleList(layers).to(device)
-        self.pipeline = raise_on_all(partial(
-            Pipeline, layers, schedule, loss, options.balance, self.mesh.pipeline,
-            replicas=self.mesh.data))
+        self.pipeline = raise_on_all(
+            partial(
+                Pipeline,
+                layers,
+                schedule,
+                loss,
+                options.balance,
+                self.mesh.pipeline,
+                replicas=self.mesh.data,
+            )
+        )
         del layers  # the other stages' are not needed any more
         rate = options.lr or RATE["trained" if options.model else "random"]
         self.optimizer = torch.optim.Adam(self.pipeline.parameters(), lr=rate)
@@ -115,8 +128,9 @@ class Training:
 
     def _step(self, batch):
         """One step of the optimizer on a whole batch; its loss, a number."""
-        share = data.Batch(*(one.chunk(self.mesh.sizes.data)[self.mesh.place.data]
-                             for one in batch)).to(self.device)
+        share = data.Batch(
+            *(one.chunk(self.mesh.sizes.data)[self.mesh.place.data] for one in batch)
+        ).to(self.device)
         self.optimizer.zero_grad()
         loss = self.pipeline.step(share.inputs, share.targets, batch.count)
         sum_sequence_gradients(nn.ModuleList(self.pipeline.stages.values()))
@@ -144,8 +158,10 @@ def make_mesh(options):
     """The Mesh; its pipelines are as long as the world allows, when `options` does not say."""
     ranks, across = dist.get_world_size(), options.dp * options.tp
     if options.pp is None and ranks % across:
-        raise UsageError(f"--dp {options.dp} and --tp {options.tp} cannot share "
-                      f"{ranks} ranks: they are for {across}, or a multiple of that")
+        raise UsageError(
+            f"--dp {options.dp} and --tp {options.tp} cannot share "
+            f"{ranks} ranks: they are for {across}, or a multiple of that"
+        )
     if options.sequence_parallel and (options.tp == 1 or MULTIPLE % options.tp):
         raise UsageError(f"--sequence-parallel goes with --tp 2, 4 or {MULTIPLE}, not {options.tp}")
     return Mesh(options.dp, options.pp or ranks // across, options.tp)
@@ -155,8 +171,10 @@ def build_model_and_data(options):
     """The layers of the model, the passages as tokens, the padding token, and a line about them."""
     if options.batch % (options.dp * options.microbatches):
         shares = f"{options.dp} shares of " * (options.dp > 1)
-        raise UsageError(f"--batch {options.batch} cannot be divided into "
-                      f"{shares}{options.microbatches} micro-batches of one size")
+        raise UsageError(
+            f"--batch {options.batch} cannot be divided into "
+            f"{shares}{options.microbatches} micro-batches of one size"
+        )
     passages = data.contexts(options.corpus)
     distinct = data.unique(passages)
     tokenizer = data.tokenizer(options.model)
@@ -165,14 +183,16 @@ def build_model_and_data(options):
     layers = models.gpt2(source, tied=not options.untied, dropout=options.dropout)
     words, positions = layers[0].wte.num_embeddings, layers[0].wpe.num_embeddings
     if len(tokenizer) > words:
-        raise UsageError(f"the tokenizer of {options.model} has {len(tokenizer)} words, its model "
-                      f"only {words}")
+        raise UsageError(
+            f"the tokenizer of {options.model} has {len(tokenizer)} words, its model only {words}"
+        )
     sequences = data.encode(tokenizer, distinct, positions)
     parameters = sum(one.numel() for one in nn.ModuleList(layers).parameters())
     about = (
         f"{len(sequences):,} passages ({len(passages) - len(distinct):,} repeated ones left out), "
         f"{sum(map(len, sequences)):,} tokens, unigram entropy "
-        f"{data.unigram_entropy(sequences):.3f} nats a token; {parameters:,} parameters")
+        f"{data.unigram_entropy(sequences):.3f} nats a token; {parameters:,} parameters"
+    )
     if options.recompute:
         layers[1:-1] = map(Recompute, layers[1:-1])
     return layers, sequences, tokenizer.pad_token_id, about

@@ -15,7 +15,8 @@ class Elsewhere(torch.Tensor):
     @staticmethod
     def __new__(cls, parameter, text):
         self = torch.Tensor._make_wrapper_subclass(
-            cls, parameter.shape, dtype=parameter.dtype, device=parameter.device)
+            cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
+        )
         self.text = text
         return self
 

@@ -51,18 +51,25 @@ def _write_shards(zero, folder, optimizer):
     _require_own(folder / "manifest.json")
     rank, flats = dist.get_rank(zero.group), _flats(zero)
     buffer = io.BytesIO()
-    torch.save({
-        "masters": [_copy(flat.master[:_used(flat)]) for flat in flats],
-        "states": [{number: _state(optimizer, piece) for number, piece in flat.pieces.items()}
-                   for flat in flats],
-        "options": [_options(one) for one in optimizer.param_groups],
-        "buffers": [_copy(one) for one in zero.model.buffers()] if rank == 0 else None,
-    }, buffer)
+    torch.save(
+        {
+            "masters": [_copy(flat.master[: _used(flat)]) for flat in flats],
+            "states": [
+                {number: _state(optimizer, piece) for number, piece in flat.pieces.items()}
+                for flat in flats
+            ],
+            "options": [_options(one) for one in optimizer.param_groups],
+            "buffers": [_copy(one) for one in zero.model.buffers()] if rank == 0 else None,
+        },
+        buffer,
+    )
     buffer.seek(0)
     unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(buffer)
     if unsafe:
-        raise StateError(f"the optimizer or its groups have a {', '.join(unsafe)}, which is not "
-                         "read from files: use plain numbers and tensors")
+        raise StateError(
+            f"the optimizer or its groups have a {', '.join(unsafe)}, which is not "
+            "read from files: use plain numbers and tensors"
+        )
     data = buffer.getbuffer()
     digest = hashlib.sha256(data).hexdigest()
     name = f"rank-{rank}-{digest[:16]}.pt"
@@ -73,8 +80,12 @@ def _write_shards(zero, folder, optimizer):
 def _write_manifest(zero, folder, optimizer, files):
     """On rank 0, which has all ranks' files; and what other saves have left goes."""
     if dist.get_rank(zero.group) == 0:
-        manifest = {"format": FORMAT, "model": _layout(zero), "files": files,
-                    "optimizer": _kind(optimizer)}
+        manifest = {
+            "format": FORMAT,
+            "model": _layout(zero),
+            "files": files,
+            "optimizer": _kind(optimizer),
+        }
         _write(folder / "manifest.json", json.dumps(manifest, indent=1).encode())
         keep = {file["name"] for file in files}
         for old in folder.iterdir():
@@ -90,8 +101,9 @@ def _require_own(manifest):
         except (ValueError, AttributeError):
             own = False
         if not own:
-            raise StateError(f"{manifest} was not written by save: pass another folder, or move "
-                             "the file away")
+            raise StateError(
+                f"{manifest} was not written by save: pass another folder, or move the file away"
+            )
 
 
 def _on_all_ranks(zero, function):
@@ -120,15 +132,28 @@ def load(zero, folder, optimizer):
     masters, states, options, buffers = found
     zero.zero_grad()
     flats = _flats(zero)
-    number_of = {one: i for i, one in enumerate(
-        chain.from_iterable(group["params"] for group in optimizer.param_groups))}
-    optimizer.load_state_dict({
-        "state": {number_of[piece]: state[group] for flat, state in zip(flats, states, strict=True)
-                  for group, piece in flat.pieces.items() if state[group]},
-        "param_groups": [{**option, "params": [number_of[one] for one in group["params"]]}
-                         for option, group in zip(options, optimizer.param_groups, strict=True)]})
+    number_of = {
+        one: i
+        for i, one in enumerate(
+            chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        )
+    }
+    optimizer.load_state_dict(
+        {
+            "state": {
+                number_of[piece]: state[group]
+                for flat, state in zip(flats, states, strict=True)
+                for group, piece in flat.pieces.items()
+                if state[group]
+            },
+            "param_groups": [
+                {**option, "params": [number_of[one] for one in group["params"]]}
+                for option, group in zip(options, optimizer.param_groups, strict=True)
+            ],
+        }
+    )
     for flat, master in zip(flats, masters, strict=True):
-        flat.master[:len(master)].copy_(master)
+        flat.master[: len(master)].copy_(master)
     for one, saved in zip(zero.model.buffers(), buffers, strict=True):
         one.copy_(saved)
     zero.follow(flats)  # what is frozen, too
@@ -141,8 +166,9 @@ def _read(zero, folder, optimizer):
         version, saved, kind = manifest["format"], manifest["model"], manifest["optimizer"]
         files = [(folder / Path(one["name"]).name, one["sha256"]) for one in manifest["files"]]
     except FileNotFoundError:
-        raise StateError(f"{folder} has no manifest.json: nothing was saved there, or not to the "
-                         "end") from None
+        raise StateError(
+            f"{folder} has no manifest.json: nothing was saved there, or not to the end"
+        ) from None
     except OSError as error:
         raise StateError(f"{folder / 'manifest.json'} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
@@ -155,7 +181,7 @@ def _read(zero, folder, optimizer):
         raise StateError(f"the state is of {kind}, not of {here}")
 
     flats = _flats(zero)
-    masters = [torch.zeros_like(flat.master[:_used(flat)]) for flat in flats]
+    masters = [torch.zeros_like(flat.master[: _used(flat)]) for flat in flats]
     states = [{number: {} for number in flat.pieces} for flat in flats]
     ranks, options, buffers = len(files), None, None
     for rank, file in enumerate(files):
@@ -173,8 +199,9 @@ def _read(zero, folder, optimizer):
                         continue
                     if key not in states[i][number]:
                         states[i][number][key] = torch.zeros(len(own), dtype=one.dtype)
-                    _overlay(states[i][number][key], max(first, flat.mine.start), one,
-                             max(first, start))
+                    _overlay(
+                        states[i][number][key], max(first, flat.mine.start), one, max(first, start)
+                    )
     return masters, states, options, buffers
 
 
@@ -184,8 +211,10 @@ def _content(path, digest):
     except OSError as error:
         raise StateError(f"{path} cannot be read: {error.strerror}") from error
     if hashlib.sha256(data).hexdigest() != digest:
-        raise StateError(f"{path} is not as it was written ({len(data)} bytes, with another "
-                         "digest): truncated or corrupted")
+        raise StateError(
+            f"{path} is not as it was written ({len(data)} bytes, with another "
+            "digest): truncated or corrupted"
+        )
     try:
         return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
     except pickle.UnpicklingError as error:
@@ -197,8 +226,9 @@ def _overlay(target, target_start, source, source_start):
     first = max(target_start, source_start)
     last = min(target_start + len(target), source_start + len(source))
     if first < last:
-        target[first - target_start:last - target_start].copy_(
-            source[first - source_start:last - source_start])
+        target[first - target_start : last - target_start].copy_(
+            source[first - source_start : last - source_start]
+        )
 
 
 def _layout(zero):
@@ -208,8 +238,11 @@ def _layout(zero):
         for flat in unit.flats:
             for name, shape, one in zip(flat.names, flat.shapes, flat.parameters, strict=True):
                 layout[f"parameter {name}"] = {
-                    "unit": unit.name, "dtype": str(flat.master.dtype), "shape": list(shape),
-                    "group": flat.group_of.get(one)}
+                    "unit": unit.name,
+                    "dtype": str(flat.master.dtype),
+                    "shape": list(shape),
+                    "group": flat.group_of.get(one),
+                }
     for name, one in zero.model.named_buffers():
         layout[f"buffer {name}"] = {"shape": list(one.shape), "dtype": str(one.dtype)}
     return layout
@@ -222,8 +255,9 @@ def _compare(saved, here):
             raise StateError(f"the {'model' if name in saved else 'state'} has no {name}")
         for what, one in here[name].items():
             if saved[name].get(what) != one:
-                raise StateError(f"{name} has {what} {saved[name].get(what)} in the state and "
-                                 f"{one} in the model")
+                raise StateError(
+                    f"{name} has {what} {saved[name].get(what)} in the state and {one} in the model"
+                )
     if list(saved) != list(here):
         raise StateError("the state has its parameters in another order than the model")
 
@@ -242,8 +276,10 @@ def _state(optimizer, piece):
     state = optimizer.state.get(piece, {})
     for key, one in state.items():
         if torch.is_tensor(one) and one.dim() and one.shape != piece.shape:
-            raise StateError(f"{type(optimizer).__name__} keeps {key} of shape {tuple(one.shape)} "
-                             f"for {len(piece)} numbers: it is not element-wise")
+            raise StateError(
+                f"{type(optimizer).__name__} keeps {key} of shape {tuple(one.shape)} "
+                f"for {len(piece)} numbers: it is not element-wise"
+            )
     return {key: _copy(one) if torch.is_tensor(one) else one for key, one in state.items()}
 
 

@@ -62,12 +62,17 @@ class FlatParam:
         self.starts, self.spans, self.pieces = {}, {}, {}
         if self.trained:
             for number, places in groupby(
-                    zip(map(group_of.get, self.parameters), self.places, strict=True),
-                    lambda one: one[0]):
+                zip(map(group_of.get, self.parameters), self.places, strict=True),
+                lambda one: one[0],
+            ):
                 places = [place for _, place in places]
                 self.starts[number], stop = places[0].start, places[-1].stop
-                self.spans[number] = slice(*(min(max(one - self.mine.start, 0), self.size)
-                                             for one in (places[0].start, stop)))
+                self.spans[number] = slice(
+                    *(
+                        min(max(one - self.mine.start, 0), self.size)
+                        for one in (places[0].start, stop)
+                    )
+                )
                 self.pieces[number] = nn.Parameter(self.master[self.spans[number]])
 
         self._nothing = self.whole.new_empty(0)
@@ -83,19 +88,22 @@ class FlatParam:
             self._gradient_of = dict(zip(self.parameters, self.cut(self.gradients), strict=True))
             self._gradient_rows = self.gradients.view(self.ranks, -1).unbind()
             ends = [*(place.start for place in self.places[1:]), len(self.gradients)]
-            self._gaps = [self.gradients[place.stop:end]
-                          for place, end in zip(self.places, ends, strict=True) if place.stop < end]
+            self._gaps = [
+                self.gradients[place.stop : end]
+                for place, end in zip(self.places, ends, strict=True)
+                if place.stop < end
+            ]
             _free(self.gradients)
 
     def numbers(self, start, stop):
         """How many numbers of a part of the row are not padding."""
-        return sum(max(0, min(place.stop, stop) - max(place.start, start))
-                   for place in self.places)
+        return sum(max(0, min(place.stop, stop) - max(place.start, start)) for place in self.places)
 
     def cut(self, row):
         """Views of a row, one for each parameter and of its shape."""
-        return [row[place].view(shape)
-                for place, shape in zip(self.places, self.shapes, strict=True)]
+        return [
+            row[place].view(shape) for place, shape in zip(self.places, self.shapes, strict=True)
+        ]
 
     # --- parameters ------------------------------------------------------------------------------
 
@@ -114,9 +122,16 @@ class FlatParam:
         # Sends before receives: on gloo a step of many small units is a tenth shorter so.
         messages = [(dist.isend, self._rows[self.rank], other) for other in others]
         messages += [(dist.irecv, self._rows[other], other) for other in reversed(others)]
-        works = dist.batch_isend_irecv([
-            dist.P2POp(operation, row, group=self.group, group_peer=other, tag=self.tag)
-            for operation, row, other in messages]) if messages else []
+        works = (
+            dist.batch_isend_irecv(
+                [
+                    dist.P2POp(operation, row, group=self.group, group_peer=other, tag=self.tag)
+                    for operation, row, other in messages
+                ]
+            )
+            if messages
+            else []
+        )
         yield
         chunks.finish(works)
 
@@ -130,8 +145,9 @@ class FlatParam:
         """Let the parameters be what they are between two steps: at stage 3, nothing."""
         self.show()
         # Autograd's nodes for the parameters remember a shape and a dtype: made now, they last.
-        self._nodes = [torch.autograd.graph.get_gradient_edge(one)
-                       for one in self.parameters if self.trained]
+        self._nodes = [
+            torch.autograd.graph.get_gradient_edge(one) for one in self.parameters if self.trained
+        ]
         if self.stage == 3:
             self.free()
 
@@ -162,9 +178,12 @@ class FlatParam:
 
         Sums replace what has been sent on already, which takes the least memory.
         """
-        return [ring.reduce_scatter([row[piece] for row in self._gradient_rows], None,
-                                     self.group, self.rank, self.ranks)
-                for piece in chunks.cut(self._gradient_rows[self.rank])]
+        return [
+            ring.reduce_scatter(
+                [row[piece] for row in self._gradient_rows], None, self.group, self.rank, self.ranks
+            )
+            for piece in chunks.cut(self._gradient_rows[self.rank])
+        ]
 
     def reduced(self):
         """The sum is there: keep it, and free the row (at stage 1 it is a part of that)."""
@@ -196,18 +215,25 @@ class FlatParam:
         in this step. (A parameter without one beside others that have one gets zeros.)"""
         with_gradient = {self.group_of[one] for one in self.seen}
         for number, piece in self.pieces.items():
-            piece.grad = (self.gradient[self.spans[number]].to(piece.dtype)
-                          if number in with_gradient else None)
+            piece.grad = (
+                self.gradient[self.spans[number]].to(piece.dtype)
+                if number in with_gradient
+                else None
+            )
 
     def hide_gradients(self):
         """Let every use of `.grad` fail: the sums are in `gradient`, a shard on each rank."""
         for param in self.seen:
             stand_in = self._stand_ins.get(param)
             if stand_in is None or stand_in.shape != param.shape:
-                stand_in = self._stand_ins[param] = Elsewhere(param, (
-                    f"the gradient of parameter {self.name_of[param]} is summed and sharded over "
-                    "the ranks: use clip_grad_norm_() or shard_gradients() of Zero for it, and "
-                    "step() or zero_grad() before another backward"))
+                stand_in = self._stand_ins[param] = Elsewhere(
+                    param,
+                    (
+                        f"the gradient of parameter {self.name_of[param]} is summed and sharded "
+                        "over the ranks: use clip_grad_norm_() or shard_gradients() of Zero for it, and "
+                        "step() or zero_grad() before another backward"
+                    ),
+                )
             param.grad = stand_in
 
     def forget_gradients(self):

@@ -40,7 +40,8 @@ class Reductions:
         if last and self._started == len(self.order):
             seen = {param for flat in self.flats for param in flat.seen}
             self.seen, kernel = have_gradients(
-                [param in seen for param in self.names], self.group, self.flats[0].shard.device)
+                [param in seen for param in self.names], self.group, self.flats[0].shard.device
+            )
             yield kernel
 
     def advance(self):

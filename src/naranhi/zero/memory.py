@@ -16,8 +16,12 @@ def held(zero, optimizer=None):
     "padding": what of the memory of all these has nothing in it. Buffers and activations are not
     counted.
     """
-    count, seen = Counter(dict.fromkeys(
-        ("parameters", "master", "gradients", "casts", "optimizer", "padding"), 0)), set()
+    count, seen = (
+        Counter(
+            dict.fromkeys(("parameters", "master", "gradients", "casts", "optimizer", "padding"), 0)
+        ),
+        set(),
+    )
 
     def add(kind, tensor, numbers):
         """A tensor of which so many numbers are not padding."""

@@ -57,8 +57,10 @@ class Gathering:
         try:
             unit.wait()
         except RuntimeError as error:
-            raise RuntimeError(f"unit {unit.name} could not be gathered: do all ranks run the same "
-                               "units in the same order?") from error
+            raise RuntimeError(
+                f"unit {unit.name} could not be gathered: do all ranks run the same "
+                "units in the same order?"
+            ) from error
         self.tell("gathered", unit.name)
 
 

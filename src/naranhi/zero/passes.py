@@ -31,14 +31,22 @@ class Passes:
         for unit in self.units:
             for module in unit.modules:
                 keep = unit is self.root  # the model keeps this object, until it is closed
-                self._handles.first.append(module.register_forward_pre_hook(
-                    ModuleHook(self._before_forward, unit, keep=keep, **options),
-                    prepend=True, with_kwargs=True))
-                self._handles.last.append(module.register_forward_hook(
-                    ModuleHook(self._after_forward, unit, **options), with_kwargs=True))
+                self._handles.first.append(
+                    module.register_forward_pre_hook(
+                        ModuleHook(self._before_forward, unit, keep=keep, **options),
+                        prepend=True,
+                        with_kwargs=True,
+                    )
+                )
+                self._handles.last.append(
+                    module.register_forward_hook(
+                        ModuleHook(self._after_forward, unit, **options), with_kwargs=True
+                    )
+                )
             for parameter in unit.flat_of:
-                self._handles.last.append(parameter.register_post_accumulate_grad_hook(
-                    Hook(self._arrived, unit.number)))
+                self._handles.last.append(
+                    parameter.register_post_accumulate_grad_hook(Hook(self._arrived, unit.number))
+                )
 
     # --- forward ---------------------------------------------------------------------------------
 
@@ -56,7 +64,8 @@ class Passes:
                 # Also what is frozen, whose gradient never comes: then the unit stays to the end.
                 own = set(module.parameters())
                 unit.awaited.update(
-                    one for flat in unit.flats for one in flat.parameters if one in own)
+                    one for flat in unit.flats for one in flat.parameters if one in own
+                )
         elif torch.is_grad_enabled() and unit is not self.root:
             used = Hook(self._used, unit.number, module is unit.modules[0])
             inputs = _watch(used, inputs, copies)
@@ -83,7 +92,8 @@ class Passes:
                     one.register_hook(before)
                     recorded = True
             watched = unit is not self.root and any(
-                one.requires_grad for one in _tensors((args, kwargs)))
+                one.requires_grad for one in _tensors((args, kwargs))
+            )
         unit.uses += recorded or watched
         unit.hidden[module] += self._gathering.order.recording and not torch.is_grad_enabled()
         if unit is not self.root:
@@ -119,12 +129,14 @@ class Passes:
         if self._complete:
             raise RuntimeError(
                 f"parameter {self.names[parameter]} gets a gradient, but this step's are summed "
-                "already: call step() or zero_grad() of Zero before another backward")
+                "already: call step() or zero_grad() of Zero before another backward"
+            )
         unit = self.units[number]
         if unit.done:
             raise RuntimeError(
                 f"parameter {self.names[parameter]} gets a gradient when its unit's backward is "
-                "over: what uses it outside of the forward has to come after the forward")
+                "over: what uses it outside of the forward has to come after the forward"
+            )
         require_gradient(self.names[parameter], parameter.grad)
         self._reductions.advance()
         if parameter in unit.awaited:

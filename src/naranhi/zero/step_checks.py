@@ -6,8 +6,7 @@ import torch.distributed as dist
 from naranhi.collectives import all_gather
 
 # Optimizers, of torch and of others, that see more of a parameter than single elements.
-OF_A_SHAPE = {
-    "Adafactor", "LBFGS", "Muon", "SparseAdam", "Lamb", "LAMB", "LARS", "Shampoo", "SOAP"}
+OF_A_SHAPE = {"Adafactor", "LBFGS", "Muon", "SparseAdam", "Lamb", "LAMB", "LARS", "Shampoo", "SOAP"}
 
 
 def require_all(here, group, device):
@@ -19,7 +18,8 @@ def require_all(here, group, device):
     if 0 < len(absent) < len(table):
         raise RuntimeError(
             f"rank {', '.join(absent)} has no forward in this step: without a sample, run the "
-            "model on rows that do not count")
+            "model on rows that do not count"
+        )
 
 
 def require_trained(flats):
@@ -29,8 +29,10 @@ def require_trained(flats):
         busy = {flat.group_of[param] for param in flat.seen}
         for param in flat.parameters:
             if not param.requires_grad and flat.group_of[param] in busy:
-                raise RuntimeError(f"parameter {flat.name_of[param]} was frozen after Zero was "
-                                   "made: close() it and make another")
+                raise RuntimeError(
+                    f"parameter {flat.name_of[param]} was frozen after Zero was "
+                    "made: close() it and make another"
+                )
 
 
 def require_finite(flats, group):
@@ -42,16 +44,20 @@ def require_finite(flats, group):
     if ranks:
         raise FloatingPointError(
             f"the gradient of parameter {next(filter(None, names))} is not finite: so it is in "
-            f"the shard of rank {', '.join(ranks)}")
+            f"the shard of rank {', '.join(ranks)}"
+        )
 
 
 def require_own(optimizer, flats):
     """RuntimeError or TypeError unless the optimizer works on these shards, by element."""
-    of_shape = next((kind.__name__ for kind in type(optimizer).__mro__
-                     if kind.__name__ in OF_A_SHAPE), None)
+    of_shape = next(
+        (kind.__name__ for kind in type(optimizer).__mro__ if kind.__name__ in OF_A_SHAPE), None
+    )
     if of_shape:
         raise TypeError(f"{of_shape} needs the shapes of parameters, which shards do not have")
     theirs = {id(param) for group in optimizer.param_groups for param in group["params"]}
     if theirs != {id(piece) for flat in flats for piece in flat.pieces.values()}:
-        raise RuntimeError("this optimizer does not work on the shards of this model: make it "
-                           "after Zero, of its param_groups")
+        raise RuntimeError(
+            "this optimizer does not work on the shards of this model: make it "
+            "after Zero, of its param_groups"
+        )

@@ -117,17 +117,23 @@ def cut(model, units, groups, stage, precision, group):
         _require_mixed(model)
     computes_in = {one: _computes_in(precision, name, one) for name, one in named.items()}
     where = {one: name for name, one in model.named_modules()}
-    agree(group, stage=stage, precision=precision,
-                 units=[", ".join(where[one] for one in run) for run in runs],
-                 parameter_groups={name_of[one]: number for one, number in group_of.items()})
+    agree(
+        group,
+        stage=stage,
+        precision=precision,
+        units=[", ".join(where[one] for one in run) for run in runs],
+        parameter_groups={name_of[one]: number for one, number in group_of.items()},
+    )
     units, tags = [], count(1)
     for run in [*runs, root]:
         own = [one for one in named.values() if owner.get(one, root) == run]
         kinds = {}
         for one in sorted(own, key=lambda one: group_of.get(one, 0)):
             kinds.setdefault((one.requires_grad, one.dtype), []).append((name_of[one], one))
-        flats = [FlatParam(some, group_of, stage, computes_in[some[0][1]], group, next(tags))
-                 for some in kinds.values()]
+        flats = [
+            FlatParam(some, group_of, stage, computes_in[some[0][1]], group, next(tags))
+            for some in kinds.values()
+        ]
         if flats or run == root:
             units.append(Unit(len(units), names.get(run, "root"), run, flats))
     return units, options
@@ -180,7 +186,8 @@ def _names(model, runs):
         for module in run:
             if module not in where or module is model:
                 raise ValueError(
-                    f"a unit has to be a module in the model, not {type(module).__name__}")
+                    f"a unit has to be a module in the model, not {type(module).__name__}"
+                )
             if module in taken:
                 raise ValueError(f"module {where[module]} is in the units twice")
             taken[module] = run
@@ -221,13 +228,15 @@ def _require_mixed(model):
                     f"{name or 'the model'} is a {type(module).__name__} with running statistics "
                     "in float32, beside which its weight cannot be in bf16: convert the statistics "
                     "to bf16, make it without them (track_running_stats=False), or use "
-                    "precision='fp32', under autocast")
+                    "precision='fp32', under autocast"
+                )
 
 
 def _computes_in(precision, name, parameter):
     if precision == "fp32" or not parameter.is_floating_point():
         return parameter.dtype
     if parameter.dtype != torch.float32:
-        raise ValueError(f"mixed precision is for parameters in float32, {name} is in "
-                         f"{parameter.dtype}")
+        raise ValueError(
+            f"mixed precision is for parameters in float32, {name} is in {parameter.dtype}"
+        )
     return torch.bfloat16

@@ -92,18 +92,24 @@ class Whole:
 
     @property
     def _what(self):
-        return ("this model is sharded" if self.zero.stage == 3 else
-                "this model's parameters are copies in bf16 of the masters in fp32")
+        return (
+            "this model is sharded"
+            if self.zero.stage == 3
+            else "this model's parameters are copies in bf16 of the masters in fp32"
+        )
 
     def require_readable(self):
         if not (self.state or self._is_itself):
-            raise RuntimeError(f"{self._what}: read it inside of Zero.gathered(), or use "
-                               "Zero.save()")
+            raise RuntimeError(
+                f"{self._what}: read it inside of Zero.gathered(), or use Zero.save()"
+            )
 
     def require_forward(self, recording):
         if self.state and self.zero.precision == "mixed" and recording:
-            raise RuntimeError("inside of gathered() parameters are the masters in fp32: leave the "
-                               "block before a forward that is to be trained")
+            raise RuntimeError(
+                "inside of gathered() parameters are the masters in fp32: leave the "
+                "block before a forward that is to be trained"
+            )
 
     def require_outside(self, what):
         if self.state:
@@ -114,8 +120,12 @@ class Whole:
 
     def _before_loading(self, module, state, prefix, metadata, *others):
         if metadata.get("assign_to_params_buffers"):
-            raise RuntimeError("load_state_dict(assign=True) would replace the parameters that "
-                               "Zero has sharded: load without assign")
+            raise RuntimeError(
+                "load_state_dict(assign=True) would replace the parameters that "
+                "Zero has sharded: load without assign"
+            )
         if not (self.state == "written" or self._is_itself):
-            raise RuntimeError(f"{self._what}: load into it inside of Zero.gathered(write=True), "
-                               "or use Zero.load()")
+            raise RuntimeError(
+                f"{self._what}: load into it inside of Zero.gathered(write=True), "
+                "or use Zero.load()"
+            )

@@ -88,8 +88,18 @@ class Zero(Passes):
     in other objects are not seen: at stage 3 a backward through them finds no parameters.
     """
 
-    def __init__(self, model, stage, units=None, groups=None, precision="fp32", group=None,
-                 tell=None, buffers=True, finite=False):
+    def __init__(
+        self,
+        model,
+        stage,
+        units=None,
+        groups=None,
+        precision="fp32",
+        group=None,
+        tell=None,
+        buffers=True,
+        finite=False,
+    ):
         if stage not in (1, 2, 3):
             raise ValueError(f"stage must be 1, 2 or 3, not {stage!r}")
         if precision not in ("fp32", "mixed"):
@@ -114,8 +124,13 @@ class Zero(Passes):
     def param_groups(self):
         """The shards as parameter groups, for an element-wise optimizer of torch's. New dicts each
         time, because an optimizer writes its defaults into those that it is given."""
-        return [{"params": [flat.pieces[number] for flat in self.flats if number in flat.pieces],
-                 **options} for number, options in enumerate(self._options)]
+        return [
+            {
+                "params": [flat.pieces[number] for flat in self.flats if number in flat.pieces],
+                **options,
+            }
+            for number, options in enumerate(self._options)
+        ]
 
     # --- gradients -------------------------------------------------------------------------------
 
@@ -141,8 +156,9 @@ class Zero(Passes):
             self._backward.begin(None)
             self._end_backward()
         if not self._complete:
-            raise RuntimeError("no parameter has a gradient in this step, on any rank: run a "
-                               "backward first")
+            raise RuntimeError(
+                "no parameter has a gradient in this step, on any rank: run a backward first"
+            )
 
     def _end_of_sums(self):
         """All ranks know by now who has which gradient."""

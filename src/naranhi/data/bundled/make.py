@@ -20,8 +20,18 @@ HERE = Path(__file__).parent
 BOOK = HERE.parents[3]
 VOCABULARY = 512
 NOT_PYTHONS_OWN = re.compile("copyright|licen[cs]e", re.IGNORECASE)  # terms of their own
-LEFT_OUT = {"test", "tests", "idlelib", "lib2to3", "tkinter", "turtledemo", "distutils",
-            "site-packages", "ensurepip", "pydoc_data"}
+LEFT_OUT = {
+    "test",
+    "tests",
+    "idlelib",
+    "lib2to3",
+    "tkinter",
+    "turtledemo",
+    "distutils",
+    "site-packages",
+    "ensurepip",
+    "pydoc_data",
+}
 
 
 def paragraphs(text):
@@ -54,8 +64,11 @@ def docstrings():
         if LEFT_OUT & set(where.parts) or NOT_PYTHONS_OWN.search(source):
             continue
         documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-        found = [ast.get_docstring(node) for node in ast.walk(ast.parse(source))
-                 if isinstance(node, documented)]
+        found = [
+            ast.get_docstring(node)
+            for node in ast.walk(ast.parse(source))
+            if isinstance(node, documented)
+        ]
         name = ".".join(where.with_suffix("").parts).removesuffix(".__init__")
         yield name, "\n\n".join(text for text in found if text and text.isascii())
 
@@ -76,9 +89,15 @@ def tokenizer(contexts):
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     made.post_processor = processors.ByteLevel(trim_offsets=False)
-    made.train_from_iterator(contexts, trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=["<|endoftext|>"], show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    made.train_from_iterator(
+        contexts,
+        trainers.BpeTrainer(
+            vocab_size=VOCABULARY,
+            special_tokens=["<|endoftext|>"],
+            show_progress=False,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        ),
+    )
     return made
 
 
@@ -87,8 +106,10 @@ def main():
     contexts = [one["context"] for article in data for one in article["paragraphs"]]
     version = f"Naranhi's pages, and texts of Python {platform.python_version()}"
     squad = json.dumps({"version": version, "data": data}, ensure_ascii=False, indent=0)
-    with open(HERE / "corpus.json.gz", "wb") as file, gzip.GzipFile(
-            filename="", mode="wb", fileobj=file, mtime=0) as packed:
+    with (
+        open(HERE / "corpus.json.gz", "wb") as file,
+        gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0) as packed,
+    ):
         packed.write(squad.encode())
     tokenizer(contexts).save(str(HERE / "tokenizer.json"), pretty=False)
     licence = Path(sysconfig.get_path("stdlib"), "LICENSE.txt")
