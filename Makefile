@@ -3,11 +3,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: help book test bench lab images clean
+.PHONY: help book test test-fast check bench lab images clean
 
 help:
 	@echo "make book    execute the notebooks on this machine's ranks and render the site"
 	@echo "make test    pass every test"
+	@echo "make test-fast  those of one process, in about a minute"
 	@echo "make bench   our kernels beside the production engines"
 	@echo "make lab     JupyterLab on the notebooks"
 	@echo "make images  draw the pictures"
@@ -27,8 +28,18 @@ book: $(READY)
 
 test: $(READY)
 	@echo "Testing: the kernels, real ranks, the notebooks, the site in a browser; half an hour"
-	@$(BIN)/ruff check --quiet src tests book images
+	@$(MAKE) --no-print-directory check
 	@$(BIN)/python -m pytest tests
+
+test-fast: check
+	@$(BIN)/python -m pytest tests -m "not (ranks or notebooks or browser or slurm or slow)"
+
+# What is read, not run: style, layout, spelling, and which package may import which.
+check: $(READY)
+	@$(BIN)/ruff check --quiet src tests book images
+	@$(BIN)/ruff format --check --quiet src tests book images
+	@$(BIN)/lint-imports --no-logo > /dev/null || $(BIN)/lint-imports --no-logo
+	@$(BIN)/codespell
 
 bench: $(READY)
 	@$(BIN)/python -m tests.benchmarks

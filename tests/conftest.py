@@ -23,3 +23,21 @@ def needs():
         return found
 
     return path
+
+
+FOLDERS = {
+    "ranks": "ranks",
+    "world": "ranks",
+    "recipes": "ranks",
+    "notebooks": "notebooks",
+    "site": "browser",
+    "cluster": "slurm",
+}
+
+
+def pytest_collection_modifyitems(items):
+    """Mark each test by what its folder needs."""
+    for item in items:
+        marker = FOLDERS.get(item.path.parent.name)
+        if marker:
+            item.add_marker(marker)

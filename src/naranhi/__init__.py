@@ -1,6 +1,6 @@
 """Naranhi: distributed training, written small and run on real ranks.
 
-``naranhi.World`` starts ranks for a notebook; the kernels are modules of their own
+``naranhi.World`` starts ranks for a notebook; the kernels are in packages of their own
 (``naranhi.collectives``, ...) and know nothing of notebooks.
 """
 
@@ -8,11 +8,34 @@ import importlib
 
 __all__ = ["RankError", "World"]
 
+MOVED = {
+    "activation_memory": "naranhi.autograd (SavedTensors) and naranhi.costs",
+    "corpus": "naranhi.data",
+    "gradient_norm": "naranhi.tensor_parallel (clip_grad_norm_)",
+    "hardware": "naranhi.measure",
+    "judge": "naranhi.schedules (grade)",
+    "links": "naranhi.distributed.links",
+    "mesh": "naranhi.distributed (Mesh)",
+    "paced": "naranhi.models (Paced)",
+    "partition": "naranhi.pipeline",
+    "profiling": "naranhi.pipeline (profile)",
+    "recomputation": "naranhi.autograd",
+    "rendezvous": "naranhi.distributed (join)",
+    "saving": "naranhi.autograd",
+    "simulate": "naranhi.schedules",
+    "split_backward": "naranhi.autograd",
+    "streams": "naranhi.distributed.streams",
+    "timeline": "naranhi.measure (Recorder)",
+    "transformer_layer": "naranhi.models",
+}
+
 
 def __getattr__(name):
     # Only on demand: under torchrun nothing should import ipyparallel, nor a helper process torch.
     if name in __all__:
         return getattr(importlib.import_module("naranhi.world"), name)
+    if name in MOVED:  # no AttributeError: `from naranhi import ...` would replace it by its own
+        raise ImportError(f"naranhi.{name} has moved to {MOVED[name]}")
     try:
         return importlib.import_module(f"naranhi.{name}")
     except ModuleNotFoundError as missing:

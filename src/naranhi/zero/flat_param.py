@@ -230,8 +230,8 @@ class FlatParam:
                     param,
                     (
                         f"the gradient of parameter {self.name_of[param]} is summed and sharded "
-                        "over the ranks: use clip_grad_norm_() or shard_gradients() of Zero for it, and "
-                        "step() or zero_grad() before another backward"
+                        "over the ranks: use clip_grad_norm_() or shard_gradients() of Zero for "
+                        "it, and step() or zero_grad() before another backward"
                     ),
                 )
             param.grad = stand_in

@@ -1,0 +1,31 @@
+"""The package as a whole: what it is imported as, and what was called otherwise."""
+
+import importlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+import naranhi
+
+PURE = "import sys, naranhi.{}; sys.exit('torch' in sys.modules)"
+
+
+@pytest.mark.parametrize("name", naranhi.MOVED)
+def test_an_old_module_is_no_longer_there_and_its_error_names_the_new_one(name):
+    where, _, attribute = re.fullmatch(r"([\w.]+)( \((\w+)\))?.*", naranhi.MOVED[name]).groups()
+    found = importlib.import_module(where)
+    assert attribute is None or hasattr(found, attribute)
+    with pytest.raises(ImportError, match=re.escape(f"naranhi.{name} has moved to {where}")):
+        exec(f"from naranhi import {name}")
+
+
+def test_what_never_was_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'naranhi' has no attribute 'nothing'"):
+        _ = naranhi.nothing
+
+
+@pytest.mark.parametrize("module", ["world.lifeline", "world.leftovers", "distributed.processes"])
+def test_helper_processes_import_no_torch(module):
+    assert subprocess.run([sys.executable, "-c", PURE.format(module)], timeout=60).returncode == 0
