@@ -269,7 +269,8 @@ def torchs_clipping(stage):
 @pytest.mark.parametrize("stage", STAGES)
 def test_torchs_clipping_is_refused(five, stage):
     text = (
-        "the gradient of parameter 0.weight is summed and sharded over the ranks: use clip() "
+        "the gradient of parameter 0.weight is summed and sharded over the ranks: "
+        "use clip_grad_norm_() "
         "or shard_gradients() of Zero for it, and step() or zero_grad() before another "
         "backward"
     )
