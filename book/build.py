@@ -35,6 +35,7 @@ import execution
 import nbformat
 import parity
 import yaml
+from languages import BY_CODE, EXECUTED
 
 
 @contextlib.contextmanager
@@ -66,7 +67,7 @@ def executions(root: Path, only_here: bool, jobs: int) -> bool:
     """
     here = {"device": execution.device()} if only_here else {}
     one = partial(executed, root=root, here=here, jobs=jobs)
-    sources = sorted((root / "notebooks" / "en").glob("*.ipynb"))
+    sources = sorted((root / "notebooks" / EXECUTED).glob("*.ipynb"))
     if jobs == 1:
         failures = list(map(one, sources))
     else:
@@ -100,8 +101,8 @@ def site(root: Path) -> bool:
     html = root / "_build" / "html"
     fresh = root / "_build" / "fresh"
     tasks = {}
-    with workers(len(render.LANGUAGES)) as pool:
-        for language in render.LANGUAGES:
+    with workers(len(BY_CODE)) as pool:
+        for language in BY_CODE:
             folder, inputs = render.stage(language, root)
             stamp = html / language / ".inputs"
             if stamp.exists() and stamp.read_text() == inputs:
@@ -122,7 +123,7 @@ def site(root: Path) -> bool:
         shutil.rmtree(html / language, ignore_errors=True)
         (fresh / language).rename(html / language)
     first = yaml.safe_load((root / "_toc.yml").read_text())["root"]
-    (html / "index.html").write_text(render.LANDING.replace("ROOT", first))
+    (html / "index.html").write_text(render.landing(first))
     return True
 
 

@@ -27,6 +27,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import nbformat
+from languages import EXECUTED
 from nbclient.exceptions import CellControlSignal, DeadKernelError
 from nbconvert.preprocessors import ExecutePreprocessor
 from traitlets.config import Config
@@ -157,7 +158,7 @@ def machine() -> str:
 
 def commit(root: Path) -> str | None:
     """The commit of what is executed, with a ``+`` when files differ; None outside of git."""
-    inputs = ["src", "notebooks/en", "requirements.txt"]
+    inputs = ["src", f"notebooks/{EXECUTED}", "requirements.txt"]
 
     def git(*arguments: str) -> subprocess.CompletedProcess:
         return subprocess.run(["git", "-C", root, *arguments], capture_output=True, text=True)

@@ -14,10 +14,12 @@ from itertools import zip_longest
 from pathlib import Path
 
 from execution import code_cells, digest
+from languages import LANGUAGES
 from markdown_it import MarkdownIt
 from nbformat import reader
 from nbformat.validator import iter_validate
 
+FIRST, SECOND = (language.english for language in LANGUAGES)
 DECLARED = Path("tests/notebooks/declared_equal.json")
 LINES = 25
 
@@ -52,8 +54,8 @@ def caption(cell) -> str:
 
 
 def same_pages(english: dict, korean: dict) -> list[str]:
-    missing = [("Korean", name) for name in english.keys() - korean.keys()]
-    missing += [("English", name) for name in korean.keys() - english.keys()]
+    missing = [(SECOND, name) for name in english.keys() - korean.keys()]
+    missing += [(FIRST, name) for name in korean.keys() - english.keys()]
     return [f"{name}: there is no {language} page" for language, name in sorted(missing)]
 
 
@@ -63,7 +65,7 @@ def same_cells(name: str, english, korean) -> list[str]:
     if order[0] != order[1]:
         pairs = zip_longest(*order, fillvalue=("", "nothing"))
         left, right = next((ours[1], theirs[1]) for ours, theirs in pairs if ours != theirs)
-        return [f"{name}: cells differ in id, kind or order: English {left!r}, Korean {right!r}"]
+        return [f"{name}: cells differ in id, kind or order: {FIRST} {left!r}, {SECOND} {right!r}"]
     wrong = []
     for ours, theirs in zip(code_cells(english), code_cells(korean), strict=True):
         parts = {
@@ -97,7 +99,7 @@ def same_structure(name: str, english, korean) -> list[str]:
         if headings(ours[cell]) != headings(theirs[cell]):
             wrong.append(f"{name}, {cell!r}: the levels of headings differ")
         left, right = references(ours[cell]), references(theirs[cell])
-        for found, language in (left - right, "Korean"), (right - left, "English"):
+        for found, language in (left - right, SECOND), (right - left, FIRST):
             listed = ", ".join(f"{role} {target}" for role, target in found)
             if listed:
                 wrong.append(f"{name}, {cell!r}: the {language} side lacks {listed}")
@@ -142,7 +144,7 @@ def undeclared(declared: dict, now: dict) -> list[str]:
         before, after = declared.get(page, {}), now.get(page, {})
         for cell in {**after, **before}:
             sides = (side.get(cell, " ").split(" ") for side in (before, after))
-            compared = zip(("English", "Korean"), *sides, strict=True)
+            compared = zip((FIRST, SECOND), *sides, strict=True)
             changed = [language for language, old, new in compared if old != new]
             if cell not in before:
                 wrong.append(f"{page}, {cell!r}: never declared equal")
@@ -157,14 +159,18 @@ def undeclared(declared: dict, now: dict) -> list[str]:
 
 def complaints(root: Path) -> list[str]:
     """All that is wrong with the two languages of a book."""
-    english, korean = read_pages(root, "en"), read_pages(root, "ko")
+    english, korean = (read_pages(root, language.code) for language in LANGUAGES)
     wrong = same_pages(english, korean)
     now = {}
     for name in sorted(english.keys() & korean.keys()):
         pair = english[name], korean[name]
         now[name] = hashes(*pair)
         if not isinstance(pair[0], str):
-            wrong += saved_form(f"en/{name}", pair[0]) + saved_form(f"ko/{name}", pair[1])
+            wrong += [
+                complaint
+                for language, page in zip(LANGUAGES, pair, strict=True)
+                for complaint in saved_form(f"{language.code}/{name}", page)
+            ]
             wrong += same_cells(name, *pair)
         wrong += same_structure(name, *pair)
     path = root / DECLARED
@@ -174,7 +180,7 @@ def complaints(root: Path) -> list[str]:
 
 def declare_equal(root: Path, names: list[str]) -> None:
     """Record that the two sides of the named pages, or of all, say the same now."""
-    english, korean = read_pages(root, "en"), read_pages(root, "ko")
+    english, korean = (read_pages(root, language.code) for language in LANGUAGES)
     both = english.keys() & korean.keys()
     unknown = sorted(set(names) - both)
     if unknown:

@@ -15,18 +15,18 @@ import nbformat
 import yaml
 from execution import digest
 from jupyter_book.config import get_final_config
+from languages import BY_CODE, LANGUAGES
 from sphinx.application import Sphinx
 from sphinx.util.docutils import docutils_namespace, patch_docutils
 
 HERE = Path(__file__).resolve().parent
-LANGUAGES = ("en", "ko")
 # Jupyter Book loads it for every book, and it names another host on every page.
 UNUSED = {"sphinx_thebe"}
 LANDING = """<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>나란히 · Naranhi</title>
+<title>TITLE</title>
 <link rel="icon" href="data:,">
 <style>
   html { color-scheme: light dark; font: 1.25rem/1.6 system-ui, sans-serif }
@@ -34,20 +34,30 @@ LANDING = """<!doctype html>
   a { margin: 0 1rem }
 </style>
 <script>
-  const korean = (navigator.languages || [navigator.language])
-    .map((tag) => tag.slice(0, 2)).find((tag) => tag === "ko" || tag === "en") === "ko";
-  location.replace(korean ? "ko/ROOT.html" : "en/ROOT.html");
+  const codes = CODES;
+  const wanted = (navigator.languages || [navigator.language])
+    .map((tag) => tag.slice(0, 2)).find((tag) => codes.includes(tag)) || codes[0];
+  location.replace(wanted + "/ROOT.html");
 </script>
-<h1>나란히 · Naranhi</h1>
-<p><a lang="ko" hreflang="ko" href="ko/ROOT.html">한국어</a>
-<a hreflang="en" href="en/ROOT.html">English</a></p>
+<h1>TITLE</h1>
+<p>LINKS</p>
 </html>
 """
 
 
-def languages_config(root: Path) -> dict:
-    config = yaml.safe_load((root / "_config.yml").read_text())
-    return config["sphinx"]["config"]["naranhi_languages"]
+def landing(first: str) -> str:
+    """The page that leads to the book in the reader's language; `first` is its first page."""
+    links = "\n".join(
+        f'<a lang="{one.code}" hreflang="{one.code}" href="{one.code}/ROOT.html">{one.name}</a>'
+        for one in reversed(LANGUAGES)
+    )
+    title = " · ".join(one.title for one in reversed(LANGUAGES))
+    codes = json.dumps([one.code for one in LANGUAGES])
+    parts = {"TITLE": title, "LINKS": links, "CODES": codes, "ROOT": first}
+    page = LANDING
+    for name, text in parts.items():
+        page = page.replace(name, text)
+    return page
 
 
 def with_outputs(source: Path, root: Path):
@@ -85,7 +95,7 @@ def stage(language: str, root: Path) -> tuple[Path, str]:
     if (HERE / "_ext" / "locales" / language).exists():
         # Sphinx compiles labels/…/sphinx.po by itself when it lies beside the sources.
         shutil.copytree(HERE / "_ext" / "locales" / language, folder / "locales" / language)
-    captions = languages_config(root)[language]["captions"]
+    captions = BY_CODE[language].captions
     toc = yaml.safe_load((root / "_toc.yml").read_text())
     for part in toc["parts"]:
         if "caption" in part:
@@ -114,7 +124,7 @@ def render(language: str, folder: Path, output: Path, root: Path) -> bool:
         raise_on_invalid=True,
     )
     config["extensions"] = [name for name in config["extensions"] if name not in UNUSED]
-    for name, value in languages_config(root)[language].get("config", {}).items():
+    for name, value in BY_CODE[language].config.items():
         config[name] = {**config[name], **value} if isinstance(value, dict) else value
     with patch_docutils(), docutils_namespace():
         app = Sphinx(

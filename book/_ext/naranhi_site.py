@@ -2,15 +2,14 @@
 buttons that appear only when the repository has an address, labels of folded cells, and MathJax
 and an icon served from the site itself.
 
-Configuration (``_config.yml``, ``sphinx.config.naranhi_languages``): for each language ``captions``
-(part titles of ``_toc.yml``), ``config`` (Sphinx values that differ) and ``fold`` (labels of
-folded cells, closed and open, for each kind of what MyST-NB folds).
+What differs between the languages is in ``book/languages.py``.
 """
 
 import importlib.util
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 from urllib.parse import quote
 
@@ -20,8 +19,11 @@ from pydata_sphinx_theme.utils import get_theme_options_dict
 from sphinx.transforms.post_transforms import SphinxPostTransform
 
 BOOK = Path(__file__).resolve().parent.parent
-# Each language by its own name, as a reader who does not read the other looks for it.
-NAMES = {"en": "English", "ko": "한국어"}
+if str(BOOK) not in sys.path:  # by hand, `jupyter-book build` has only the folder of extensions
+    sys.path.insert(0, str(BOOK))
+
+from languages import BY_CODE  # noqa: E402
+
 MATHJAX = ["tex-chtml.js", "input/tex/extensions", "output/chtml/fonts/woff-v2"]
 
 
@@ -74,7 +76,7 @@ class FoldLabels(SphinxPostTransform):
     formats = ("html",)
 
     def run(self, **kwargs) -> None:
-        labels = self.config.naranhi_languages[self.config.language]["fold"]
+        labels = BY_CODE[self.config.language].fold
         for node in self.document.findall(HideCodeCellNode):
             node["prompt_show"], node["prompt_hide"] = labels[node["prompt_show"]]
 
@@ -90,7 +92,7 @@ def mark_ranks(body: str) -> str:
 
 def page_context(app, pagename, templatename, context, doctree) -> None:
     language = app.config.language
-    twin = "en" if language == "ko" else "ko"
+    (twin,) = BY_CODE.keys() - {language}
     metadata = app.env.metadata.get(pagename, {})
     is_notebook = "kernelspec" in metadata
     record = json.loads(metadata.get("naranhi", "{}"))  # MyST-NB hands metadata on as text
@@ -113,12 +115,11 @@ def page_context(app, pagename, templatename, context, doctree) -> None:
         "repository": repository,
         "twin": f"../{twin}/{pagename}.html",
         "twin_language": twin,
-        "twin_name": NAMES[twin],
+        "twin_name": BY_CODE[twin].name,
     }
 
 
 def setup(app) -> dict:
-    app.add_config_value("naranhi_languages", {}, "env", dict)
     app.connect("config-inited", configure, priority=400)
     app.connect("builder-inited", copy_mathjax)
     app.connect("doctree-read", separate_cells)

@@ -1,0 +1,79 @@
+"""The languages of the book: the one list that everything else goes through.
+
+The first is the one whose notebooks are executed; the others get its outputs. A language needs
+pages in ``book/CODE``, notebooks in ``notebooks/CODE``, and an entry here.
+"""
+
+from typing import NamedTuple
+
+
+class Language(NamedTuple):
+    """A language, and what differs in it besides the pages.
+
+    Args:
+        code: ISO 639-1, as in the names of folders and addresses.
+        english: its English name, for messages of the build.
+        name: its own name, as a reader who does not read the other language looks for it.
+        title: the book's title in it.
+        captions: the part titles of ``_toc.yml``, where they are not as there.
+        fold: the labels of folded cells (closed, open), by what is folded.
+        config: values of Sphinx.
+    """
+
+    code: str
+    english: str
+    name: str
+    title: str
+    captions: dict[str, str]
+    fold: dict[str, list[str]]
+    config: dict[str, object]
+
+
+LANGUAGES = (
+    Language(
+        code="en",
+        english="English",
+        name="English",
+        title="Naranhi",
+        captions={},
+        fold={
+            "content": ["Show the answer", "Hide the answer"],
+            "source": ["Show the code", "Hide the code"],
+            "output": ["Show the output", "Hide the output"],
+            "outputs": ["Show the output", "Hide the output"],
+        },
+        config={},
+    ),
+    Language(
+        code="ko",
+        english="Korean",
+        name="한국어",
+        title="나란히",
+        captions={
+            "Start here": "시작하며",
+            "Communication": "통신",
+            "Pipelines": "파이프라인",
+            "Data and tensors": "데이터와 텐서",
+            "Reference": "찾아보기",
+        },
+        fold={
+            "content": ["답 펼치기", "답 접기"],
+            "source": ["코드 펼치기", "코드 접기"],
+            "output": ["출력 펼치기", "출력 접기"],
+            "outputs": ["출력 펼치기", "출력 접기"],
+        },
+        config={
+            "language": "ko",
+            "html_title": "나란히",
+            "numfig_format": {"figure": "그림 %s", "table": "표 %s", "code-block": "코드 %s"},
+            "togglebutton_hint": "눌러서 펼치기",
+            "togglebutton_hint_hide": "눌러서 접기",
+            "html_theme_options": {
+                "search_bar_text": "책 안에서 찾기",
+                "toc_title": "이 페이지의 차례",
+            },
+        },
+    ),
+)
+EXECUTED = LANGUAGES[0].code
+BY_CODE = {language.code: language for language in LANGUAGES}
