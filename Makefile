@@ -1,4 +1,4 @@
-# make book | test | bench | lab | images | clean.  Each sets up .venv when it is missing.
+# Each target sets up .venv when it is missing; `make help` lists them.
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
@@ -6,13 +6,14 @@ READY := .venv/.ready
 .PHONY: help book test test-fast check bench lab images clean
 
 help:
-	@echo "make book    execute the notebooks on this machine's ranks and render the site"
-	@echo "make test    pass every test"
-	@echo "make test-fast  those of one process, in about a minute"
-	@echo "make bench   our kernels beside the production engines"
-	@echo "make lab     JupyterLab on the notebooks"
-	@echo "make images  draw the pictures"
-	@echo "make clean   remove what was built (not .venv)"
+	@echo "make book       execute the notebooks on this machine's ranks and render the site"
+	@echo "make test       pass every test"
+	@echo "make test-fast  pass those that need one process only, in two minutes"
+	@echo "make check      style, layout, spelling, and which package may import which"
+	@echo "make bench      our kernels beside the production engines"
+	@echo "make lab        JupyterLab on the notebooks"
+	@echo "make images     draw the pictures"
+	@echo "make clean      remove what was built (not .venv)"
 
 $(READY): requirements.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; \
@@ -27,7 +28,7 @@ book: $(READY)
 	@$(BIN)/python book/build.py
 
 test: $(READY)
-	@echo "Testing: the kernels, real ranks, the notebooks, the site in a browser; half an hour"
+	@echo "Testing: the kernels, real ranks, the notebooks, the site in a browser; most of an hour"
 	@$(MAKE) --no-print-directory check
 	@$(BIN)/python -m pytest tests
 

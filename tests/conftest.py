@@ -1,7 +1,13 @@
 import os
 import shutil
+import signal
 
 import pytest
+
+# A shell starts what it puts in the background deaf to Ctrl-C, and so would be all processes that
+# the tests interrupt.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,7 @@
 """Naranhi: distributed training, written small and run on real ranks.
 
-``naranhi.World`` starts ranks for a notebook; the kernels are in packages of their own
-(``naranhi.collectives``, ...) and know nothing of notebooks.
+`naranhi.World` starts ranks for a notebook. The kernels live in packages of their own
+(`naranhi.collectives`, ...) and do not depend on notebooks.
 """
 
 import importlib
@@ -31,10 +31,11 @@ MOVED = {
 
 
 def __getattr__(name):
-    # Only on demand: under torchrun nothing should import ipyparallel, nor a helper process torch.
+    # Import on demand: a process under torchrun must not import ipyparallel, and a helper process
+    # must not import torch.
     if name in __all__:
         return getattr(importlib.import_module("naranhi.world"), name)
-    if name in MOVED:  # no AttributeError: `from naranhi import ...` would replace it by its own
+    if name in MOVED:  # `from naranhi import ...` would replace an AttributeError
         raise ImportError(f"naranhi.{name} has moved to {MOVED[name]}")
     try:
         return importlib.import_module(f"naranhi.{name}")

@@ -1,25 +1,33 @@
-"""Assertions that print one readable line, in a notebook and on its ranks.
+"""Assert claims and print one readable line for each, in a notebook and on its ranks.
 
 A true claim prints `✓ <what>` and never a measured number, so that two runs of a notebook print
-the same. A false one raises AssertionError, whose message says what differed, where, and by how
-much. NaN agrees with nothing, not even with NaN: two losses that are both NaN are no success.
+the same. A false claim raises AssertionError, whose message says what differed, where, and by how
+much. NaN equals nothing, not even NaN: two losses that are both NaN are not a success.
 """
+
+from __future__ import annotations
 
 import math
 from numbers import Number
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 
-def close(what, actual, expected, rtol=0.0, atol=0.0):
-    """Check that numbers agree: |actual - expected| <= atol + rtol * |expected|, everywhere.
+def close(what: str, actual: Any, expected: Any, rtol: float = 0.0, atol: float = 0.0) -> None:
+    """Check that values agree: |actual - expected| <= atol + rtol * |expected|, everywhere.
 
-    actual, expected: tensors of one shape and dtype, numbers, or lists, tuples and dicts of these;
-    a tensor may also stand beside a number or nested lists of its shape.
-    rtol, atol: relative and absolute tolerance, the latter in the values' own unit.
-    Raises AssertionError when they differ by more, or in shape, dtype, length or keys.
-    Raises ValueError for a tolerance that is negative or not finite.
+    Args:
+        what: the claim, as printed.
+        actual: a tensor, a number, or a list, tuple or dict of these.
+        expected: the same. Tensors must have the same shape and dtype; a tensor may also be
+            compared with a number or with nested lists of its shape.
+        rtol: relative tolerance.
+        atol: absolute tolerance, in the values' own unit.
+
+    Raises:
+        AssertionError: the values differ by more, or in shape, dtype, length or keys.
+        ValueError: a tolerance is negative or not finite.
     """
     tolerance = _Tolerance(rtol, atol)
     if not all(value >= 0 and math.isfinite(value) for value in tolerance):
@@ -28,23 +36,34 @@ def close(what, actual, expected, rtol=0.0, atol=0.0):
     print(f"✓ {what}" + (f" (within {tolerance})" if any(tolerance) else ""))
 
 
-def equal(what, actual, expected):
+def equal(what: str, actual: Any, expected: Any) -> None:
     """Check that values are the same; two tensors, the same to the bit (0.0 is not -0.0).
 
-    actual, expected: tensors of one shape and dtype, plain values, or lists, tuples and dicts of
-    these; a tensor may also stand beside a number or nested lists of its shape, which are then
-    rounded to its dtype.
-    Raises AssertionError when anything differs.
+    Args:
+        what: the claim, as printed.
+        actual: a tensor, a plain value, or a list, tuple or dict of these.
+        expected: the same. Tensors must have the same shape and dtype; a tensor may also be
+            compared with a number or with nested lists of its shape, which are then rounded to
+            its dtype.
+
+    Raises:
+        AssertionError: anything differs.
     """
     _compare(what, actual, expected, None)
     print(f"✓ {what}")
 
 
-def true(what, condition):
-    """Check a condition: a bool, or a tensor that holds one.
+def true(what: str, condition: bool | torch.Tensor) -> None:
+    """Check a condition.
 
-    Raises AssertionError when it is false.
-    Raises TypeError for anything else, as most other objects count as true whatever they hold.
+    Args:
+        what: the claim, as printed.
+        condition: a bool, or a tensor that holds one bool.
+
+    Raises:
+        AssertionError: the condition is false.
+        TypeError: the condition is anything else, because most other objects count as true whatever
+            they hold.
     """
     value = condition
     if hasattr(condition, "numel") and condition.numel() != 1:
@@ -76,7 +95,7 @@ class _Tolerance(NamedTuple):
 
 
 def _compare(what, actual, expected, tolerance, where=""):
-    """Raise AssertionError at the first difference. A tolerance of None means to the bit."""
+    """Raise AssertionError at the first difference. A tolerance of None means equal to the bit."""
     actual, expected = (
         torch.as_tensor(x) if hasattr(x, "__array__") and not isinstance(x, Number) else x
         for x in (actual, expected)
@@ -124,12 +143,12 @@ def _compare_tensors(what, actual, expected, tolerance, where):
         differs = _bits(a) != _bits(e)
     else:
         allowed = tolerance.atol + tolerance.rtol * e.double().abs()
-        # Where nothing is allowed only equality counts: float64 cannot hold every int64.
+        # With a tolerance of 0 only equality counts: float64 cannot represent every int64.
         differs = (a != e) & ~((gap <= allowed) & (allowed > 0) & gap.isfinite())
     differs |= (a != a) | (e != e)  # NaN
     if not differs.any():
         return
-    # Show the worst: NaN before infinity before the widest gap.
+    # Report the worst: NaN before infinity before the largest gap.
     badness = gap.nan_to_num(nan=math.inf, posinf=torch.finfo(gap.dtype).max)
     index = torch.unravel_index(badness.where(differs, -1.0).argmax(), gap.shape)
     place = f"{where}[{', '.join(str(int(i)) for i in index)}]" if index else where
@@ -143,19 +162,19 @@ def _compare_tensors(what, actual, expected, tolerance, where):
 
 
 def _tensor(value, like):
-    """value as a tensor on the CPU; a plain value takes the dtype of the tensor beside it."""
+    """Convert to a tensor on the CPU; a plain value takes the dtype of the tensor beside it."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()
     exact = torch.tensor(value)
     cast = exact.to(like.dtype)
-    # Rounding 0.1 to float32 is what is meant; turning 2.5 into 2 is not.
+    # Rounding 0.1 to float32 is intended; turning 2.5 into 2 is not.
     if not (exact.is_floating_point() and cast.is_floating_point()) and (cast != exact).any():
         raise ValueError(f"{like.dtype} cannot hold it")
     return torch.tensor(value, dtype=like.dtype)
 
 
 def _bits(tensor):
-    """The tensor's bits as integers of the same shape, in which 0.0 and -0.0 differ."""
+    """Return the tensor's bits as integers of the same shape, in which 0.0 and -0.0 differ."""
     if not tensor.is_floating_point():
         return tensor
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -172,6 +191,6 @@ def _fail(what, where, message, count=""):
 
 
 def _short(number):
-    """Four digits at most, and 1e-06 as 1e-6."""
+    """Write at most four digits, and 1e-06 as 1e-6."""
     mantissa, _, exponent = f"{number:.4g}".partition("e")
     return mantissa + (f"e{int(exponent)}" if exponent else "")

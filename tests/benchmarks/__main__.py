@@ -1,15 +1,19 @@
 """`python -m tests.benchmarks`: print the table and write `_build/bench.json`.
 
-Words given as arguments choose the works whose names contain one of them.
+Words given as arguments choose the works whose names contain one of them. On a terminal a line says
+which work is being measured. What engines print meanwhile is in `_build/bench.log`.
 """
 
+import os
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 from tests.benchmarks import harness
 
-OUTPUT = Path(__file__).parents[2] / "_build" / "bench.json"
+BUILD = Path(__file__).parents[2] / "_build"
+OUTPUT, LOG = BUILD / "bench.json", BUILD / "bench.log"
 
 
 def main():
@@ -19,16 +23,49 @@ def main():
     ]
     if not works:
         sys.exit(f"no work's name contains one of {words}")
+    progress = Progress()
     start = time.monotonic()
-    rows = harness.measured(
-        works, report=lambda text: print(text, flush=True), seconds=harness.SECONDS
-    )
+    with printed_to(LOG):  # by file descriptor, which the ranks inherit
+        rows = harness.measured(works, report=progress.show, seconds=harness.SECONDS)
+    progress.show("")
     harness.write(rows, OUTPUT)
-    print(f"\n{harness.table(rows)}\n")
+    print(harness.table(rows))
     seconds = time.monotonic() - start
-    print(f"{harness.REPEATS} to {harness.MOST} repetitions in turn, {seconds:.0f} s in all.")
+    print(f"\n{harness.REPEATS} to {harness.MOST} repetitions in turn, {seconds:.0f} s in all.")
     print("limit: what no contender can avoid, see each bench_*.py; to best peer: of the medians.")
-    print(f"Written to {OUTPUT}")
+    print(f"Written to {OUTPUT}; what the engines printed, to {LOG}")
+
+
+class Progress:
+    """One line on the terminal that is written over; nothing where there is no terminal."""
+
+    def __init__(self):
+        self.terminal = os.fdopen(os.dup(2), "w") if os.isatty(2) else None
+
+    def show(self, text):
+        if self.terminal:
+            self.terminal.write(f"\r\033[K{text}")
+            self.terminal.flush()
+
+
+@contextmanager
+def printed_to(path):
+    """Send this process's stdout and stderr, and its children's, to a file for a while."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    before = os.dup(1), os.dup(2)
+    try:
+        with path.open("w") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for descriptor, own in enumerate(before, 1):
+            os.dup2(own, descriptor)
+            os.close(own)
 
 
 if __name__ == "__main__":

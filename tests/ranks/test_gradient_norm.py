@@ -1,5 +1,6 @@
 """Clipping on every mesh, against `torch.nn.utils.clip_grad_norm_` in one process."""
 
+import copy
 from functools import partial
 from math import inf
 
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from test_mesh import eight, make, one_process  # noqa: F401  (eight is a fixture)
 from torch import nn
 
-from naranhi import schedules, train
+from naranhi import models, schedules, train
 from naranhi.data_parallel import all_reduce_bucketed
 from naranhi.distributed import Mesh
 from naranhi.pipeline import Pipeline
@@ -17,6 +18,7 @@ from naranhi.tensor_parallel import (
     clip_grad_norm_,
     full_state_dict,
     gpt2_plan,
+    mlp_plan,
     parallelize,
     sum_sequence_gradients,
     vocabulary_cross_entropy,
@@ -141,6 +143,24 @@ def replicas():
 
 def test_replicas_count_once(eight):  # noqa: F811
     for norm, alone in eight(2, replicas):
+        assert norm == pytest.approx(alone, rel=1e-6)
+
+
+def split_over_the_default_group():
+    """On a rank: the norm of an MLP whose layers are split over all ranks, and that of one process;
+    the plan is applied without naming a group."""
+    torch.manual_seed(0)
+    layers, x = models.mlp(2, 8), torch.randn(6, 8)
+    alone = copy.deepcopy(layers)
+    nn.Sequential(*alone)(x).sum().backward()
+    expected = nn.utils.get_total_norm([p.grad for layer in alone for p in layer.parameters()])
+    parallelize(layers, mlp_plan())
+    nn.Sequential(*layers)(x).sum().backward()
+    return clip_grad_norm_(nn.ModuleList(layers), 1.0), expected.item()
+
+
+def test_shards_over_the_default_group_are_summed(eight):  # noqa: F811
+    for norm, alone in eight(2, split_over_the_default_group):
         assert norm == pytest.approx(alone, rel=1e-6)
 
 

@@ -311,8 +311,8 @@ def test_gradients_that_cannot_be_summed_are_refused(five):
 
 
 def zero_clip(stage, sequence):
-    """By norm type: the norm that `Zero.clip` finds of tensor-parallel shards, and after clipping
-    to half of it, both over one process's."""
+    """By norm type: the norm that `Zero.clip_grad_norm_` finds of tensor-parallel shards, and after
+    clipping to half of it, both over one process's."""
     if not (place := groups()):
         return None
     tensor, shares = place

@@ -622,7 +622,7 @@ def failing(stage):
     found.append(message(attempt))
     found.append(message(zero.synchronize))
     zero.zero_grad()
-    found.append(message(zero.clip, 1.0))
+    found.append(message(zero.clip_grad_norm_, 1.0))
     found.append(message(attempt, factor=float("nan")))
     found.append(message(attempt))
     zero.zero_grad()
@@ -724,7 +724,7 @@ def misuse():
     two = model()
     zero = Zero(two, 3, group=group)
     found["nan norm"] = message(step, float("nan") if rank else 1.0, 1, True)
-    found["limit"] = message(zero.clip, -1.0)
+    found["limit"] = message(zero.clip_grad_norm_, -1.0)
     return found
 
 

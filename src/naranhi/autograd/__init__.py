@@ -1,4 +1,4 @@
-"""What a backward keeps, computes again, or leaves for later, in one process."""
+"""Control what a backward saves, recomputes or defers, in one process."""
 
 from naranhi.autograd.functions import Dropout, FunctionLayer, MaskedReLU, MaxPool2d, ReLU
 from naranhi.autograd.recomputation import Recompute, recompute

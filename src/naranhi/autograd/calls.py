@@ -1,16 +1,16 @@
-"""A call as autograd sees it: tensors go in and tensors come out, whatever they are nested in."""
+"""Function calls as autograd sees them: tensors in, tensors out, whatever pytrees hold them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from typing import Any
 
 import torch
 
-from naranhi.autograd.containers import _map, _of_fields, _tensors
+from naranhi.autograd.containers import is_dataclass_object, map_tensors, tensors_of
 
-ALONE = object()  # the nest of a tensor that is in no nest
+ALONE = object()  # the structure of a value that is a tensor, without any container
 CONSTANTS = (
     type(None),
     bool,
@@ -27,15 +27,15 @@ CONSTANTS = (
 
 
 class Call:
-    """A call of `function` that can be run on other tensors than its own.
+    """A call of a function that can be run again on other tensors.
 
         call, tensors = Call.of(function, args, kwargs)
         outputs = call([tensor.detach() for tensor in tensors])  # a tuple of tensors
         result = call.result(outputs)                            # what the function returned
 
-    Arguments and results are tensors, or tuples, lists, dicts and dataclasses that contain them. A
-    tensor that occurs several times stays one tensor: `key is query` keeps its value. Other
-    arguments are passed on unchanged.
+    Arguments and results are pytrees: tensors, or tuples, lists, dicts and dataclasses that contain
+    tensors. A tensor that occurs several times stays one tensor, so `key is query` keeps its value.
+    Other arguments are passed on unchanged.
     """
 
     @classmethod
@@ -46,24 +46,27 @@ class Call:
         kwargs: dict[str, Any],
         name: str | None = None,
     ) -> tuple[Call, list[torch.Tensor]]:
-        """Return the call and the tensors in its arguments, which the call does not keep.
+        """Return the call, and the tensors in its arguments, which the call does not keep.
 
         Args:
-            name: what errors call the function; by default its own name, or that of its type.
+            function: the function to call.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+            name: the function's name in errors; by default its own, or that of its type.
         """
         call = cls()
         call.function = function
         call.name = name or getattr(function, "__name__", type(function).__name__)
-        # One argument is the usual case, and a single tensor needs no nest around it.
+        # One argument is the usual case, and a single tensor needs no container around it.
         call._is_single = len(args) == 1 and not kwargs
         tensors, call._arguments = take_apart(args[0] if call._is_single else (args, kwargs))
         return call, tensors
 
     def __call__(self, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Run the function on these tensors in the places of its own.
+        """Run the function on these tensors in place of its own.
 
         Raises:
-            TypeError: when the result contains something that may hide a tensor.
+            TypeError: if the result contains no tensor, or an object that may hide one.
         """
         arguments = put_together(self._arguments, tensors)
         args, kwargs = ((arguments,), {}) if self._is_single else arguments
@@ -73,7 +76,7 @@ class Call:
         return tuple(outputs)
 
     def result(self, outputs: tuple[torch.Tensor, ...]) -> Any:
-        """Return the function's last result with these tensors in the places of its own."""
+        """Return the function's last result with these tensors in place of its own."""
         return put_together(self._result, outputs)
 
     def _require_tensors(self, result):
@@ -90,25 +93,25 @@ class Call:
 
 
 def take_apart(value: Any) -> tuple[list[torch.Tensor], Any]:
-    """Return the tensors in a nested value, each once, and the value with placeholders for them."""
+    """Return the tensors in a pytree, each once, and the pytree with placeholders for them."""
     if isinstance(value, torch.Tensor):
         return [value], ALONE
-    tensors = list({id(tensor): tensor for tensor in _tensors(value)}.values())
+    tensors = list({id(tensor): tensor for tensor in tensors_of(value)}.values())
     places = {}
     for number, tensor in enumerate(tensors):
         places[id(tensor)] = place = torch.empty(0)
         place.number = number
-    return tensors, _map(lambda tensor: places[id(tensor)], value)
+    return tensors, map_tensors(lambda tensor: places[id(tensor)], value)
 
 
-def put_together(nest: Any, tensors: Iterable[torch.Tensor]) -> Any:
-    """Return what `take_apart` took apart, with these tensors in the places of its own."""
-    return tensors[0] if nest is ALONE else _map(lambda place: tensors[place.number], nest)
+def put_together(nest: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """Return a pytree that `take_apart` took apart, with these tensors for its placeholders."""
+    return tensors[0] if nest is ALONE else map_tensors(lambda place: tensors[place.number], nest)
 
 
 def _leaves(value):
-    """All that tuples, lists, dicts and dataclasses contain."""
-    if _of_fields(value):
+    """Return all leaves of tuples, lists, dicts and dataclasses, tensors or not."""
+    if is_dataclass_object(value):
         value = [
             getattr(value, field.name) for field in fields(value) if hasattr(value, field.name)
         ]
@@ -123,7 +126,7 @@ def find_stranger(
     nodes: Iterable[torch.autograd.graph.Node],
     known: Iterable[torch.Tensor],
 ) -> torch.Tensor | None:
-    """Return a leaf of the graph behind these nodes that is not known, or None.
+    """Return a leaf of the graph behind these nodes that is not in `known`, or None.
 
     A leaf is a tensor that requires a gradient and was not computed.
     """

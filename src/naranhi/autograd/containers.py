@@ -1,9 +1,13 @@
-"""What a module takes and gives back: tensors in nested tuples, lists, dicts and dataclasses.
+"""The pytrees that a module receives and returns: tensors in tuples, lists, dicts and dataclasses.
 
-A module is given copies of the containers in which tensors are replaced. If it changes one (appends
-what it has found to a list, say), its caller expects that too: so it is written back.
+Where tensors are replaced, a module receives copies of their containers. If the module changes such
+a copy (appends a result to a list, say), its caller expects to see the change, so the change is
+written back to the original.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable
 from copy import copy
 from dataclasses import fields, is_dataclass
 
@@ -11,56 +15,65 @@ import torch
 
 
 class AfterBackward(torch.autograd.Function):
-    """The tensors that a unit takes, and a call when the gradients of all of them are there: in
-    autograd's order that is after all else in the unit's backward."""
+    """Identity on a unit's inputs that calls `call` when the gradients of all of them are there.
+
+    In autograd's order, that is after everything else in the unit's backward.
+    """
 
     @staticmethod
-    def forward(ctx, call, *tensors):
+    def forward(
+        ctx, call: Callable[[], object], *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the inputs unchanged."""
         ctx.call = call
         ctx.set_materialize_grads(False)
         return tensors
 
     @staticmethod
-    def backward(ctx, *gradients):
+    def backward(ctx, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Run the call, and return the gradients unchanged."""
         ctx.call()
         return None, *gradients
 
 
-def _watch(call, value, copies):
-    """The nest with its tensors that require a gradient passed through `AfterBackward`."""
-    inputs = [one for one in _tensors(value) if one.requires_grad]
+def watch_backward(call, value, copies):
+    """Return the pytree, its tensors that require a gradient passed through `AfterBackward`."""
+    inputs = [one for one in tensors_of(value) if one.requires_grad]
     if not inputs:
         return value
     outputs = AfterBackward.apply(call, *inputs)
     new = dict(zip(map(id, inputs), outputs, strict=True))
-    return _map(lambda one: new.get(id(one), one), value, copies)
+    return map_tensors(lambda one: new.get(id(one), one), value, copies)
 
 
-def _tensors(value):
-    """Those in nested tuples, lists, dicts and dataclasses."""
+def tensors_of(value):
+    """Yield the tensors in a pytree of tuples, lists, dicts and dataclasses."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, tuple | list | dict):
         for one in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(one)
-    elif _of_fields(value):
+            yield from tensors_of(one)
+    elif is_dataclass_object(value):
         for field in fields(value):
-            yield from _tensors(getattr(value, field.name, None))
+            yield from tensors_of(getattr(value, field.name, None))
 
 
-def _map(function, value, copies=None):
-    """The same nest with function(tensor) for each tensor. A container in which no tensor becomes
-    another stays the same object; of others, `copies` gets (object, its copy, what is in that)."""
+def map_tensors(function, value, copies=None):
+    """Return the pytree with function(tensor) in place of each tensor.
+
+    A container in which no tensor changes stays the same object. For any other container, and for
+    each tensor that changes, `copies` receives (object, replacement, its items).
+    """
     if isinstance(value, torch.Tensor):
         new = function(value)
     elif isinstance(value, tuple):
-        mapped = [_map(function, one, copies) for one in value]
+        mapped = [map_tensors(function, one, copies) for one in value]
         if all(a is b for a, b in zip(mapped, value, strict=True)):
             return value
-        return type(value)(*mapped) if hasattr(value, "_fields") else type(value)(mapped)
+        new = type(value)(*mapped) if hasattr(value, "_fields") else type(value)(mapped)
     else:
         items = _items(value)
-        mapped = [(key, _map(function, one, copies)) for key, one in items]
+        mapped = [(key, map_tensors(function, one, copies)) for key, one in items]
         new = value if _same(mapped, items) else copy(value)
         if new is not value:
             _put(new, mapped)
@@ -69,8 +82,8 @@ def _map(function, value, copies=None):
     return new
 
 
-def _write_back(copies):
-    """What was changed in copied containers (see `_map`) is changed in the originals as well."""
+def write_back(copies):
+    """Apply what was changed in copied containers (see `map_tensors`) to the originals as well."""
     original = {id(new): value for value, new, _ in copies}
     for value, new, items in reversed(copies):
         now = _items(new)
@@ -79,12 +92,12 @@ def _write_back(copies):
 
 
 def _items(value):
-    """[(key, what is there)] of what may be changed: a list, a dict or a dataclass; else []."""
+    """Return [(key, value)] of a container that may change: a list, dict or dataclass; else []."""
     if isinstance(value, dict):
         return [*value.items()]
     if isinstance(value, list):
         return [*enumerate(value)]
-    if _of_fields(value):
+    if is_dataclass_object(value):
         return [
             (field.name, getattr(value, field.name))
             for field in fields(value)
@@ -94,7 +107,7 @@ def _items(value):
 
 
 def _put(value, items):
-    """Let `items` be all that is in a list, dict or dataclass."""
+    """Replace the content of a list, dict or dataclass with `items`."""
     if isinstance(value, dict):
         for key in value.keys() - dict(items).keys():
             del value[key]
@@ -104,7 +117,7 @@ def _put(value, items):
         value[:] = [one for _, one in items]
     else:
         for key, one in items:
-            object.__setattr__(value, key, one)  # also where it is frozen
+            object.__setattr__(value, key, one)  # also if it is frozen
 
 
 def _same(one, other):
@@ -113,13 +126,13 @@ def _same(one, other):
     )
 
 
-def _of_fields(value):
+def is_dataclass_object(value):
     return is_dataclass(value) and not isinstance(value, type)
 
 
-def _to_bf16(tensor):
+def to_bf16(tensor):
     return tensor.to(torch.bfloat16) if tensor.dtype == torch.float32 else tensor
 
 
-def _to_fp32(tensor):
+def to_fp32(tensor):
     return tensor.to(torch.float32) if tensor.dtype == torch.bfloat16 else tensor

@@ -1,9 +1,14 @@
 """What an operation saves for its backward is its author's choice: four `autograd.Function`s.
 
-The backward of `y = f(x)` is given dL/dy and has to find dL/dx. What it needs for that, besides
-dL/dy, has to be kept from the forward until then: sometimes the input, sometimes the output, which
-the next operation may be keeping anyway, and sometimes something smaller than either.
+The backward of `y = f(x)` receives dL/dy and computes dL/dx. What it needs besides dL/dy must be
+saved from the forward until then: sometimes the input, sometimes the output, which the next
+operation may save anyway, and sometimes something smaller than either.
 """
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,56 +17,71 @@ from torch import nn
 class ReLU(torch.autograd.Function):
     """`ReLU.apply(x)`: max(x, 0), any shape. Saves its output, as torch's own does.
 
-    dL/dx is dL/dy where y > 0 and nothing elsewhere: the input is not needed. And a Linear that
-    follows keeps the same y as its input, so that the two hold one storage between them.
+    dL/dx is dL/dy where y > 0 and 0 elsewhere, so the input is not needed. A Linear that follows
+    saves the same y as its input, so the two hold one storage between them.
     """
 
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+        """Return max(x, 0)."""
         y = x.clamp(min=0)
         ctx.save_for_backward(y)
         return y
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx, gradient: torch.Tensor) -> torch.Tensor:
+        """Return dL/dx."""
         (y,) = ctx.saved_tensors
         return gradient.masked_fill(y <= 0, 0)
 
 
 class MaskedReLU(torch.autograd.Function):
-    """`MaskedReLU.apply(x)`: max(x, 0), any shape. Saves one byte an element: where x <= 0.
+    """`MaskedReLU.apply(x)`: max(x, 0), any shape. Saves one byte per element: x <= 0.
 
-    Smaller than the output by the size of an element, and still more than nothing, which is what
-    saving the output costs when the next layer keeps it anyway.
+    The mask is as many times smaller than the output as an element has bytes. That is still more
+    than nothing, which is what saving the output costs if the next layer saves it anyway.
     """
 
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+        """Return max(x, 0)."""
         closed = x <= 0
         ctx.save_for_backward(closed)
         return x.masked_fill(closed, 0)
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx, gradient: torch.Tensor) -> torch.Tensor:
+        """Return dL/dx."""
         (closed,) = ctx.saved_tensors
         return gradient.masked_fill(closed, 0)
 
 
 class MaxPool2d(torch.autograd.Function):
-    """`MaxPool2d.apply(x, window, stride=window)`: the largest of each window of x.
+    """`MaxPool2d.apply(x, window, stride)`: the maximum of each window of x.
 
-    x: (batch, channels, height, width); the result: (batch, channels, rows, columns), with rows =
-    (height - window) // stride + 1 and columns likewise; what does not fill a window is left out,
-    as in torch. Among equals the first counts, row by row.
+    Elements that do not fill a window are left out, as in torch. Among equal elements the first
+    counts, row by row.
 
-    Saves where in its window each maximum stood: one byte a result for windows up to 16 x 16, eight
-    for larger ones, and not the input (torch's keeps the input and eight bytes a result).
+    Saves the position of each maximum in its window, and not the input: one byte per result for
+    windows up to 16 x 16, eight for larger ones. (Torch's own saves the input and eight bytes per
+    result.)
 
-    Raises ValueError for another number of dimensions, or a window or stride that does not fit.
+    Args:
+        x: (batch, channels, height, width).
+        window: the side of the square windows, in elements.
+        stride: the distance between windows, in elements; by default `window`.
+
+    Returns:
+        (batch, channels, rows, columns), with rows = (height - window) // stride + 1 and
+        columns = (width - window) // stride + 1.
+
+    Raises:
+        ValueError: for another number of dimensions, or a window or stride that does not fit.
     """
 
     @staticmethod
-    def forward(ctx, x, window, stride=None):
+    def forward(ctx, x: torch.Tensor, window: int, stride: int | None = None) -> torch.Tensor:
+        """Return the maxima."""
         stride = window if stride is None else stride
         if x.dim() != 4:
             raise ValueError(f"x is (batch, channels, height, width), not {tuple(x.shape)}")
@@ -76,7 +96,8 @@ class MaxPool2d(torch.autograd.Function):
         return windows.gather(-1, place).squeeze(-1)
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        """Return dL/dx, and None for the window and the stride."""
         place = ctx.saved_tensors[0].long()
         rows, columns = (
             torch.arange(size, device=place.device) * ctx.stride for size in place.shape[2:]
@@ -84,7 +105,7 @@ class MaxPool2d(torch.autograd.Function):
         row = rows[:, None] + place // ctx.window
         column = columns + place % ctx.window
         batch, channels, height, width = ctx.shape
-        # Windows that overlap may share a maximum: their gradients add up.
+        # Windows that overlap may share a maximum, so their gradients are summed.
         result = gradient.new_zeros(batch, channels, height * width).scatter_add(
             2, (row * width + column).flatten(2), gradient.flatten(2)
         )
@@ -92,16 +113,22 @@ class MaxPool2d(torch.autograd.Function):
 
 
 class Dropout(torch.autograd.Function):
-    """`Dropout.apply(x, probability)`: zeros with that probability, the rest scaled to make up.
+    """`Dropout.apply(x, probability)`: 0 with that probability, the other elements scaled up.
 
-    x: any shape. Saves one byte an element: whether it was kept. (On a GPU torch's own does so too;
-    on a CPU it keeps the factors, as wide as x.)
+    Saves one byte per element: whether the element was kept. (On a GPU torch's own does so too; on
+    a CPU torch's own saves the factors, as wide as x.)
 
-    Raises ValueError for a probability outside of [0, 1).
+    Args:
+        x: any shape.
+        probability: that an element becomes 0; the others are divided by 1 - probability.
+
+    Raises:
+        ValueError: for a probability outside of [0, 1).
     """
 
     @staticmethod
-    def forward(ctx, x, probability):
+    def forward(ctx, x: torch.Tensor, probability: float) -> torch.Tensor:
+        """Return x with some elements 0 and the others scaled up."""
         if not 0 <= probability < 1:
             raise ValueError(f"a probability in [0, 1), not {probability!r}")
         kept = torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(1 - probability)
@@ -110,17 +137,24 @@ class Dropout(torch.autograd.Function):
         return x * kept * ctx.scale
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Return dL/dx, and None for the probability."""
         (kept,) = ctx.saved_tensors
         return gradient * kept * ctx.scale, None
 
 
 class FunctionLayer(nn.Module):
-    """A function as a layer: `FunctionLayer(MaxPool2d.apply, 2)` stands in for nn.MaxPool2d(2)."""
+    """A function as a layer: `FunctionLayer(MaxPool2d.apply, 2)` stands in for nn.MaxPool2d(2).
 
-    def __init__(self, function, *arguments):
+    Args:
+        function: called with the layer's input, then `arguments`.
+        *arguments: the function's other arguments, the same in every call.
+    """
+
+    def __init__(self, function: Callable[..., torch.Tensor], *arguments: Any) -> None:
         super().__init__()
         self.function, self.arguments = function, arguments
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return function(x, *arguments)."""
         return self.function(x, *self.arguments)

@@ -1,21 +1,33 @@
 """Hooks that do not keep their owner alive, are not copied with a model, and run in order.
 
-A hook on a parameter is held by C++, where Python's garbage collector does not look: a parameter
-whose hook held the object that holds the parameter would never be freed. So hooks hold their owner
-weakly. An owner that has to live as long as its model is in use is held by one hook of a module,
-which is ordinary Python.
+C++ holds the hooks of a parameter, and Python's garbage collector does not look there. If a hook
+held the object that holds its parameter, the parameter would never be freed. So hooks reference
+their owner weakly. An owner that must live as long as its model is in use is held by one hook of a
+module, which is ordinary Python.
 """
 
+from __future__ import annotations
+
 import weakref
+from collections.abc import Callable, Iterable
+from types import MethodType
+from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 
 class Hook:
-    """A bound method as a hook of a parameter or a graph. Once the method's object is gone, it does
-    nothing; args are passed before the hook's own arguments."""
+    """A bound method as a hook of a parameter or a graph.
 
-    def __init__(self, method, *args):
+    Once the method's object is gone, the hook does nothing.
+
+    Args:
+        method: the bound method, whose object the hook does not keep alive.
+        *args: passed before the hook's own arguments.
+    """
+
+    def __init__(self, method: MethodType, *args: Any) -> None:
         self._owner, self._function, self._args = (
             weakref.ref(method.__self__),
             method.__func__,
@@ -23,11 +35,12 @@ class Hook:
         )
 
     @property
-    def owner(self):
-        """The method's object, or None."""
+    def owner(self) -> object | None:
+        """The method's object, or None once it is gone."""
         return self._owner()
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the method if its object is still alive."""
         owner = self._owner()
         if owner is not None:
             return self._function(owner, *self._args, *args, **kwargs)
@@ -36,16 +49,25 @@ class Hook:
 class ModuleHook(Hook):
     """A hook of a module. In a compiled module, it runs as ordinary Python.
 
-    keep: whether it keeps the method's object alive.
-    copying: called when the hook is copied with its module (`copy.deepcopy`, pickle); it may raise.
-        The copy does nothing.
+    Args:
+        method: the bound method.
+        *args: passed before the hook's own arguments.
+        keep: whether the hook keeps the method's object alive.
+        copying: called when the hook is copied with its module (`copy.deepcopy`, pickle); it may
+            raise. The copy does nothing.
     """
 
-    def __init__(self, method, *args, keep=False, copying=None):
+    def __init__(
+        self,
+        method: MethodType,
+        *args: Any,
+        keep: bool = False,
+        copying: Callable[[], object] | None = None,
+    ) -> None:
         super().__init__(method, *args)
         self._kept, self._copying = method.__self__ if keep else None, copying
 
-    # torch.compiler.disable, without its import of seconds where nothing is compiled.
+    # torch.compiler.disable without its import, which takes seconds even if nothing is compiled.
     __call__ = torch._disable_dynamo(Hook.__call__)
 
     def __reduce__(self):
@@ -55,9 +77,10 @@ class ModuleHook(Hook):
 
 
 class Silent:
-    """What a copied hook becomes."""
+    """A hook that does nothing: what a copied `ModuleHook` becomes."""
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing."""
         pass
 
 
@@ -66,14 +89,24 @@ def _nothing():
 
 
 class Handles:
-    """Handles of hooks: of those that have to run before all others of their module, of those that
-    have to run after all others of their module or parameter, and the rest."""
+    """Handles of hooks, some of which must run first or last.
 
-    def __init__(self, first=(), last=(), others=()):
+    Args:
+        first: those of hooks that must run before all others of their module.
+        last: those of hooks that must run after all others of their module or parameter.
+        others: the rest.
+    """
+
+    def __init__(
+        self,
+        first: Iterable[RemovableHandle] = (),
+        last: Iterable[RemovableHandle] = (),
+        others: Iterable[RemovableHandle] = (),
+    ) -> None:
         self.first, self.last, self.others = [*first], [*last], [*others]
 
-    def order(self):
-        """Have them run so, whatever was registered since."""
+    def order(self) -> None:
+        """Restore this order, whatever has been registered since."""
         for handle in self.first:
             hooks = handle.hooks_dict_ref()
             if next(iter(hooks)) != handle.id:
@@ -83,30 +116,35 @@ class Handles:
             if next(reversed(hooks)) != handle.id:
                 hooks[handle.id] = hooks.pop(handle.id)  # C++ does not see OrderedDict.move_to_end
 
-    def remove(self):
+    def remove(self) -> None:
+        """Remove all hooks."""
         for handle in self.first + self.last + self.others:
             handle.remove()
 
 
-def owner_of(parameter):
-    """The living owner of a `Hook` on the parameter's gradient, or None."""
+def owner_of(parameter: torch.Tensor) -> object | None:
+    """Return the living owner of a `Hook` on the parameter's gradient, or None."""
     hooks = parameter._post_accumulate_grad_hooks or {}
     owners = (hook.owner for hook in hooks.values() if isinstance(hook, Hook))
     return next((owner for owner in owners if owner is not None), None)
 
 
 class Backward:
-    """Whether a backward that began is running, has come to its end, or has failed.
+    """Whether a backward that began is running, has reached its end, or has failed.
 
-    Autograd calls what was queued when nothing has failed, and drops it otherwise.
+    Autograd calls what was queued if nothing has failed, and drops it otherwise.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._queued = None
 
-    def begin(self, method):
-        """Have a bound method called at the end of the backward that is running now. None: what
-        runs is none of autograd's; it has failed unless it comes to `end`."""
+    def begin(self, method: MethodType | None) -> None:
+        """Queue a bound method for the end of the backward that is running now.
+
+        Args:
+            method: None if what is running is not a backward of autograd: it counts as failed until
+                `end` is called.
+        """
         if method is None:
             self._queued = _nothing
             return
@@ -114,12 +152,13 @@ class Backward:
         self._queued = weakref.ref(call)
         torch.autograd.Variable._execution_engine.queue_callback(call)
 
-    def end(self):
-        """Forget it: its end was reached, or its failure was dealt with."""
+    def end(self) -> None:
+        """Forget the backward: it has reached its end, or its failure was dealt with."""
         self._queued = None
 
     @property
-    def running(self):
+    def running(self) -> bool:
+        """Whether autograd is running the backward."""
         return (
             self._queued is not None
             and self._queued() is not None
@@ -127,5 +166,6 @@ class Backward:
         )
 
     @property
-    def failed(self):
+    def failed(self) -> bool:
+        """Whether a backward began that neither is running nor has reached its end."""
         return self._queued is not None and not self.running

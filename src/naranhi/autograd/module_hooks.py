@@ -1,6 +1,11 @@
-"""What else runs when a module is called, besides its forward: hooks, and compilers' code."""
+"""What runs besides its forward when a module is called: hooks, and compiled code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
+from torch import nn
 
 HOOKS = {
     "_forward_pre_hooks": "forward pre-hook",
@@ -14,15 +19,15 @@ HOOKS = {
 }
 
 
-def hooks_of(module):
-    """Each of a module's own hooks in words, such as "the forward hook scale"."""
+def hooks_of(module: nn.Module) -> Iterator[str]:
+    """Yield a description of each of a module's own hooks, such as "the forward hook scale"."""
     for place, kind in HOOKS.items():
         for hook in getattr(module, place).values():
             yield f"the {kind} {getattr(hook, '__name__', type(hook).__name__)}"
 
 
-def is_compiled(module):
-    """Whether the module, when it is called, runs what a compiler has made of it."""
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether a call of the module runs what a compiler has made of it."""
     return (
         module._compiled_call_impl is not None
         or "_orig_mod" in module._modules

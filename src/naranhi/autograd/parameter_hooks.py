@@ -1,27 +1,30 @@
-"""When the hooks of parameters run, where a backward goes through an inner graph as well.
+"""When the hooks of parameters run if a backward also goes through an inner graph.
 
-Torch runs a parameter's hooks once in a backward, on the whole of its gradient. Two things get in
-the way. `torch.autograd.grad` runs those of `register_hook`: an inner graph that is asked for a
-gradient runs them first, and the outer graph again. And a `torch.autograd.Function` that returns no
-gradient for a parameter, or none yet, makes the outer graph run all hooks on None.
+Torch runs a parameter's hooks once per backward, on the whole gradient. An inner graph breaks that
+in two ways. `torch.autograd.grad` runs the hooks of `register_hook`: an inner graph that is asked
+for a gradient runs them first, and the outer graph runs them again. And a `torch.autograd.Function`
+that returns no gradient for a parameter, or not yet, makes the outer graph run all hooks on None.
 
-So a gate stands before the hooks as long as that lasts. Torch keeps them in two dicts,
-`_backward_hooks` and `_post_accumulate_grad_hooks`, where the gate wraps each in its place.
+So a gate stands before the hooks for as long as that lasts. Torch keeps the hooks in two dicts,
+`_backward_hooks` and `_post_accumulate_grad_hooks`, where the gate wraps each hook in its place.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 
-def has_hooks(parameter):
-    """Whether there are hooks of `register_hook` or `register_post_accumulate_grad_hook`."""
+def has_hooks(parameter: torch.Tensor) -> bool:
+    """Return whether it has hooks of `register_hook` or `register_post_accumulate_grad_hook`."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
-def hooks_of_parameter(parameter):
-    """The hooks of both kinds, also those before which a gate stands."""
+def hooks_of_parameter(parameter: torch.Tensor) -> Iterator[Callable[..., Any]]:
+    """Yield a parameter's hooks of both kinds, including those behind a gate."""
     for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
         for hook in (hooks or {}).values():
             if not isinstance(hook, _Gate):
@@ -29,8 +32,8 @@ def hooks_of_parameter(parameter):
 
 
 @contextmanager
-def at_rest(parameters):
-    """Inside, `torch.autograd.grad` runs no hooks of these parameters."""
+def at_rest(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Keep `torch.autograd.grad` from running hooks of these parameters, inside the context."""
     gates = [_gate(one) for one in parameters if one._backward_hooks]
     for gate in gates:
         gate.resting += 1
@@ -42,12 +45,16 @@ def at_rest(parameters):
             gate.end_if_free()
 
 
-def wait_for_gradient(parameter, later=None):
-    """Hooks of a parameter that has no gradient here do not run, unless another use has one.
+def wait_for_gradient(parameter: torch.Tensor, later: str | None = None) -> Callable[[], None]:
+    """Skip the hooks of a parameter that has no gradient here, unless another use has one.
 
-    Returns a function that ends that. later: where a gradient comes in another backward, what an
-    error calls the parameter. RuntimeError is raised when this backward has one too: hooks would
-    see two parts.
+    Args:
+        parameter: the parameter whose hooks wait.
+        later: the parameter's name in an error, if its gradient comes in another backward. This
+            backward then raises RuntimeError if it has a gradient too: hooks would see two parts.
+
+    Returns:
+        A function that ends the wait.
     """
     gate = _gate(parameter)
     gate.waiting, gate.later = gate.waiting + 1, later or gate.later
@@ -59,8 +66,10 @@ def wait_for_gradient(parameter, later=None):
     return end
 
 
-def wait_where_none(parameters, gradients):
-    """`wait_for_gradient` of each parameter whose gradient is None, to the end of this backward."""
+def wait_where_none(
+    parameters: Iterable[torch.Tensor], gradients: Iterable[torch.Tensor | None]
+) -> None:
+    """Call `wait_for_gradient` for each parameter without a gradient, until this backward ends."""
     for parameter, gradient in zip(parameters, gradients, strict=True):
         if gradient is None and has_hooks(parameter):
             torch.autograd.Variable._execution_engine.queue_callback(wait_for_gradient(parameter))
@@ -75,14 +84,14 @@ class _Gated(NamedTuple):
 
 
 class _Gate:
-    """Stands before the hooks of a parameter, and is the first of them."""
+    """The first hook of a parameter, which decides whether its other hooks run."""
 
     def __init__(self, parameter):
         self.parameter, self.later = parameter, None
         self.resting = self.waiting = 0
         self.is_open = True
         own = dict(parameter._backward_hooks or {})
-        self._handle = parameter.register_hook(self)  # which makes the dict, if there is none
+        self._handle = parameter.register_hook(self)  # creates the dict if it does not exist
         parameter._backward_hooks.clear()
         parameter._backward_hooks[self._handle.id] = self
         parameter._backward_hooks.update(own)

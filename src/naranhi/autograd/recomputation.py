@@ -1,16 +1,20 @@
-"""Recomputation: keep a layer's inputs, forget the rest, and compute it again when it is needed.
+"""Recomputation: keep a layer's inputs, free the rest, and compute the rest again when needed.
 
-A forward without a graph saves nothing; the backward runs it once more with one, and differentiates
-that. The price is a second forward, the gain all that the layer would have kept. The result is the
-same to the bit, as long as the second forward meets what the first one met: the same weights, the
-same random numbers, the same precision.
+A forward without a graph saves nothing. The backward runs the forward again with a graph, and
+differentiates that. The price is a second forward; the gain is everything that the layer would have
+saved. The result is the same to the bit, as long as the second forward finds what the first one
+found: the same weights, the same random numbers, the same precision.
 
 Source: Chen, Xu, Zhang and Guestrin, "Training deep nets with sublinear memory cost" (2016). In
 production: `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`, whose second forward also
-stops as soon as the last thing to be kept has been computed; ours goes on to the end.
+stops as soon as the last tensor to be saved has been computed; ours goes on to the end.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,23 +25,36 @@ from naranhi.autograd.parameter_hooks import at_rest, wait_where_none
 from naranhi.autograd.wrapper import Wrapper
 
 
-def recompute(function, *inputs, parameters=None, **named):
-    """`function(*inputs, **named)`, of which only the inputs are kept for the backward.
+def recompute(
+    function: Callable[..., Any],
+    *inputs: Any,
+    parameters: Iterable[torch.Tensor] | None = None,
+    **named: Any,
+) -> Any:
+    """Return `function(*inputs, **named)`, and keep only the inputs for the backward.
 
-    function: returns tensors, also in tuples, lists, dicts and dataclasses, the same whenever it is
-    called. It may draw random numbers, as the state of torch's generators is restored (5,056 bytes
-    on a CPU and 16 on a GPU, kept beside the inputs). A module may change its buffers, which the
-    second call does not see: it works on copies of what the first one met. What else a function
-    changes, it changes twice, and hooks of modules in it run twice, as with torch's own.
-    inputs, named: tensors, also in tuples, lists, dicts and dataclasses, or anything else, which is
-    passed on as it is.
-    parameters: the tensors besides the inputs that shall receive a gradient; by default those of
-    `function` when that is a module. Without any tensor that requires a gradient, `function` is
-    just called. Their hooks run once, as ever.
+    The backward calls `function` again. Random numbers are the same: the state of torch's
+    generators is restored (5,056 bytes on a CPU and 16 on a GPU, kept beside the inputs). A module
+    may change its buffers: the second call works on copies of what the first call found, and does
+    not see the changes. Anything else that a function changes, it changes twice, and hooks of
+    modules in it run twice, as with torch's own. Without any tensor that requires a gradient,
+    `function` is just called.
 
-    Raises TypeError when `function` returns something else. The backward raises ValueError when
-    the function used another tensor that requires a gradient, which would not receive it, and
-    RuntimeError when an input or a parameter has been changed in place since the forward.
+    Args:
+        function: returns tensors, also in tuples, lists, dicts and dataclasses; every call returns
+            the same.
+        *inputs: tensors, also in tuples, lists, dicts and dataclasses; anything else is passed on
+            unchanged.
+        parameters: the tensors besides the inputs that receive a gradient; by default the
+            parameters of `function` if it is a module. Their hooks run once, as usual.
+        **named: as `inputs`.
+
+    Raises:
+        TypeError: if `function` returns something else.
+        ValueError: in the backward, if the function used another tensor that requires a gradient,
+            which would not receive it.
+        RuntimeError: in the backward, if an input or a parameter has been changed in place since
+            the forward.
     """
     if parameters is None:
         parameters = function.parameters() if isinstance(function, nn.Module) else ()
@@ -51,28 +68,33 @@ def recompute(function, *inputs, parameters=None, **named):
 class Recompute(Wrapper):
     """A layer of which only the inputs are kept for the backward; see `recompute`."""
 
-    def forward(self, *inputs, **named):
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """Call the layer by `recompute`."""
         return recompute(self.layer, *inputs, parameters=self.parameters(), **named)
 
 
 class RecomputeFunction(torch.autograd.Function):
+    """The node of `recompute` in autograd's graph."""
+
     @staticmethod
-    def forward(ctx, run, count, *tensors):
+    def forward(ctx, run: Call, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Run the call without a graph on the first `count` tensors; the rest are parameters."""
         ctx.run, ctx.parameters = run, tensors[count:]
         ctx.circumstances = _Circumstances(tensors, run.function)
-        # The parameters live anyway. They are here so that autograd notices when they have changed.
+        # Parameters live anyway: they are saved so that autograd notices if they have changed.
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
         outputs = run(tensors[:count])
         ctx.circumstances.buffers.forget_the_same()
-        # A mask that is handed on has no gradient; of the rest nothing can be said without a graph.
+        # A passed-on mask has no gradient; without a graph, nothing is known of the other outputs.
         constants = {id(tensor) for tensor in tensors if not tensor.requires_grad}
         ctx.mark_non_differentiable(*(one for one in outputs if id(one) in constants))
         return outputs
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *gradients):
+    def backward(ctx, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Run the call again, with a graph, and differentiate that."""
         saved, wants_gradient = ctx.saved_tensors, ctx.needs_input_grad[2:]
         count = len(saved) - len(ctx.parameters)
         inputs = [
@@ -91,7 +113,7 @@ class RecomputeFunction(torch.autograd.Function):
         ]
         found = iter(())
         if used:
-            with at_rest(ctx.parameters):  # their hooks run where these gradients go
+            with at_rest(ctx.parameters):  # the outer graph runs their hooks
                 found = iter(
                     torch.autograd.grad(
                         [output for output, _ in used],
@@ -110,7 +132,7 @@ class RecomputeFunction(torch.autograd.Function):
 
 
 class _Circumstances:
-    """What a result depends on besides inputs and weights: random state, autocast and buffers."""
+    """What a result depends on besides inputs and weights: RNG state, autocast and buffers."""
 
     def __init__(self, tensors, function):
         self.gpus = sorted({tensor.get_device() for tensor in tensors if tensor.is_cuda})
@@ -136,7 +158,7 @@ class _Circumstances:
 
 
 class _Buffers:
-    """The buffers of a module as a forward has met them; of another function there are none."""
+    """The buffers of a module as a forward found them; any other function has none."""
 
     def __init__(self, function):
         modules = function.modules() if isinstance(function, nn.Module) else ()
@@ -153,7 +175,7 @@ class _Buffers:
         return [buffers[name] for buffers, name in self._places]
 
     def forget_the_same(self):
-        """Keep copies only of those that the forward has changed or replaced."""
+        """Keep copies only of buffers that the forward has changed or replaced."""
         self._met = [
             copy if now is not one or one._version != version else None
             for (one, version, copy), now in zip(self._met, self._now(), strict=True)
@@ -161,7 +183,7 @@ class _Buffers:
 
     @contextmanager
     def copies(self):
-        """Inside, the module has copies of them, which may change."""
+        """Replace the module's buffers with copies, which may change, inside the context."""
         own, copies = self._now(), {}
         for (buffers, name), met, now in zip(self._places, self._met, own, strict=True):
             source = now if met is None else met
@@ -174,7 +196,7 @@ class _Buffers:
 
 
 def _refuse_strangers(outputs, known):
-    """Raise ValueError if the graph of the outputs ends in a leaf that is not among the known."""
+    """Raise ValueError if the graph of the outputs has a leaf that is not in `known`."""
     nodes = [output.grad_fn for output in outputs if output.grad_fn is not None]
     stranger = find_stranger(nodes, known)
     if stranger is not None:

@@ -1,9 +1,12 @@
 """Activation memory, counted: the bytes kept from the forward until the backward has used them.
 
-What is kept is not "the outputs of the layers" but whatever each operation's backward asks for; see
+What is kept is not "the outputs of the layers" but whatever each operation's backward needs; see
 `autograd.functions`. `costs.transformer_layer_bytes` predicts it. Units: bytes.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -12,7 +15,14 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class Saved(NamedTuple):
-    """A storage that the backward needs: the layer that first asked for it, and as what tensor."""
+    """A storage that the backward needs.
+
+    Attributes:
+        layer: the name of the layer that saved it first.
+        shape: the shape of the tensor that this layer saved.
+        dtype: its dtype.
+        bytes: the bytes of the whole storage.
+    """
 
     layer: str
     shape: tuple[int, ...]
@@ -21,43 +31,49 @@ class Saved(NamedTuple):
 
 
 class SavedTensors(saved_tensors_hooks):
-    """Counts what operations save for their backward while this context is entered.
+    """Count what operations save for their backward while this context is entered.
 
         with SavedTensors(layers) as saved:
             loss = model(x)
         saved.bytes, saved.by_layer
 
-    layers: a list of modules, a dictionary of them by name, or one module, whose children are then
-    its layers (itself, if it has none).
-
-    items: one `Saved` a storage, whoever saves it, however often, and through whatever views; its
-    bytes are those of the whole storage, as a view keeps all of it alive.
-    bytes, by_layer: their sum, and their sums by the layer's name ("" is outside of all layers).
-    parameter_bytes: saved too, but no activations: the layers' parameters and buffers live anyway.
-    held: the bytes of activations that are kept at this moment, also after the context is left:
-    what a backward has used, or nobody can reach any more, is gone.
-    peak: the most that `held` has been.
-
     Leave the context before the backward to count the forward. Stay in it to count what a
-    recomputation saves as well: `items` then has that again, and `peak` tells the truth.
+    recomputation saves as well: `items` then contains that again, and `peak` is the true peak.
 
-    Runs on any device, torch's "meta" included, which counts without computing.
+    Runs on any device, including torch's "meta" device, which counts without computing.
+
+    Args:
+        layers: a list of modules, a dict of modules by name, or one module, whose children are then
+            the layers (the module itself, if it has none).
+
+    Attributes:
+        items: one `Saved` per storage, whoever saves it, however often, and through whatever views.
+            Its bytes are those of the whole storage, because a view keeps all of it alive.
+        bytes: the sum over the items.
+        by_layer: the sums by the layer's name ("" is outside of all layers).
+        parameter_bytes: saved parameters and buffers of the layers. They are not activations,
+            because they stay alive anyway.
+        held: the bytes of activations kept at this moment, also after the context is left. What a
+            backward has used, or nothing can reach any more, no longer counts.
+        peak: the maximum of `held` so far.
     """
 
-    def __init__(self, layers):
+    def __init__(self, layers: nn.Module | dict[str, nn.Module] | Iterable[nn.Module]) -> None:
         super().__init__(self.pack, self._unpack)
         self.layers = _named(layers)
         self.items = []
         self.parameter_bytes = self.held = self.peak = 0
         self._within, self._hooks = [""], []
-        self._known, self._users = {}, {}  # storages of parameters; of activations, and by how many
+        self._known, self._users = {}, {}  # storages: of parameters; of activations, users of each
 
     @property
-    def bytes(self):
+    def bytes(self) -> int:
+        """The sum over the items."""
         return sum(item.bytes for item in self.items)
 
     @property
-    def by_layer(self):
+    def by_layer(self) -> dict[str, int]:
+        """The sums of bytes by the layer's name ("" is outside of all layers)."""
         sums = dict.fromkeys(self.layers, 0)
         for item in self.items:
             sums[item.layer] = sums.get(item.layer, 0) + item.bytes
@@ -82,7 +98,8 @@ class SavedTensors(saved_tensors_hooks):
     def _leave(self, *_):
         self._within.pop()
 
-    def pack(self, tensor):
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Kept:
+        """Count a tensor that autograd saves, and return what it saves instead."""
         storage = tensor.untyped_storage()
         if storage not in self._known:
             return _Kept(self, tensor)
@@ -94,7 +111,8 @@ class SavedTensors(saved_tensors_hooks):
     def _unpack(self, packed):
         return packed.tensor if isinstance(packed, _Kept) else packed
 
-    def hold(self, tensor):
+    def hold(self, tensor: torch.Tensor) -> None:
+        """Count one more user of the tensor's storage."""
         storage = tensor.untyped_storage()
         users = self._users.get(id(storage), 0)
         self._users[id(storage)] = users + 1
@@ -105,7 +123,8 @@ class SavedTensors(saved_tensors_hooks):
             self.held += storage.nbytes()
             self.peak = max(self.peak, self.held)
 
-    def release(self, tensor):
+    def release(self, tensor: torch.Tensor) -> None:
+        """Count one user less of the tensor's storage."""
         storage = tensor.untyped_storage()
         self._users[id(storage)] -= 1
         if not self._users[id(storage)]:
@@ -114,10 +133,10 @@ class SavedTensors(saved_tensors_hooks):
 
 
 class _Kept:
-    """A saved tensor in autograd's graph: when the graph lets go of it, it is no longer held."""
+    """A saved tensor in autograd's graph: once the graph frees it, it is no longer held."""
 
     def __init__(self, saved, tensor):
-        # Detached, because an operation's own output would hold the operation that holds it.
+        # Detached: an operation's own output references the operation, which would reference it.
         self.saved, self.tensor = saved, tensor.detach()
         saved.hold(self.tensor)
 

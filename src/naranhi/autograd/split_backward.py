@@ -1,12 +1,13 @@
-"""The backward in two parts: the inputs' gradients at once, the weights' whenever there is time.
+"""The backward in two parts: input gradients at once, weight gradients when there is time.
 
-The stage before waits for the gradient of a stage's input. Nobody waits for the gradients of its
-weights but the optimizer: a zero-bubble schedule computes them where it would otherwise sit idle.
+The previous stage waits for the gradient of a stage's input. Only the optimizer waits for the
+gradients of the stage's weights, so a zero-bubble schedule computes them where it would otherwise
+sit idle.
 
-A `Splittable` layer is one node in autograd's graph, and holds the layer's own graph inside. Its
-backward goes through that graph once for the inputs, and hands on a function that goes through it
-once more for the weights. So nothing is computed twice where a layer is a single operation, such as
-a product or a norm: `splittable` makes a model's layers such nodes at that depth.
+A `Splittable` layer is one node in autograd's graph, and contains the layer's own graph. Its
+backward traverses that graph once for the inputs, and passes on a function that traverses it once
+more for the weights. So nothing is computed twice if a layer is a single operation, such as a
+matrix product or a norm: `splittable` turns a model's layers into such nodes at that depth.
 
 Source: Qi, Wan, Huang and Lin, "Zero bubble pipeline parallelism" (2024), section 2.
 """
@@ -17,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from functools import cache, partial
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,23 +36,23 @@ from naranhi.autograd.wrapper import Wrapper
 class Splittable(Wrapper):
     """A layer whose backward can leave the gradients of its weights for later.
 
-    While `defer` is a function, and not None, a backward computes the inputs' gradients only, and
-    calls `defer` with another function; calling that adds the weights' gradients to `.grad`.
-    Otherwise the backward does both. Results and gradients are the layer's own. Set `defer` anew
-    for each backward.
+    While `defer` is a function, a backward computes only the input gradients, and calls `defer`
+    with another function, which adds the weight gradients to `.grad`. While `defer` is None, the
+    backward does both. Results and gradients are the layer's own. Set `defer` anew for each
+    backward.
 
-    Hooks of the layer's parameters run once for each backward, with the weights' part. Where the
-    layer's own graph has hooks (of modules in the layer, or that its forward registers on tensors),
-    or a module in it is compiled, the graph is gone through once: all gradients are computed with
-    the inputs' part, and the weights' part adds them.
+    Hooks of the layer's parameters run once per backward, in the weights' part. If the layer's own
+    graph has hooks (of modules in the layer, or registered on tensors by its forward), or if a
+    module in the layer is compiled, the graph is traversed once: the inputs' part computes all
+    gradients, and the weights' part adds them to `.grad`.
 
     Args:
         layer: takes and returns tensors, also in tuples, lists, dicts and dataclasses.
 
     Raises:
-        TypeError: when the layer returns anything else, or has a hook of the deprecated
+        TypeError: if the layer returns anything else, or has a hook of the deprecated
             `register_backward_hook`.
-        ValueError: when the layer uses a tensor whose gradient would be lost.
+        ValueError: if the layer uses a tensor whose gradient would be lost.
     """
 
     _later, _sharing = None, None
@@ -59,7 +61,8 @@ class Splittable(Wrapper):
         super().__init__(layer)
         self._path = type(layer).__name__
 
-    def forward(self, *args, **kwargs):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer's own forward in one node of autograd's graph."""
         _refuse_old_hooks(self)
         call, tensors = Call.of(self._own_forward, args, kwargs, self._path)
         weights = [weight for weight in self.parameters() if weight.requires_grad]
@@ -73,28 +76,43 @@ class Splittable(Wrapper):
 
     @property
     def defer(self) -> Callable[[Callable[[], None]], None] | None:
+        """The function that a backward calls to defer the weight gradients, or None."""
         return self._later and self._later.defer
 
     @defer.setter
     def defer(self, function: Callable[[Callable[[], None]], None] | None) -> None:
         if self._later:
             self._later.end()
-        # nn.Module's own way to set an attribute takes as long as a small layer.
+        # nn.Module.__setattr__ takes as long as a small layer.
         vars(self)["_later"] = Later(function, self._path, self.done) if function else None
 
     @property
     def later(self) -> Later | None:
-        """Where a backward leaves the gradients of the weights; None while it is to be whole."""
+        """Where a backward leaves the weight gradients; None while backwards are not split."""
         return self._sharing.join(self._later) if self._sharing and self._later else self._later
 
     def done(self, start: float, what: str) -> None:
-        """Called when a part is done that began at `start`, by perf_counter: "forward", "backward",
-        or of that "input_grad" or "weight_grad"."""
+        """Note that a part is done; it does nothing here, and a derived class may override it.
+
+        Args:
+            start: when the part began, by perf_counter.
+            what: "forward", "backward", or a part of that: "input_grad" or "weight_grad".
+        """
 
 
 class SplitFunction(torch.autograd.Function):
+    """The node of a `Splittable` layer in autograd's graph."""
+
     @staticmethod
-    def forward(ctx, layer, call, with_graph, count, *tensors):
+    def forward(
+        ctx,
+        layer: Splittable,
+        call: Call,
+        with_graph: bool,
+        count: int,
+        *tensors: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        """Run the call on the first `count` tensors, and keep its graph; the rest are weights."""
         start, handles = perf_counter(), RemovableHandle.next_id
         inputs = [
             tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors[:count]
@@ -102,9 +120,9 @@ class SplitFunction(torch.autograd.Function):
         with torch.set_grad_enabled(with_graph):
             outputs = call(inputs)
         ctx.layer, ctx.inputs, ctx.weights = layer, inputs, tensors[count:]
-        # Whatever was registered meanwhile, of whatever kind, is not to run in two backwards.
+        # A hook registered meanwhile, of whatever kind, must not run in two backwards.
         ctx.once = RemovableHandle.next_id != handles or any(map(is_compiled, layer.modules()))
-        # Of the outputs only their place in the graph is needed: their storage may go.
+        # Only the outputs' place in the graph is needed, so their storage may be freed.
         ctx.edges = [
             get_gradient_edge(output) if output.requires_grad else None for output in outputs
         ]
@@ -119,7 +137,8 @@ class SplitFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *grads):
+    def backward(ctx, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Compute the input gradients; the weight gradients too, or leave them for later."""
         start = perf_counter()
         layer, inputs, weights, later = ctx.layer, ctx.inputs, ctx.weights, ctx.layer.later
         used = [
@@ -129,7 +148,7 @@ class SplitFunction(torch.autograd.Function):
         ]
 
         def gradients_of(tensors, keep):
-            """None for a tensor that requires none."""
+            """Return the gradient of each tensor, None if the tensor requires none."""
             wanted = [tensor for tensor in tensors if tensor.requires_grad]
             if not (used and wanted):
                 return [None] * len(tensors)
@@ -169,7 +188,7 @@ def _refuse_old_hooks(layer):
 
 
 def _refuse_open_graph(ctx):
-    """Raise ValueError where a gradient would go past the layer's node, and so be lost."""
+    """Raise ValueError if a gradient would bypass the layer's node, and so be lost."""
     nodes = [edge.node for edge in ctx.edges if edge]
     stranger = find_stranger(nodes, [*ctx.inputs, *ctx.weights]) if nodes else None
     if stranger is not None:
@@ -179,7 +198,7 @@ def _refuse_open_graph(ctx):
             "would be lost; pass it as an argument, or register it as a parameter"
         )
     for tensor in ctx.inputs:
-        if tensor.requires_grad:  # autograd adds to its `.grad` only by another way than the node
+        if tensor.requires_grad:  # autograd adds to its `.grad` only if a path bypasses the node
             tensor.register_post_accumulate_grad_hook(partial(_refuse_use, ctx.layer._path))
 
 
@@ -192,13 +211,14 @@ def _refuse_use(path, _):
 
 
 class SplittableLinear(Splittable):
-    """A `Splittable` for `nn.Linear`: each part is one product, and no graph is gone through twice.
+    """A `Splittable` for `nn.Linear`: each part is one product, and no graph is traversed twice.
 
-    It is like any other layer under autocast, which casts before the product, and where its weight
+    It works like any other layer under autocast, which casts before the product, and if its weight
     or bias is computed from something else (spectral norm, pruning).
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return `input @ weight.T + bias`."""
         is_plain = {"weight", "bias"} <= self._parameters.keys() and type(input) is torch.Tensor
         if not is_plain or torch.is_autocast_enabled(input.device.type):
             return super().forward(input)
@@ -236,12 +256,15 @@ class _Linear(torch.autograd.Function):
 
 
 def splittable(layers: list[nn.Module]) -> list[nn.Module]:
-    """Make each module in the layers that has weights of its own a `Splittable` one, in place.
+    """Make each module in the layers that has weights of its own `Splittable`, in place.
 
     A module stays the same object, with its names, attributes, hooks and parameters; its class is
-    replaced by one that is derived from it, as `torch.distributed.fsdp.fully_shard` does. Two kinds
-    of modules are replaced by others: compiled or scripted ones are wrapped, and one that has a
-    better way to be splittable returns it from a method `as_splittable()`.
+    replaced by a derived class, as `torch.distributed.fsdp.fully_shard` does. Two kinds of modules
+    are replaced by other modules: a compiled or scripted module is wrapped, and a module with a
+    method `as_splittable()` is replaced by what that method returns: its better way to split.
+
+    Args:
+        layers: the layers of a model, whose modules are changed.
 
     Returns:
         The layers, for a `Pipeline`.
@@ -271,7 +294,7 @@ def splittable(layers: list[nn.Module]) -> list[nn.Module]:
 
 
 def _made_splittable(module, path, replaced):
-    """Return what takes the module's place, and note it in `replaced`."""
+    """Return the module's replacement, and record it in `replaced`."""
     if isinstance(module, Splittable):
         return module
     if module in replaced:
@@ -298,7 +321,7 @@ def _made_splittable(module, path, replaced):
 
 
 def as_kind(kind: type[Splittable], module: nn.Module) -> nn.Module:
-    """Make a module one of this kind of `Splittable`, whose node runs the module's own forward."""
+    """Turn a module into this kind of `Splittable`, whose node runs the module's own forward."""
     module._path = type(module).__name__
     module.__class__ = _derived(kind, type(module))
     return module
@@ -306,7 +329,7 @@ def as_kind(kind: type[Splittable], module: nn.Module) -> nn.Module:
 
 @cache
 def _derived(kind, own):
-    """A class of this kind that has everything else from `own`, not from `Wrapper`."""
+    """Return a class of this kind that has everything else from `own`, not from `Wrapper`."""
     return type(
         f"Splittable{own.__name__}",
         (kind, own),

@@ -1,4 +1,4 @@
-"""What a backward leaves for later: the gradients of a layer's weights."""
+"""The gradients of a layer's weights, which a backward leaves for later."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Start = tuple[torch.Tensor | torch.autograd.graph.GradientEdge, torch.Tensor]
 class Later:
     """The gradients of a layer's weights that one backward leaves for later.
 
-    Calling it computes them and adds them to `.grad`. Several uses of the layer in that backward
-    are computed together: so hooks of the weights run once, on the sum. Until then the hooks wait,
-    because autograd would run them on the None that it gets for now.
+    A call of this object computes the gradients and adds them to `.grad`. Several uses of the layer
+    in that backward are computed together, so hooks of the weights run once, on the sum. Until then
+    the hooks wait, because autograd would run them on the None that it receives for now.
 
     Args:
         defer: called with this object as soon as a gradient is left.
-        name: the layer's, for errors.
+        name: the layer's name in errors.
         done: as `Splittable.done`.
     """
 
@@ -41,10 +41,11 @@ class Later:
         starts: Callable[[], list[Start]],
         is_own: bool = False,
     ) -> None:
-        """Leave the gradients of these weights that one use of the layer has.
+        """Leave the gradients of these weights from one use of the layer.
 
         Args:
-            starts: returns where a backward to the weights starts.
+            weights: the weights that this use has.
+            starts: returns where a backward to the weights starts, and the gradients there.
             is_own: whether it starts at the weights themselves, with gradients that share no
                 storage with another tensor.
         """
@@ -61,6 +62,7 @@ class Later:
             self._waiting.pop()()
 
     def __call__(self) -> None:
+        """Compute what was left, and add it to `.grad`."""
         self.end()
         start, left = perf_counter(), self._left
         self._left = []
@@ -73,8 +75,8 @@ class Later:
         if is_own and not any(has_hooks(weight) for weight, _ in starts):
             _add(starts)  # 5 us, where the engine needs 25
         elif starts and weights:
-            # The engine copies: a gradient may share its storage with that of the input, which is
-            # perhaps being sent.
+            # The engine copies: a gradient may share its storage with the input's gradient, whose
+            # send may be in flight.
             torch.autograd.backward(*zip(*starts, strict=True), inputs=weights)
         for _ in left:
             self._done(start, "weight_grad")
@@ -82,13 +84,13 @@ class Later:
 
 
 class Sharing:
-    """What layers that share a parameter leave in one backward is computed together as well."""
+    """Compute together what layers that share a parameter leave in one backward."""
 
     def __init__(self) -> None:
         self._begun = None
 
     def join(self, later: Later) -> Later:
-        """Return the `Later` of these layers that a backward has begun with, which may be this."""
+        """Return the `Later` with which a backward of these layers began; it may be `later`."""
         if self._begun is None or self._begun.defer != later.defer:
             self._begun = later
         return self._begun
@@ -104,7 +106,7 @@ def _add(starts):
 
 
 def _sum_uses(left):
-    """Return [(weight, gradient)], the uses summed in the backward's order, as autograd does."""
+    """Return [(weight, gradient)], summed over the uses in the backward's order, as autograd."""
     sums = {}
     for weights, starts_of, is_own in left:
         starts = starts_of()
@@ -119,6 +121,6 @@ def _gradients(starts, weights):
     if not (starts and weights):
         return []
     places, given = zip(*starts, strict=True)
-    with at_rest(weights):  # their hooks are to see the sum
+    with at_rest(weights):  # their hooks must see the sum
         grads = torch.autograd.grad(places, weights, given, allow_unused=True)
     return [pair for pair in zip(weights, grads, strict=True) if pair[1] is not None]

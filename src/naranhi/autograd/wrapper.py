@@ -1,15 +1,20 @@
-"""A module around another one, which outside of it looks like that one."""
+"""A module around a layer, which looks like the layer from outside."""
+
+from __future__ import annotations
 
 from torch import nn
 
 
 class Wrapper(nn.Module):
-    """A layer in another module: attributes, and names in the state_dict, are those of the layer.
+    """A module with one layer, whose attributes and names in the state_dict are those of the layer.
+
+    Args:
+        layer: the layer inside.
 
     Source: `torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper`.
     """
 
-    def __init__(self, layer):
+    def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.layer = layer
         self.register_state_dict_post_hook(_strip_layer)
@@ -19,7 +24,7 @@ class Wrapper(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            # Special methods are the wrapper's own: copying it copies not just the layer.
+            # Special methods are the wrapper's own, so that copying it copies more than the layer.
             if name == "layer" or name.startswith("__"):
                 raise
             return getattr(self.layer, name)

@@ -1,4 +1,4 @@
-"""What a training costs, by formula: bytes, messages, seconds, activations.
+"""What training costs, by formula: bytes, messages, seconds, activations.
 
 Nothing here needs torch.
 """

@@ -1,6 +1,6 @@
 """Activation memory of a Transformer layer in 16-bit training, by formula, item by item.
 
-What is kept is not "the outputs of the layers" but whatever each operation's backward asks for.
+What is kept is not "the outputs of the layers" but what the backward of each operation needs.
 `autograd.SavedTensors` counts it on a real model. Units: bytes. Source: Korthikanti et al.,
 "Reducing activation recomputation in large Transformer models" (2022).
 """
@@ -12,7 +12,7 @@ RECOMPUTE = ("none", "selective", "full")
 
 
 class Item(NamedTuple):
-    """A line of an account: what is kept, its bytes, and why."""
+    """One item of the memory: what is kept, its bytes, and why."""
 
     item: str
     bytes: int
@@ -20,15 +20,15 @@ class Item(NamedTuple):
 
 
 def transformer_layer_bytes(
-    sequence,
-    microbatch,
-    hidden,
-    heads,
-    tensor_parallel=1,
-    sequence_parallel=False,
-    recompute="none",
-):
-    """Bytes that one Transformer layer keeps for its backward, on each rank, in 16-bit training.
+    sequence: int,
+    microbatch: int,
+    hidden: int,
+    heads: int,
+    tensor_parallel: int = 1,
+    sequence_parallel: bool = False,
+    recompute: str = "none",
+) -> int:
+    """Return the bytes that one Transformer layer keeps for its backward, per rank, in 16 bits.
 
     With s = sequence, b = microbatch, h = hidden, a = heads and t = tensor_parallel:
 
@@ -37,19 +37,29 @@ def transformer_layer_bytes(
         t              sbh(10 + 24/t + 5as/(ht))    sbh(10 + 24/t)     2sbh
         t, sequence    sbh(34/t + 5as/(ht))         34sbh/t            2sbh
 
-    sequence: tokens; microbatch: sequences; tensor_parallel: ranks that share the layer.
-    sequence_parallel: those ranks also share what tensor parallelism leaves whole, by the sequence.
-    recompute: "selective" computes the attention again from q, k and v, "full" the whole layer from
-    its input. That input counts as whole on every rank, as in the paper; where each rank keeps its
-    part only, and gathers it once more, it is 2sbh/t.
+    `models.TransformerLayer` keeps exactly this (t = 1). The result is the sum of
+    `transformer_layer_items`, which raises the same errors. Not counted: the means and deviations
+    of layer norms, biases, masks that every layer shares. With "full", the layer's input counts as
+    whole on every rank, as in the paper; if each rank keeps only its shard and all-gathers the
+    input again, it is 2sbh/t.
 
-    Not counted: layer norms' means and deviations, biases, masks that every layer shares.
-    `models.TransformerLayer` keeps exactly this (t = 1). It is the sum of
-    `transformer_layer_items`, which raises the same errors:
+    Args:
+        sequence: Tokens per sequence.
+        microbatch: Sequences per micro-batch.
+        hidden: The hidden size.
+        heads: The number of attention heads.
+        tensor_parallel: The number of ranks that share the layer.
+        sequence_parallel: Whether those ranks also shard, along the sequence, what tensor
+            parallelism leaves whole.
+        recompute: "none"; "selective" to recompute the attention from q, k and v; "full" to
+            recompute the whole layer from its input.
 
-    TypeError for a size that is not a whole number or a `sequence_parallel` that is not a bool;
-    ValueError for a size below 1, hidden that is not a multiple of heads, heads (or, with sequence
-    parallelism, a sequence) that tensor_parallel does not divide, or another word in `recompute`.
+    Raises:
+        TypeError: If a size is not an integer or `sequence_parallel` is not a bool.
+        ValueError: If a size is below 1, `hidden` is not a multiple of `heads`, `tensor_parallel`
+            does not divide `heads` (or, with sequence parallelism, `sequence`), or `recompute` is
+            none of these words.
+
     Source: Korthikanti et al. (2022), sections 4 and 5 and table 2.
     """
     items = transformer_layer_items(
@@ -59,15 +69,18 @@ def transformer_layer_bytes(
 
 
 def transformer_layer_items(
-    sequence,
-    microbatch,
-    hidden,
-    heads,
-    tensor_parallel=1,
-    sequence_parallel=False,
-    recompute="none",
-):
-    """The lines whose sum is `transformer_layer_bytes`, in the order of the forward: `Item`s."""
+    sequence: int,
+    microbatch: int,
+    hidden: int,
+    heads: int,
+    tensor_parallel: int = 1,
+    sequence_parallel: bool = False,
+    recompute: str = "none",
+) -> list[Item]:
+    """Return the items that `transformer_layer_bytes` sums, in the order of the forward.
+
+    Arguments and errors are those of `transformer_layer_bytes`.
+    """
     s, b, h, a, t = (
         _size(name, value)
         for name, value in (
@@ -91,7 +104,7 @@ def transformer_layer_items(
             raise ValueError(f"{what} = {whole} is not a multiple of {name} = {parts}")
 
     tokens, scores = s * b * h, a * s * s * b
-    shared = t if sequence_parallel else 1  # between the parts that tensor parallelism cuts
+    shared = t if sequence_parallel else 1  # between the parts that tensor parallelism shards
     norm = "its mean and deviation are computed again from it"
     if recompute == "full":
         return [Item("input of the layer", 2 * tokens, "all else is computed again")]
@@ -115,15 +128,25 @@ def transformer_layer_items(
     ]
 
 
-def gpt2_block_items(sequence, microbatch, hidden, heads, device="cpu"):
-    """What a Hugging Face GPT-2 block keeps in 16 bits: the formula, then item by item what more.
+def gpt2_block_items(
+    sequence: int, microbatch: int, hidden: int, heads: int, device: str = "cpu"
+) -> list[Item]:
+    """Return what a Hugging Face GPT-2 block keeps in 16 bits: the formula, then each extra item.
 
-    For `transformers`' GPT2Block in training with dropout above 0, attn_implementation="eager" (the
-    attention that the formula describes) and activation "gelu_new". A list of `Item`s, whose sum is
-    what `SavedTensors` counts on such a block.
+    This holds for `transformers`' GPT2Block in training with dropout above 0,
+    attn_implementation="eager" (the attention that the formula describes) and activation
+    "gelu_new". The bytes of the items sum to what `SavedTensors` counts on such a block.
 
-    Sizes and errors as for `transformer_layer_bytes`. device: "cpu" or "cuda", whose dropout and
-    norms keep different things; ValueError for another.
+    Args:
+        sequence: As for `transformer_layer_bytes`.
+        microbatch: As for `transformer_layer_bytes`.
+        hidden: As for `transformer_layer_bytes`.
+        heads: As for `transformer_layer_bytes`.
+        device: "cpu" or "cuda", whose dropout and norms keep different tensors.
+
+    Raises:
+        TypeError: As `transformer_layer_bytes` does.
+        ValueError: As `transformer_layer_bytes` does, and if the device is unknown.
     """
     formula = transformer_layer_bytes(sequence, microbatch, hidden, heads)
     if device not in ("cpu", "cuda"):

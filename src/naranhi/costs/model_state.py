@@ -1,4 +1,4 @@
-"""What a rank holds of a model that ZeRO shards, and what it sends.
+"""The bytes that a rank holds of a model that ZeRO shards, and the bytes that it sends.
 
 Units: bytes. Source: Rajbhandari et al., "ZeRO: Memory optimizations toward training trillion
 parameter models" (2020).
@@ -6,21 +6,29 @@ parameter models" (2020).
 
 from math import isfinite
 
-from naranhi.costs.communication import _check, bytes_sent
+from naranhi.costs.communication import bytes_sent, checked_arguments
 
 
-def zero_bytes(parameters, ranks, stage, precision="mixed", optimizer="adam"):
-    """Bytes of model state that a rank holds: parameters, gradients and the optimizer's state.
+def zero_bytes(
+    parameters: float, ranks: int, stage: int, precision: str = "mixed", optimizer: str = "adam"
+) -> float:
+    """Return the bytes of model state on a rank: parameters, gradients and optimizer state.
 
-    Each is whole on every rank, or a `ranks`-th of it, by the stage of ZeRO: 0 shards nothing
-    (plain data parallelism), 1 the optimizer's state, 2 gradients as well, 3 parameters as well.
-    Activations, padding and buffers are not counted.
+    Each of them is whole on every rank, or sharded over `ranks` ranks, depending on the stage of
+    ZeRO: stage 0 shards nothing (plain data parallelism), 1 the optimizer state, 2 the gradients as
+    well, 3 the parameters as well. Activations, padding and buffers are not counted.
 
-    parameters: how many. precision: "mixed" (2 bytes for a parameter and for its gradient, and with
-    the optimizer a copy in fp32) or "fp32" (4 and 4, no copy). optimizer: "adam" keeps two fp32
-    numbers a parameter, "momentum" one, "sgd" none.
+    Args:
+        parameters: The number of parameters.
+        ranks: The number of ranks that share the model state.
+        stage: The stage of ZeRO, 0 to 3.
+        precision: "mixed" (2 bytes for a parameter and 2 for its gradient, plus an fp32 copy that
+            counts as optimizer state) or "fp32" (4 and 4, no copy).
+        optimizer: "adam" keeps two fp32 values per parameter, "momentum" one, "sgd" none.
 
-    Raises ValueError for other names, another stage, a negative number of parameters.
+    Raises:
+        ValueError: If a name or the stage is unknown, or `parameters` is negative.
+
     Source: Rajbhandari et al., "ZeRO: Memory optimizations toward training trillion parameter
     models" (2020), section 3 and figure 1.
     """
@@ -32,27 +40,27 @@ def zero_bytes(parameters, ranks, stage, precision="mixed", optimizer="adam"):
     return parameters * (sum(state[:stage]) / ranks + sum(state[stage:]))
 
 
-def zero_bytes_sent(parameters, ranks, stage, precision="mixed"):
-    """Bytes that each rank sends in a step, and receives: close to 2 values a parameter, 3 at
-    stage 3.
+def zero_bytes_sent(parameters: float, ranks: int, stage: int, precision: str = "mixed") -> float:
+    """Return the bytes that each rank sends in a step, and receives.
 
-    Gradients are reduce-scattered and parameters all-gathered, on a ring, which is an all-reduce's
-    traffic (stage 0); stage 3 gathers parameters twice, for the forward and for the backward. A
-    value is 2 bytes in "mixed" precision and 4 in "fp32". With micro-batches, this is what one
-    reduction and one gathering (of each kind) cost. Raises and source: as `zero_bytes`.
+    That is close to 2 values per parameter, and 3 at stage 3. Gradients are reduce-scattered and
+    parameters all-gathered, on a ring, which is the traffic of an all-reduce (stage 0); stage 3
+    all-gathers parameters twice, for the forward and for the backward. A value is 2 bytes in
+    "mixed" precision and 4 in "fp32". With micro-batches, this is the cost of one reduction and one
+    all-gather (of each kind). Arguments, errors and source are those of `zero_bytes`.
     """
     value, _ = _check_zero(parameters, ranks, stage, precision)
     once = bytes_sent("all_gather", parameters * value, ranks)  # a reduce-scatter sends as much
     return (3 if stage == 3 else 2) * once
 
 
-_OPTIMIZER_STATE = {"adam": 8, "momentum": 4, "sgd": 0}  # bytes a parameter, in fp32
+_OPTIMIZER_STATE = {"adam": 8, "momentum": 4, "sgd": 0}  # bytes per parameter, in fp32
 _PRECISION = {"mixed": (2, 4), "fp32": (4, 0)}  # bytes of a value, and of its fp32 copy
 
 
 def _check_zero(parameters, ranks, stage, precision):
-    """(bytes of a value, bytes of its fp32 copy), or ValueError."""
-    _check(ranks=ranks)
+    """Return (bytes of a value, bytes of its fp32 copy), or raise ValueError."""
+    checked_arguments(ranks=ranks)
     if not (isfinite(parameters) and parameters >= 0):
         raise ValueError(f"parameters must be how many there are, not {parameters!r}")
     if stage not in (0, 1, 2, 3):

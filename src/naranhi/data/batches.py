@@ -1,25 +1,35 @@
-"""From passages to batches: shuffled, of like length, padded no further than needed.
+"""From passages to batches: shuffled, of similar length, padded no further than needed.
 
-A token is predicted from those before it, so a passage of n tokens has n - 1 targets. Where there
-is nothing to predict the target is -100, which the loss leaves out; padding never counts, whatever
-token it is made of. `count` is the number of valid targets, by which the summed loss is divided.
+A token is predicted from the tokens before it, so a passage of n tokens has n - 1 targets. Where
+there is nothing to predict the target is -100, which the loss ignores. Padding never counts,
+whatever token it consists of. `count` is the number of valid targets, by which the summed loss is
+divided.
 """
+
+from __future__ import annotations
 
 import math
 import random
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from naranhi.models import IGNORE_INDEX
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 class Batch(NamedTuple):
-    """Rows of tokens, padded on the right to the longest. All three are (rows, length), int64.
+    """Rows of tokens, padded on the right to the longest row.
 
-    mask: 1 for a token, 0 for padding. targets: the token that follows, or -100.
+    Attributes:
+        tokens: (rows, length), int64.
+        mask: (rows, length), int64: 1 for a token, 0 for padding.
+        targets: (rows, length), int64: the token that follows, or -100.
     """
 
     tokens: torch.Tensor
@@ -27,28 +37,34 @@ class Batch(NamedTuple):
     targets: torch.Tensor
 
     @property
-    def inputs(self):
-        """What GPT-2's embedding takes."""
+    def inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The input of GPT-2's embedding."""
         return self.tokens, self.mask
 
     @property
-    def count(self):
-        """How many targets are valid: what the summed loss of the step is divided by."""
+    def count(self) -> int:
+        """The number of valid targets, by which the summed loss of the step is divided."""
         return int((self.targets != IGNORE_INDEX).sum())
 
     @property
-    def padding(self):
-        """How many of the tokens are padding."""
+    def padding(self) -> int:
+        """The number of padding tokens."""
         return int((self.mask == 0).sum())
 
-    def to(self, device):
+    def to(self, device: torch.device | str) -> Batch:
+        """Return the batch on this device."""
         return Batch(*(tensor.to(device) for tensor in self))
 
 
-def encode(tokenizer, passages, length):
-    """The tokens of each passage, a list of lists of numbers, each cut to at most `length`.
+def encode(
+    tokenizer: PreTrainedTokenizerBase, passages: Iterable[str], length: int
+) -> list[list[int]]:
+    """Return the tokens of each passage, a list of token ids, each cut to at most `length` tokens.
 
-    A passage of one token has nothing to predict and is left out. ValueError if none is left.
+    A passage of one token has nothing to predict and is left out.
+
+    Raises:
+        ValueError: if no passage is left.
     """
     found = tokenizer(list(passages), truncation=True, max_length=length)["input_ids"]
     found = [tokens for tokens in found if len(tokens) > 1]
@@ -57,26 +73,37 @@ def encode(tokenizer, passages, length):
     return found
 
 
-def unigram_entropy(sequences):
-    """The entropy of the targets' distribution, in nats per token.
+def unigram_entropy(sequences: Iterable[Sequence[int]]) -> float:
+    """Return the entropy of the targets' distribution, in nats per token.
 
-    That is the mean loss of the best model that knows how frequent each token is, and nothing of
-    what stands before it: whoever is below has learnt from the context.
+    That is the mean loss of the best model that knows how frequent each token is, and nothing about
+    the tokens before it. A model with a lower loss has learnt from the context.
     """
     counts = Counter(token for tokens in sequences for token in tokens[1:])
     total = sum(counts.values())
     return -sum(n / total * math.log(n / total) for n in counts.values())
 
 
-def by_length(lengths, size, order, window=32):
-    """Smart batching: batches, as lists of places in `lengths`, of sequences of like length.
+def by_length(
+    lengths: Sequence[int], size: int, order: random.Random, window: int = 32
+) -> list[list[int]]:
+    """Return batches of sequences of similar length (smart batching).
 
-    The sequences are shuffled, and sorted by length only among `window` batches at a time, which
-    are then shuffled themselves: what meets what remains a matter of chance. Each sequence is in
-    exactly one batch; the last to be made may be smaller than `size`.
+    The sequences are shuffled, and sorted by length only among `window` batches at a time. The
+    batches are then shuffled too, so which sequences share a batch remains random. Each sequence is
+    in exactly one batch; the last batch to be made may be smaller than `size`.
 
-    order: a `random.Random`, or anything else that shuffles. Source: the batching of sequences of
-    approximate length in Vaswani et al., "Attention is all you need" (2017), section 5.1.
+    Args:
+        lengths: the length of each sequence, in tokens.
+        size: the number of sequences in a batch.
+        order: a `random.Random`, or anything else that shuffles.
+        window: the number of batches whose sequences are sorted together.
+
+    Returns:
+        A list of indices into `lengths` for each batch.
+
+    Source: the batching of sequences of approximate length in Vaswani et al., "Attention is all you
+    need" (2017), section 5.1.
     """
     places = list(range(len(lengths)))
     order.shuffle(places)
@@ -88,16 +115,26 @@ def by_length(lengths, size, order, window=32):
     return batches
 
 
-def at_random(lengths, size, order):
-    """Shuffled, and cut into batches as it comes: what `by_length` is compared to."""
+def at_random(lengths: Sequence[int], size: int, order: random.Random) -> list[list[int]]:
+    """Return batches in shuffled order, whatever the lengths: the baseline for `by_length`."""
     places = list(range(len(lengths)))
     order.shuffle(places)
     return [places[first : first + size] for first in range(0, len(places), size)]
 
 
-def padding(lengths, batches, length=None, multiple=1):
-    """How many tokens of padding batches have, each padded to its longest sequence, or to `length`;
-    and that to a multiple of something.
+def padding(
+    lengths: Sequence[int],
+    batches: Iterable[Sequence[int]],
+    length: int | None = None,
+    multiple: int = 1,
+) -> int:
+    """Return the number of padding tokens in batches.
+
+    Args:
+        lengths: the length of each sequence, in tokens.
+        batches: lists of indices into `lengths`.
+        length: what the sequences of a batch are padded to; by default the longest of them.
+        multiple: the padded length is rounded up to a multiple of this.
     """
     return sum(
         _up(length or max(lengths[place] for place in batch), multiple) - lengths[place]
@@ -106,14 +143,23 @@ def padding(lengths, batches, length=None, multiple=1):
     )
 
 
-def collate(sequences, rows=None, pad=0, multiple=1):
-    """The Batch of some lists of tokens, as long as the longest of them.
+def collate(
+    sequences: Sequence[Sequence[int]],
+    rows: int | None = None,
+    pad: int = 0,
+    multiple: int = 1,
+) -> Batch:
+    """Return the `Batch` of some lists of tokens, as long as the longest of them.
 
-    rows: fill up to as many, so that micro-batches divide the last batch of an epoch as well. Such
-    a row is one token, which sees itself (a softmax over nothing is not a number), and no target.
-    pad: the token that padding is made of. It matters to nothing.
-    multiple: of what the length is a multiple. With 8, say, there are an eighth as many shapes,
-    where something has to be prepared for each, at the price of some padding.
+    Args:
+        sequences: the lists of tokens.
+        rows: fill up to this number of rows, so that micro-batches divide the last batch of an
+            epoch as well. An added row is one token, which sees itself (a softmax over nothing is
+            NaN), and no target. By default no row is added.
+        pad: the token that padding consists of; it has no effect on results.
+        multiple: the length is rounded up to a multiple of this. With 8, say, there are an eighth
+            as many shapes, if something has to be prepared for each shape, at the price of some
+            padding.
     """
     rows = len(sequences) if rows is None else rows
     shape = rows, _up(max(map(len, sequences)), multiple)
@@ -127,10 +173,25 @@ def collate(sequences, rows=None, pad=0, multiple=1):
     return Batch(tokens, mask, targets)
 
 
-def stream(sequences, size, seed=0, pad=0, multiple=1, batching=by_length):
-    """Batch after batch of `size` rows, without end: every sequence once in an epoch.
+def stream(
+    sequences: Sequence[Sequence[int]],
+    size: int,
+    seed: int = 0,
+    pad: int = 0,
+    multiple: int = 1,
+    batching: Callable[[Sequence[int], int, random.Random], list[list[int]]] = by_length,
+) -> Iterator[Batch]:
+    """Yield batches of `size` rows without end: every sequence once per epoch.
 
-    Each epoch has an order of its own, and the same seed gives the same orders on every rank.
+    Each epoch has an order of its own, and the same seed leads to the same orders on every rank.
+
+    Args:
+        sequences: lists of tokens.
+        size: the number of rows in a batch.
+        seed: of the orders.
+        pad: as in `collate`.
+        multiple: as in `collate`.
+        batching: makes the batches of an epoch: `by_length` or `at_random`.
     """
     lengths = [len(sequence) for sequence in sequences]
     for epoch in count():

@@ -1,9 +1,11 @@
 """Text to train on: the passages of SQuAD, of a file in its form, or those that ship with the book.
 
 SQuAD: Rajpurkar, Zhang, Lopyrev and Liang, "SQuAD: 100,000+ questions for machine comprehension of
-text" (2016). Only its passages ("contexts") are of use here. What ships, and under which licences,
-is written in naranhi/data/bundled/LICENSE.md.
+text" (2016). Only its passages ("contexts") are used here. naranhi/data/bundled/LICENSE.md lists
+what ships with the book, and under which licences.
 """
+
+from __future__ import annotations
 
 import glob
 import gzip
@@ -11,24 +13,32 @@ import json
 import os
 import tempfile
 import zlib
+from collections.abc import Iterable
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from naranhi.models.hub import fetching, offline
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 BUNDLED = Path(__file__).parent / "bundled"
-UNPACKING = OSError, EOFError, zlib.error  # what a file that is badly packed leads to
+UNPACKING = OSError, EOFError, zlib.error  # what reading a badly packed file raises
 FORM = '{"data": [{"paragraphs": [{"context": "..."}, ...]}, ...]}'
 
 
-def contexts(source=None):
-    """The passages, a list of strings in the order of the source, and as often as it has them.
+def contexts(source: str | os.PathLike[str] | None = None) -> list[str]:
+    """Return the passages in the order of the source, each as often as the source has it.
 
-    source: None for those of the book; "squad" for SQuAD from the hub, a passage once for each
-    question on it; else the path of a JSON file (it may be packed by gzip) in SQuAD's form.
+    Args:
+        source: None for the book's own; "squad" for SQuAD from the hub, with a passage once for
+            each question on it; else the path of a JSON file (which may be packed by gzip) in
+            SQuAD's form.
 
-    Raises OSError when there is no such file, or when the hub cannot be reached, and says what to
-    do; ValueError, naming the file and the place, when it is empty or not in SQuAD's form.
+    Raises:
+        OSError: if the file does not exist or the hub cannot be reached; it says what to do.
+        ValueError: if the source is empty or not in SQuAD's form; it names the file and the place.
     """
     if source == "squad":
         found = _squad()
@@ -40,17 +50,23 @@ def contexts(source=None):
     return found
 
 
-def unique(contexts):
-    """Each context once, where it came first."""
+def unique(contexts: Iterable[str]) -> list[str]:
+    """Return each context once, in the order of first occurrence."""
     return list(dict.fromkeys(contexts))
 
 
-def tokenizer(name=None):
-    """The book's tokenizer, or that of a model: byte-level BPE, so that it can write any text.
+def tokenizer(name: str | os.PathLike[str] | None = None) -> PreTrainedTokenizerBase:
+    """Return the book's tokenizer, or that of a model: byte-level BPE, which can encode any text.
 
-    name: None for the book's own 512 words; a name on the hub ("gpt2"), or a model's folder.
-    Its padding is its token for the end of a text, where it has no other; the mask tells the two
-    apart. Raises OSError, and says what to do, when it is neither here nor to be fetched.
+    The padding token is the end-of-text token if the tokenizer has no other; the mask distinguishes
+    the two.
+
+    Args:
+        name: None for the book's own, with a vocabulary of 512 tokens; a name on the hub ("gpt2"),
+            or a model's folder.
+
+    Raises:
+        OSError: if the tokenizer is neither here nor can be fetched; it says what to do.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -68,7 +84,7 @@ def tokenizer(name=None):
     )
     with fetching(f"tokenizer of {name!r}", advice):
         found = AutoTokenizer.from_pretrained(name)
-        if not found("a")["input_ids"]:  # transformers makes one without words of the model's kind
+        if not found("a")["input_ids"]:  # transformers makes one of that kind without tokens
             raise OSError("neither tokenizer.json nor vocab.json")
     if found.pad_token_id is None:
         found.pad_token = found.eos_token
@@ -97,7 +113,7 @@ def _read(path):
         raise FileNotFoundError(f"the corpus {path} {there}")
     if not path.stat().st_size:
         raise ValueError(f"the corpus {path} is empty")
-    # A cache of its own: nothing stays behind, and nothing old is found for a file that changed.
+    # With a cache of its own, nothing stays behind, and a changed file is not read from the cache.
     with tempfile.TemporaryDirectory() as cache, _without_bars():
         try:
             articles = datasets.load_dataset(
@@ -117,7 +133,7 @@ def _read(path):
 
 
 def _fault(path):
-    """Why a file that `datasets` could not read is not in SQuAD's form, or None."""
+    """Return why a file that `datasets` could not read is not in SQuAD's form, or None."""
     try:
         content = path.read_bytes()
         content = json.loads(gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content)
@@ -129,7 +145,7 @@ def _fault(path):
 
 
 def _fault_in(articles):
-    """What is not as it should be in SQuAD's `data`, and where; None when all is well."""
+    """Return what is wrong in SQuAD's `data`, and where; None if nothing is."""
     if not isinstance(articles, list):
         return "data is not a list"
     if not articles:
@@ -148,7 +164,7 @@ def _fault_in(articles):
 
 @contextmanager
 def _without_bars():
-    """Without the progress bars of `datasets`."""
+    """Hide the progress bars of `datasets` inside the context."""
     import datasets
 
     before = datasets.are_progress_bars_disabled()

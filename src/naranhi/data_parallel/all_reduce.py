@@ -1,24 +1,32 @@
-"""Gradients summed after the backward: one parameter after the other, or in few long messages.
+"""Sum gradients after the backward: one parameter after the other, or in few long messages.
 
-Both use our own ring. Gradients are to be None before a step (`optimizer.zero_grad()`): sums of an
-earlier step would be added up again.
+Both functions use our own ring. Gradients must be None before a step (`optimizer.zero_grad()`);
+otherwise the sums of an earlier step are summed again.
 
 Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (2020),
 for buckets in reverse order.
 """
 
+from __future__ import annotations
+
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from naranhi.collectives import all_reduce
 from naranhi.collectives.buckets import BUCKET, buckets, pack, unpack
 from naranhi.data_parallel.sync import with_gradient
 
 
-def global_count(count, group=None):
-    """How many are valid in the whole step: the sum of the ranks' own `count`, an int.
+def global_count(count: int, group: dist.ProcessGroup | None = None) -> int:
+    """Return how many items are valid in the whole step: the sum of the ranks' `count`.
 
-    Raises ValueError on every rank when it is 0: there is no loss to average.
+    Args:
+        count: How many items (tokens, rows, ...) are valid on this rank in this step.
+        group: The process group; None for the default one.
+
+    Raises:
+        ValueError: On every rank, if the sum is 0: there is no loss to average.
     """
     group = group or dist.group.WORLD
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
@@ -29,19 +37,34 @@ def global_count(count, group=None):
     return total.item()
 
 
-def all_reduce_gradients(model, group=None):
-    """Add up each parameter's gradients over the ranks, in place, one parameter after the other.
+def all_reduce_gradients(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Sum each parameter's gradient over the ranks, in place, one parameter after the other.
 
-    Raises on every rank, before any is added, and names the parameter and the ranks: RuntimeError
-    where a parameter has a gradient on some ranks only, TypeError where one is sparse.
+    Args:
+        model: This rank's replica, after its backward.
+        group: The process group; None for the default one.
+
+    Raises:
+        RuntimeError: On every rank, before any gradient is summed, if a parameter has a gradient on
+            some ranks only; it names the parameter and the ranks.
+        TypeError: On every rank, before any gradient is summed, if a gradient is sparse; it names
+            the parameter and the ranks.
     """
     for parameter in with_gradient(model, group):
         parameter.grad = parameter.grad.contiguous()
         all_reduce(parameter.grad, group, algorithm="ring")
 
 
-def all_reduce_bucketed(model, group=None, bucket_bytes=BUCKET):
-    """`all_reduce_gradients` in fewer, longer messages, of about `bucket_bytes` each."""
+def all_reduce_bucketed(
+    model: nn.Module, group: dist.ProcessGroup | None = None, bucket_bytes: int = BUCKET
+) -> None:
+    """Do the same as `all_reduce_gradients` in fewer, longer messages.
+
+    Args:
+        model: This rank's replica, after its backward.
+        group: The process group; None for the default one.
+        bucket_bytes: The approximate length of each message, in bytes.
+    """
     for bucket in buckets(with_gradient(model, group), bucket_bytes):
         gradients = [parameter.grad for parameter in bucket]
         flat = pack(gradients)

@@ -1,16 +1,20 @@
-"""Gradients summed in buckets while the backward still runs, by hooks.
+"""Sum gradients in buckets while the backward still runs, by hooks.
 
 Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (2020).
 """
 
+from __future__ import annotations
+
 import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from naranhi.autograd.containers import _tensors
+from naranhi.autograd.containers import tensors_of
 from naranhi.autograd.hooks import Backward, Handles, Hook, ModuleHook
 from naranhi.collectives.buckets import BUCKET, buckets
 from naranhi.data_parallel.supported import (
@@ -39,30 +43,41 @@ class DDP:
 
     As with torch's `DistributedDataParallel`, a backward ends with gradients that are sums over the
     ranks, unless it begins in `no_sync()`. Three things differ: the forward may run anywhere, sums
-    are not divided by the number of ranks, and what would let replicas diverge raises an error.
+    are not divided by the number of ranks, and whatever would let replicas diverge raises an error.
 
-    model: made on every rank alike; construction calls `require_supported` and
-        `broadcast_parameters`. It keeps this object alive, until `close()`.
-    bucket_bytes: see `buckets`. Small ones start early, large ones cost less each.
-    buffers: whether `broadcast_buffers` ends each step.
-    finite: whether `require_finite` does.
-    tell: called as tell("gradient", name) when a parameter's last gradient has come, and as
-        tell("start", i) and tell("end", i) when bucket i begins to be summed, and when it is known
-        to have been, which is after the backward.
+    Gradients live in the buckets; `.grad` is a view of a bucket. RuntimeError is raised
 
-    Gradients live in the buckets, of which `.grad` is a view. RuntimeError is raised
-    - by a backward, where gradients of the step before are still there, a parameter gets a second
-      gradient (by reentrant checkpoints that share it), or one has come to be trained since
-      construction; and, on every rank, where a parameter has a gradient on some ranks only, or
-      another rank's backward has failed;
-    - by the step of a torch optimizer, before it changes anything, where a gradient is this rank's
-      alone, since all backwards were in `no_sync()`.
-    After an error gradients are not to be used.
+    - by a backward, if gradients of the step before are still there, a parameter gets a second
+      gradient (from reentrant checkpoints that share it), or a parameter requires a gradient that
+      did not at construction;
+    - by a backward, on every rank, if a parameter has a gradient on some ranks only, or another
+      rank's backward has failed;
+    - by the step of a torch optimizer, before it changes anything, if a gradient is this rank's
+      alone because all backwards were in `no_sync()`.
+
+    Do not use gradients after an error.
+
+    Args:
+        model: Built alike on every rank; construction calls `require_supported` and
+            `broadcast_parameters`. The model keeps this object alive until `close()`.
+        group: The process group; None for the default one.
+        bucket_bytes: See `buckets`. Small buckets start early; large ones cost less each.
+        buffers: Whether each step ends with `broadcast_buffers`.
+        finite: Whether each step ends with `require_finite`.
+        tell: Called as tell("gradient", name) when a parameter's last gradient has arrived, as
+            tell("start", i) when the reduction of bucket i starts, and as tell("end", i) when it is
+            known to have ended, which is after the backward.
     """
 
     def __init__(
-        self, model, group=None, bucket_bytes=BUCKET, buffers=True, finite=False, tell=None
-    ):
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup | None = None,
+        bucket_bytes: int = BUCKET,
+        buffers: bool = True,
+        finite: bool = False,
+        tell: Callable[[str, str | int], object] | None = None,
+    ) -> None:
         require_supported(model, group)
         broadcast_parameters(model, group)
         agree(group, bucket_bytes=bucket_bytes, buffers=buffers, finite=finite)
@@ -71,11 +86,11 @@ class DDP:
         self.names = {p: name for name, p in model.named_parameters() if p.requires_grad}
         self.buckets = [GradientBucket(some) for some in buckets(list(self.names), bucket_bytes)]
         self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.views}
-        self._summed = set()  # parameters whose gradient is a sum over the ranks already
-        self._local = set()  # parameters that got a gradient which is none yet
+        self._summed = set()  # parameters whose gradient is already a sum over the ranks
+        self._local = set()  # parameters whose gradient is this rank's alone so far
         self._sync = True
         self._started = 0  # how many buckets of this step are in flight
-        self._backward = Backward()  # one that ends with sums
+        self._backward = Backward()  # a backward that ends with sums
         self._handles = Handles(
             last=[
                 p.register_post_accumulate_grad_hook(Hook(self.gradient_arrived))
@@ -88,31 +103,36 @@ class DDP:
         )
         weakref.finalize(self, self._handles.others[-1].remove).atexit = False
 
-    def close(self):
-        """Leave the model alone from now on."""
+    def close(self) -> None:
+        """Remove all hooks, and leave the model alone from now on."""
         self._handles.remove()
 
     @contextmanager
-    def no_sync(self):
-        """Backwards that begin inside add to this rank's own gradients, and send nothing."""
+    def no_sync(self) -> Iterator[None]:
+        """Let backwards that begin inside add to this rank's own gradients, and send nothing."""
         before, self._sync = self._sync, False
         try:
             yield
         finally:
             self._sync = before
 
-    def synchronize(self):
-        """Sum what was accumulated in `no_sync()`, without another backward. Every rank calls it,
-        also one that had no backward (then all are told)."""
+    def synchronize(self) -> None:
+        """Sum what was accumulated in `no_sync()`, without another backward.
+
+        Every rank calls it, including a rank that had no backward (then all ranks raise an error).
+        """
         self._prepare()
         self.finish()
 
     # --- the backward ----------------------------------------------------------------------------
 
     def _after_forward(self, module, inputs, output):
-        """Have the backward tell when it begins: also where the last layers are recomputed in a
-        backward of their own, whose end is not the end."""
-        for tensor in _tensors(output):
+        """Register hooks on the outputs, so that `_begin` runs when the backward reaches them.
+
+        This also covers last layers that are recomputed in a backward of their own, whose end is
+        not the end of the whole backward.
+        """
+        for tensor in tensors_of(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(Hook(self._begin))
 
@@ -130,8 +150,14 @@ class DDP:
             bucket.awaited = set(bucket.views)
         self._started = 0
 
-    def gradient_arrived(self, parameter):
-        """The backward has added to a parameter's gradient."""
+    def gradient_arrived(self, parameter: nn.Parameter) -> None:
+        """Move a parameter's gradient, to which the backward has just added, into its bucket.
+
+        Then start every bucket that is next in order and full.
+
+        Args:
+            parameter: The parameter whose gradient arrived.
+        """
         self._begin()
         bucket = self._bucket_of[parameter]
         require_gradient(self.names[parameter], parameter.grad)
@@ -146,11 +172,12 @@ class DDP:
             )
         bucket.awaited.remove(parameter)
         self.tell("gradient", self.names[parameter])
-        # In one order on all ranks, whatever order gradients come in.
+        # In the same order on all ranks, in whatever order gradients arrive.
         while self._started < len(self.buckets) and not self.buckets[self._started].awaited:
             self.start_next()
 
-    def start_next(self):
+    def start_next(self) -> None:
+        """Start the all-reduce of the next bucket in order."""
         bucket = self.buckets[self._started]
         for parameter in bucket.views:
             self._move(parameter, bucket)
@@ -158,8 +185,13 @@ class DDP:
         self.tell("start", self._started)
         self._started += 1
 
-    def finish(self):
-        """The backward is over: start the buckets with a parameter that got no gradient; wait."""
+    def finish(self) -> None:
+        """Start the buckets that lack a gradient, now that the backward is over, and wait for all.
+
+        Raises:
+            RuntimeError: If another rank's backward has failed, or, on every rank, if a parameter
+                has a gradient on some ranks only.
+        """
         while self._started < len(self.buckets):
             self.start_next()
         self._backward.end()
@@ -170,7 +202,7 @@ class DDP:
         if any(bucket.failed for bucket in self.buckets):
             raise RuntimeError("the backward of another rank has failed in this step")
         if not alike:
-            with_gradient(self.model, self.group)  # raises, and says of which ranks
+            with_gradient(self.model, self.group)  # raises, naming the ranks
         self._summed = {p for p in self.names if p.grad is not None}
         self._local.clear()
         if self.buffers:
@@ -179,8 +211,10 @@ class DDP:
             require_finite(self.model)
 
     def _give_up(self):
-        """After a backward that has failed: send what other ranks wait for, marked as failed, or
-        they would take the next step's buckets for this one's."""
+        """Send what other ranks wait for after a failed backward, marked as failed.
+
+        Otherwise they would take the next step's buckets for this step's.
+        """
         self._backward.end()
         for bucket in self.buckets[self._started :]:
             bucket.start(self.group, failed=True)
@@ -190,9 +224,9 @@ class DDP:
     # --- gradients -------------------------------------------------------------------------------
 
     def _move(self, parameter, bucket):
-        """Let a gradient live in its bucket."""
+        """Make a parameter's gradient a view of its bucket."""
         view = bucket.views[parameter]
-        if parameter.grad is not view:  # None, or a new one
+        if parameter.grad is not view:  # None, or a new tensor
             self._summed.discard(parameter)
             if parameter.grad is not None:
                 view.copy_(parameter.grad)
@@ -204,7 +238,7 @@ class DDP:
             )
 
     def _before_step(self, optimizer, args, kwargs):
-        """Of any torch optimizer: the replicas would part."""
+        """Raise before any torch optimizer uses local gradients: replicas would diverge."""
         for group in optimizer.param_groups if self._local else ():
             for parameter in group["params"]:
                 if parameter in self._local and parameter.grad is not None:
@@ -216,11 +250,16 @@ class DDP:
 
 
 class GradientBucket:
-    """Gradients in one piece of memory. Behind them, two numbers for each parameter: whether it has
-    a gradient, and whether it lacks one; when both sums are above 0, the ranks are not alike. And
-    one for all: whether the backward has failed."""
+    """The gradients of some parameters in one flat buffer, followed by flags that travel with them.
 
-    def __init__(self, parameters):
+    Two flags per parameter: it has a gradient, and it lacks one. If both sums are above 0, the
+    ranks differ. One more flag for the whole bucket: the backward has failed.
+
+    Args:
+        parameters: Those whose gradients share this bucket, of one dtype and device.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         sizes = [one.numel() for one in parameters]
         self.flat = parameters[0].new_zeros(sum(sizes) + 2 * len(sizes) + 1)
         *pieces, flags, self._failed = self.flat.split([*sizes, 2 * len(sizes), 1])
@@ -230,19 +269,25 @@ class GradientBucket:
         self.flags = flags.view(2, -1)
         self.awaited, self.work = set(), None
 
-    def start(self, group, failed=False):
+    def start(self, group: dist.ProcessGroup | None, failed: bool = False) -> None:
+        """Start the all-reduce of the bucket.
+
+        Args:
+            group: The process group; None for the default one.
+            failed: Whether this rank's backward has failed.
+        """
         # The slot of a missing gradient is summed as well, and ignored.
         has = [one.grad is not None for one in self.views]
         self.flags.copy_(torch.tensor([has, [not here for here in has]]))
         self._failed.fill_(failed)
         self.work = dist.all_reduce(self.flat, group=group, async_op=True)
 
-    def finish(self):
-        """Wait for the sum; whether all ranks had gradients of the same parameters."""
+    def finish(self) -> bool:
+        """Wait for the sum; return whether all ranks had gradients of the same parameters."""
         self.work.wait()
         return not (self.flags.real > 0).all(0).any().item()
 
     @property
-    def failed(self):
-        """After `finish`: whether the backward of any rank has failed."""
+    def failed(self) -> bool:
+        """Return, after `finish`, whether the backward of any rank has failed."""
         return self._failed.real.item() > 0

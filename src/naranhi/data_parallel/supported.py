@@ -1,7 +1,11 @@
-"""Which models data parallelism and ZeRO can train: the others are refused before anything is sent.
+"""Which models data parallelism and ZeRO can train; others raise an error before any message.
 
-Each of these would go wrong silently, or fail with words that do not name the cause.
+Each of those would go wrong silently, or fail with a message that does not name the cause.
 """
+
+from __future__ import annotations
+
+from collections.abc import Container
 
 import torch
 import torch.distributed as dist
@@ -10,17 +14,24 @@ from torch import nn
 from naranhi.autograd.hooks import owner_of
 
 
-def require_supported(model, group=None):
-    """Raise on every rank where the model is not one that can be trained with copies on the ranks.
+def require_supported(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Raise on every rank if the model cannot be trained with replicas on the ranks.
 
-    Raises TypeError, on every rank of the group (None: the default one), naming the first module or
-    parameter, for
-    - embeddings with sparse gradients, which have no row to be summed in;
+    That is a model with one of these:
+
+    - embeddings with sparse gradients, which cannot be summed in a flat buffer;
     - embeddings with `max_norm`, which change their weight in the forward: each rank another part;
     - parameters that are not initialised yet, or on the meta device: they have no values;
-    - parameters of a tensor subclass of its own behaviour (`DTensor`, quantized ones);
+    - parameters of a tensor subclass with behaviour of its own (`DTensor`, quantized ones);
     - parameters that accumulate their gradient in another dtype than their own;
-    - a model that another `DDP` or `Zero` listens to: gradients would be summed twice.
+    - hooks of another `DDP` or `Zero`: gradients would be summed twice.
+
+    Args:
+        model: This rank's replica.
+        group: The process group; None for the default one.
+
+    Raises:
+        TypeError: On every rank of the group, naming the first such module or parameter.
     """
     group = group or dist.group.WORLD
     reasons = [None] * dist.get_world_size(group)
@@ -30,9 +41,20 @@ def require_supported(model, group=None):
             raise TypeError(reason if all(reasons) else f"on rank {rank} {reason}")
 
 
-def require_same_parameters(model, names, kind):
-    """Raise RuntimeError where a parameter is trained that is not in `names`, those of when `kind`
-    was made: it was frozen then, or added or replaced since, and nobody sums its gradient."""
+def require_same_parameters(model: nn.Module, names: Container[nn.Parameter], kind: str) -> None:
+    """Raise if the model trains a parameter that was not trained when `kind` was made.
+
+    The parameter was frozen then, or was added or replaced since, so its gradient would not be
+    summed.
+
+    Args:
+        model: The model as it is now.
+        names: The parameters that were trained when `kind` was made.
+        kind: The name of the class that sums gradients, for the message.
+
+    Raises:
+        RuntimeError: For the first parameter that requires a gradient and is not in `names`.
+    """
     for name, param in model.named_parameters():
         if param.requires_grad and param not in names:
             raise RuntimeError(
@@ -42,7 +64,7 @@ def require_same_parameters(model, names, kind):
 
 
 def _unsupported(model):
-    """What is wrong with a model, or None."""
+    """Return what is wrong with a model, or None."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             if module.sparse and module.weight.requires_grad:
@@ -81,9 +103,17 @@ def _unsupported(model):
     return None
 
 
-def require_gradient(name, gradient):
-    """Raise an error for a gradient that has come, and is not there or cannot be copied into a row:
-    RuntimeError or TypeError."""
+def require_gradient(name: str, gradient: torch.Tensor | None) -> None:
+    """Raise if a gradient that has arrived is gone, or cannot be copied into a flat buffer.
+
+    Args:
+        name: The parameter's name, for the message.
+        gradient: Its `.grad`.
+
+    Raises:
+        RuntimeError: If the gradient is None, because a hook has removed it.
+        TypeError: If the gradient is not dense.
+    """
     if gradient is None:
         raise RuntimeError(
             f"the gradient of parameter {name} is gone: a hook on it has set grad "

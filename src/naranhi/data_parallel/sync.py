@@ -1,23 +1,34 @@
-"""The same model on every rank: made equal at the start, compared and kept equal on the way.
+"""The same model on every rank: made equal at the start, then compared and kept equal.
 
-`group` is the process group, None for the default one, and a rank is one *within the group*.
+`group` is the process group, None for the default one, and a rank is a rank *within the group*.
 """
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from naranhi.collectives import broadcast, ring
 from naranhi.collectives.buckets import buckets, pack, unpack
 from naranhi.collectives.chunks import overlap
 
-ABSENT, DENSE, SPARSE = 0, 1, 2  # gradients, in the table that ranks compare
+ABSENT, DENSE, SPARSE = 0, 1, 2  # flags of gradients, in the table that the ranks compare
 
 
-def broadcast_parameters(model, group=None):
-    """Give every rank the parameters and buffers of rank 0, in place.
+def broadcast_parameters(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Copy rank 0's parameters and buffers to every rank, in place.
 
-    Raises ValueError on every rank, before anything is changed, where the models are not of the
-    same shapes; it names the first parameter or buffer that differs.
+    Args:
+        model: This rank's replica.
+        group: The process group; None for the default one.
+
+    Raises:
+        ValueError: On every rank, before anything is changed, if the models differ in their
+            parameters or buffers, or in a shape, dtype or `requires_grad`; it names the first
+            difference.
     """
     group = group or dist.group.WORLD
     tensors = [("parameter", *one) for one in model.named_parameters()]
@@ -34,7 +45,7 @@ def broadcast_parameters(model, group=None):
 
 
 def _compare(first, other, rank):
-    """ValueError unless rank `rank` has what rank 0 has."""
+    """Raise ValueError unless rank `rank` has what rank 0 has."""
     for name in {**first, **other}:
         if name not in first or name not in other:
             has, lacks = (0, rank) if name in first else (rank, 0)
@@ -48,9 +59,16 @@ def _compare(first, other, rank):
         raise ValueError(f"rank {rank} has its parameters in another order than rank 0")
 
 
-def broadcast_buffers(model, group=None):
-    """Give every rank the buffers of rank 0, in place: each rank's forward may have changed its own
-    (a batch norm's running mean follows the rank's share)."""
+def broadcast_buffers(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Copy rank 0's buffers to every rank, in place.
+
+    Each rank's forward may have changed its own (a batch norm's running mean follows the rank's
+    share).
+
+    Args:
+        model: This rank's replica.
+        group: The process group; None for the default one.
+    """
     _broadcast(list(model.buffers()), group)
 
 
@@ -61,11 +79,17 @@ def _broadcast(tensors, group):
         unpack(flat, bucket)
 
 
-def with_gradient(model, group):
-    """The parameters that have a gradient, in order, when they are the same on every rank.
+def with_gradient(model: nn.Module, group: dist.ProcessGroup | None) -> list[nn.Parameter]:
+    """Return the parameters that have a gradient, in order, if they are the same on every rank.
 
-    Raises on every rank, and names the parameter and the ranks: RuntimeError where a parameter has
-    one on some ranks only, TypeError where one is sparse.
+    Args:
+        model: This rank's replica.
+        group: The process group; None for the default one.
+
+    Raises:
+        RuntimeError: On every rank, if a parameter has a gradient on some ranks only; it names the
+            parameter and the ranks.
+        TypeError: On every rank, if a gradient is sparse; it names the parameter and the ranks.
     """
     named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
     same_on_all_ranks(
@@ -80,9 +104,17 @@ def _flag(gradient):
     return ABSENT if gradient is None else DENSE if gradient.layout is torch.strided else SPARSE
 
 
-def same_on_all_ranks(has, group, device):
-    """The errors of `with_gradient`, unless has: {parameter's name: a flag of its gradient} is the
-    same on all ranks, and no gradient is sparse. Messages travel from `device`."""
+def same_on_all_ranks(
+    has: Mapping[str, int], group: dist.ProcessGroup | None, device: torch.device | str
+) -> None:
+    """Raise the errors of `with_gradient` unless all ranks have the same, dense gradients.
+
+    Args:
+        has: The flag of each parameter's gradient (ABSENT, DENSE or SPARSE), by the parameter's
+            name.
+        group: The process group; None for the default one.
+        device: Where messages are sent from.
+    """
     if not has:
         return
     table, kernel = have_gradients(list(has.values()), group or dist.group.WORLD, device)
@@ -90,18 +122,33 @@ def same_on_all_ranks(has, group, device):
     require_same_gradients(has, table)
 
 
-def have_gradients(mine, group, device):
-    """(table, a kernel that fills it: see `collectives`). A row for each rank, of one flag for each
-    parameter: ABSENT, DENSE or SPARSE (or False, True). `mine`, a list, is this rank's."""
+def have_gradients(
+    mine: Sequence[int], group: dist.ProcessGroup, device: torch.device | str
+) -> tuple[torch.Tensor, Iterator[None]]:
+    """Return a table of all ranks' flags, and the kernel that fills it (see `collectives`).
+
+    Args:
+        mine: This rank's flag for each parameter: ABSENT, DENSE or SPARSE (or False, True).
+        group: The process group.
+        device: Where the table is, and messages are sent from.
+
+    Returns:
+        The table, of shape (ranks, parameters) and dtype uint8, valid once the kernel has ended;
+        and the kernel.
+    """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     table = torch.empty(ranks, len(mine), dtype=torch.uint8, device=device)
     table[rank] = table.new_tensor(mine)
     return table, ring.all_gather(list(table), group, rank, ranks)
 
 
-def require_same_gradients(names, table):
-    """The errors of `with_gradient`, unless all rows of the table are the same and no gradient is
-    sparse."""
+def require_same_gradients(names: Iterable[str], table: torch.Tensor) -> None:
+    """Raise the errors of `with_gradient` unless all rows of the table are equal, without SPARSE.
+
+    Args:
+        names: The parameters' names, one for each column.
+        table: The flags of each rank's gradients, as `have_gradients` returns them.
+    """
     busy = table.any(1).tolist()
     hint = (
         (
@@ -128,10 +175,17 @@ def _list(values, wanted):
     return ", ".join(str(rank) for rank, value in enumerate(values) if value == wanted)
 
 
-def require_finite(model):
-    """FloatingPointError, naming the first parameter, where a gradient is infinite or no number.
+def require_finite(model: nn.Module) -> None:
+    """Raise if a gradient is infinite or NaN.
 
-    Of gradients that are sums over the ranks, it says the same on every rank.
+    If the gradients are sums over the ranks, the outcome and the message are the same on every
+    rank.
+
+    Args:
+        model: The model whose `.grad` tensors are checked.
+
+    Raises:
+        FloatingPointError: Naming the first parameter with such a gradient.
     """
     named = [(name, one) for name, one in model.named_parameters() if one.grad is not None]
     if not named:

@@ -1,33 +1,47 @@
 """GPT-2 as a list of layers, to be cut into stages.
 
-A layer takes one argument and returns one value: a tensor or a tuple of tensors. So a list of them
-is an `nn.Sequential`, and any run of them is one too.
+A layer has one argument and returns one value: a tensor or a tuple of tensors. So the list makes an
+`nn.Sequential`, and so does any contiguous part of it.
 """
+
+from __future__ import annotations
 
 import copy
 import os
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from naranhi.models.hub import fetching, offline
 
+if TYPE_CHECKING:
+    from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model
+
 
 class GPT2Embedding(nn.Module):
     """Tokens and their positions as vectors: the first of GPT-2's layers.
 
-    Takes tokens (batch, sequence) of whole numbers, or a tuple of these and a padding mask of the
-    same shape, 1 where there is a token and 0 where there is padding. Returns the hidden state
-    (batch, sequence, hidden), with the mask again if one was given.
-    Raises ValueError for a sequence longer than the model has positions.
+    In: tokens (batch, sequence) of an integer dtype, or a tuple of the tokens and a padding mask of
+    the same shape, 1 for a token and 0 for padding. Out: the hidden state (batch, sequence,
+    hidden), in a tuple with the mask if there was one.
+
+    Args:
+        transformer: the model whose embeddings and dropout this layer uses.
+
+    Raises:
+        ValueError: in the forward, for a sequence longer than the model has positions.
     """
 
-    def __init__(self, transformer):
+    def __init__(self, transformer: GPT2Model) -> None:
         super().__init__()
         self.wte, self.wpe, self.drop = transformer.wte, transformer.wpe, transformer.drop
         self.positions = transformer.wpe.num_embeddings
 
-    def forward(self, inputs):
+    def forward(
+        self, inputs: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Return the hidden state of the tokens, with the mask if there is one."""
         tokens, mask = inputs if isinstance(inputs, tuple) else (inputs, None)
         length, positions = tokens.shape[-1], self.positions
         if length > positions:
@@ -38,23 +52,33 @@ class GPT2Embedding(nn.Module):
 
 
 class GPT2Block(nn.Module):
-    """One block, unchanged from `transformers`: hidden state, or with a mask, in and out."""
+    """One block, unchanged from `transformers`: hidden state, alone or with a mask, in and out.
 
-    def __init__(self, block, attention):
+    Args:
+        block: the block of `transformers`.
+        attention: "sdpa" or "eager", as in `gpt2`.
+    """
+
+    def __init__(self, block: nn.Module, attention: str) -> None:
         super().__init__()
         self.block, self.attention = block, attention
 
-    def forward(self, inputs):
+    def forward(
+        self, inputs: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Return the block's hidden state, with the mask if there is one."""
         hidden, mask = inputs if isinstance(inputs, tuple) else (inputs, None)
         output = self.block(hidden, attention_mask=self._visible(hidden, mask))
-        output = output[0] if isinstance(output, tuple) else output  # transformers 5.0 returns one
+        output = (
+            output[0] if isinstance(output, tuple) else output
+        )  # transformers 5.0 returns a tuple
         return output if mask is None else (output, mask)
 
     def _visible(self, hidden, mask):
-        """Which tokens each token sees, in the form that this kind of attention takes."""
+        """Return which tokens each token sees, in the form that this kind of attention needs."""
         if mask is None and self.attention == "sdpa":
-            return None  # it is causal by itself then, and faster
-        # A rank may have a part of the hidden state only (sequence parallelism), never of the mask.
+            return None  # sdpa is causal by itself then, and faster
+        # A rank may have a part of the hidden state (sequence parallelism), but has the whole mask.
         length = hidden.shape[1] if mask is None else mask.shape[-1]
         visible = torch.ones(length, length, dtype=torch.bool, device=hidden.device).tril()
         if mask is not None:
@@ -66,23 +90,43 @@ class GPT2Block(nn.Module):
 
 
 class GPT2Head(nn.Module):
-    """Final norm and head: hidden state, alone or with a mask, in; logits out, for each word."""
+    """Final norm and LM head: hidden state, alone or with a mask, in; logits out.
 
-    def __init__(self, transformer, head):
+    Args:
+        transformer: the model whose final norm this layer uses.
+        head: from the hidden state to one logit for each token of the vocabulary.
+    """
+
+    def __init__(self, transformer: GPT2Model, head: nn.Linear) -> None:
         super().__init__()
         self.ln_f, self.lm_head = transformer.ln_f, head
 
-    def forward(self, inputs):
+    def forward(self, inputs: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """Return the logits, (batch, sequence, vocabulary)."""
         hidden = inputs[0] if isinstance(inputs, tuple) else inputs
         return self.lm_head(self.ln_f(hidden))
 
 
-def gpt2_config(vocabulary=1024, positions=128, hidden=64, heads=4, blocks=12):
-    """A configuration of GPT-2, by default of 12 blocks so small that a CPU trains them.
+def gpt2_config(
+    vocabulary: int = 1024,
+    positions: int = 128,
+    hidden: int = 64,
+    heads: int = 4,
+    blocks: int = 12,
+) -> GPT2Config:
+    """Return a configuration of GPT-2, by default of 12 blocks so small that a CPU trains them.
 
-    GPT-2 draws its weights with a deviation of 0.02, for which its hidden states are wide enough.
-    Narrower ones need larger weights, or a block adds next to nothing to what passes through it,
-    and some hundred steps go by before anything is learnt: here it is 0.02 sqrt(768 / hidden).
+    GPT-2 draws its weights with a standard deviation of 0.02, for which its hidden states are wide
+    enough. Narrower hidden states need larger weights. Otherwise a block adds next to nothing to
+    its input, and the model learns nothing for some hundred steps. So the deviation is
+    0.02 sqrt(768 / hidden) here.
+
+    Args:
+        vocabulary: the number of tokens in the vocabulary.
+        positions: the length of the longest sequence, in tokens.
+        hidden: the size of the hidden state.
+        heads: the number of attention heads.
+        blocks: the number of blocks.
     """
     from transformers import GPT2Config
 
@@ -98,17 +142,27 @@ def gpt2_config(vocabulary=1024, positions=128, hidden=64, heads=4, blocks=12):
     )
 
 
-def gpt2(name_or_config=None, tied=True, dropout=None, attention="sdpa"):
-    """GPT-2 as a list of layers: embedding, blocks, head. In training mode, weights in float32.
+def gpt2(
+    name_or_config: str | os.PathLike[str] | GPT2Config | None = None,
+    tied: bool = True,
+    dropout: float | None = None,
+    attention: str = "sdpa",
+) -> list[nn.Module]:
+    """Return GPT-2 as a list of layers: embedding, blocks, head.
 
-    name_or_config: None for `gpt2_config()`, or a configuration of one's own, with random weights
-    from torch's generator; or, for trained weights, a name on the Hugging Face hub ("gpt2") or a
-    folder written by `save_pretrained`.
-    tied: see `gpt2_layers`. dropout: a probability; by default the configuration's (0.1).
-    attention: "sdpa" (torch's fused one) or "eager" (a product, a softmax and a product).
+    The layers are in training mode, with weights in float32.
 
-    Raises OSError, and says what to do, when the weights are neither here nor to be fetched;
-    ValueError when what is there is no GPT-2, and for another kind of attention.
+    Args:
+        name_or_config: None for `gpt2_config()`, or another configuration, with random weights from
+            torch's generator; or, for trained weights, a name on the Hugging Face hub ("gpt2") or a
+            folder written by `save_pretrained`.
+        tied: see `gpt2_layers`.
+        dropout: a probability; by default the configuration's (0.1).
+        attention: "sdpa" (torch's fused one) or "eager" (a product, a softmax and a product).
+
+    Raises:
+        OSError: if the weights are neither here nor can be fetched; it says what to do.
+        ValueError: if the model found is not a GPT-2, or for another kind of attention.
     """
     from transformers import GPT2LMHeadModel
 
@@ -126,15 +180,20 @@ def gpt2(name_or_config=None, tied=True, dropout=None, attention="sdpa"):
     return gpt2_layers(model.train(), tied)
 
 
-def gpt2_layers(model, tied=True):
-    """The layers of a `transformers.GPT2LMHeadModel`, made of its own modules and parameters.
+def gpt2_layers(model: GPT2LMHeadModel, tied: bool = True) -> list[nn.Module]:
+    """Return the layers of a `transformers.GPT2LMHeadModel`, made of its modules and parameters.
 
-    A list of 2 + blocks layers. Each but the last returns the hidden state (batch, sequence,
-    hidden), in a tuple with the padding mask if the first was given one; the last returns logits
-    (batch, sequence, words). Their results and gradients are the model's.
+    Their results and gradients are the model's.
 
-    tied: keep one parameter for embedding and head, as the model has it: the first and the last
-    layer then hold the same object. False gives the head a copy of its own.
+    Args:
+        model: the model.
+        tied: keep one parameter for embedding and head, as in the model: the first and the last
+            layer then hold the same object. With False, the head has a copy of its own.
+
+    Returns:
+        2 + blocks layers. Each but the last returns the hidden state (batch, sequence, hidden), in
+        a tuple with the padding mask if the first layer received one; the last layer returns logits
+        (batch, sequence, vocabulary).
     """
     head = model.lm_head
     if not tied:

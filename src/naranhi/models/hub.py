@@ -1,11 +1,14 @@
-"""What is fetched from the Hugging Face hub; where that fails, one error that says what to do."""
+"""Fetching from the Hugging Face hub, with one error that says what to do if that fails."""
+
+from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-def offline(name):
-    """What to do where a model of that name cannot be fetched: a sentence or two."""
+def offline(name: str) -> str:
+    """Return what to do if the model of that name cannot be fetched: a sentence or two."""
     return (
         "It is no folder here, and was neither in the cache nor to be had from the hub. Where "
         f"there is a connection, run `hf download {name} --local-dir FOLDER`; then copy the folder "
@@ -14,11 +17,16 @@ def offline(name):
 
 
 @contextmanager
-def fetching(what, advice):
-    """Around a call that may ask the hub. It is quiet: no bars, no warnings about each attempt.
+def fetching(what: str, advice: str) -> Iterator[None]:
+    """Wrap a call that may ask the hub. It is quiet: no bars, no warnings about each attempt.
 
-    Raises, for an OSError (of which a hub that cannot be reached is one), an OSError that says what
-    is missing, then the advice, then the cause in one line.
+    Args:
+        what: what the call fetches, for the error.
+        advice: what to do if it fails, in whole sentences.
+
+    Raises:
+        OSError: for any OSError inside, such as an unreachable hub. The message says what is
+            missing, then the advice, then the cause in one line.
     """
     from huggingface_hub.utils import (
         are_progress_bars_disabled,

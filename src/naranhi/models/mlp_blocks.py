@@ -1,26 +1,42 @@
-"""A deep MLP as a list of layers, each of which takes one tensor and returns one."""
+"""A deep MLP as a list of layers, each with one tensor in and one tensor out."""
 
+from __future__ import annotations
+
+import torch
 from torch import nn
 from torch.nn import functional as F
 
 
 class MLPBlock(nn.Module):
-    """x + down(gelu(up(x))): (..., hidden) in and out; `inner` wide in between."""
+    """x + down(gelu(up(x))): (..., hidden) in and out.
 
-    def __init__(self, hidden, inner):
+    Args:
+        hidden: the size of the input and the output.
+        inner: the size in between.
+    """
+
+    def __init__(self, hidden: int, inner: int) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(hidden, inner), nn.Linear(inner, hidden)
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x + down(gelu(up(x)))."""
         return x + self.down(F.gelu(self.up(x)))
 
 
-def mlp(blocks, hidden, inner=None):
-    """`blocks` layers of hidden -> inner -> hidden, inner being 4 * hidden by default.
+def mlp(blocks: int, hidden: int, inner: int | None = None) -> list[nn.Module]:
+    """Return `blocks` layers of hidden -> inner -> hidden.
 
-    What a Transformer is without its attention, and the honest stand-in for one where only the
-    arithmetic and the messages matter. Weights are drawn from torch's generator.
-    Raises ValueError for a number below 1.
+    This is a Transformer without its attention, and an honest stand-in for a Transformer if only
+    the arithmetic and the messages matter. Weights are drawn from torch's generator.
+
+    Args:
+        blocks: the number of layers.
+        hidden: the size of a layer's input and output.
+        inner: the size in between; by default 4 * hidden.
+
+    Raises:
+        ValueError: for a number below 1.
     """
     inner = 4 * hidden if inner is None else inner
     if min(blocks, hidden, inner) < 1:

@@ -1,12 +1,15 @@
 """Layers of any speed: real arithmetic, then a wait, as if each rank had a device of its own.
 
-With fewer cores than ranks, the time of a step tells how the cores were shared. Units: seconds.
+With fewer cores than ranks, a step's time only shows how the cores were shared. Units: seconds.
 """
+
+from __future__ import annotations
 
 from math import isfinite
 from time import perf_counter, sleep
 
 import torch
+from torch import nn
 
 from naranhi.autograd import Splittable
 
@@ -16,20 +19,34 @@ class Paced(Splittable):
 
         Paced(layer, forward=0.02, backward=0.04)
 
-    Waiting takes no core. So four ranks that share two cores take as long as four devices would, if
-    only the arithmetic is quick against the times. `late` counts how often it was not, and the time
-    therefore longer: it should stay 0.
+    Waiting needs no core. So four ranks that share two cores are as fast as four devices, as long
+    as the arithmetic is short compared to the times.
 
-    layer: takes and returns tensors or tuples of tensors. Its results and gradients stay the same.
-    forward, backward: seconds, in which a GPU has finished too.
-    input_grad, weight_grad: those of a backward that is split (see `Splittable`), by default half
-    of `backward` each.
+    Args:
+        layer: takes and returns tensors or tuples of tensors. Its results and gradients stay the
+            same.
+        forward: the seconds of a forward, the work of a GPU included.
+        backward: the seconds of a backward, the work of a GPU included.
+        input_grad: the seconds of the inputs' part of a backward that is split (see `Splittable`);
+            by default half of `backward`.
+        weight_grad: the seconds of the weights' part; by default half of `backward`.
 
-    Raises ValueError for a time that is negative or not finite, TypeError for a layer that returns
-    anything else.
+    Attributes:
+        late: how often the arithmetic was slower, which lengthened the time; it should stay 0.
+
+    Raises:
+        ValueError: for a time that is negative or not finite.
+        TypeError: for a layer that returns anything else.
     """
 
-    def __init__(self, layer, forward, backward, input_grad=None, weight_grad=None):
+    def __init__(
+        self,
+        layer: nn.Module,
+        forward: float,
+        backward: float,
+        input_grad: float | None = None,
+        weight_grad: float | None = None,
+    ) -> None:
         super().__init__(layer)
         self.times = {
             "forward": forward,
@@ -42,10 +59,10 @@ class Paced(Splittable):
                 raise ValueError(f"{name} is a time in seconds, 0 or more, not {seconds!r}")
         self.late = 0
 
-    def done(self, start, what):
-        """Return when `what` has taken its time since `start`."""
+    def done(self, start: float, what: str) -> None:
+        """Wait until `what` has taken its time since `start`."""
         if torch.cuda.is_initialized():
-            torch.cuda.current_stream().synchronize()  # not for messages on other streams
+            torch.cuda.current_stream().synchronize()  # does not wait for messages on other streams
         left = start + self.times[what] - perf_counter()
         self.late += left < 0
         sleep(max(0.0, left))

@@ -1,52 +1,68 @@
-"""The messages between the stages of a pipeline: on a channel they match by order, nothing else.
+"""Send and receive the messages between the stages of a pipeline.
 
-Each channel (from a rank, to a rank, activations or gradients) has a process group of its own, so
-that a receive that was posted ahead stands in nobody's way: on one NCCL communicator it would hold
-up the sends issued after it. Sends are started and not waited for.
+Messages on a channel match by order, and by nothing else. Each channel (from a rank, to a rank,
+activations or gradients) has a process group of its own, so that a receive posted ahead delays no
+other message: on a shared NCCL communicator it would hold up the sends issued after it. Sends are
+started and not waited for.
 
 # Note [The first steps between GPUs]
 A message by NCCL waits on the GPU: its kernel spins until the peer's kernel runs. The first launch
 of another kernel may itself wait until the GPU has finished everything else, pending messages
 included: CUDA loads kernels when they are first launched, and libraries such as cuBLAS set up
-handles and memory at their first call (so CUDA_MODULE_LOADING=EAGER is no cure). If the pending
-messages cannot finish before the new kernel has run, both ranks wait for ever. That is so for a
+handles and memory at their first call (so CUDA_MODULE_LOADING=EAGER does not help). If the pending
+messages cannot finish before the new kernel has run, both ranks wait forever. This holds for a
 receive posted ahead, and for a send that the peer is not ready to receive. On two ranks of an H100
-(torch 2.11, NCCL 2.28), PipeDream deadlocked so at the first product of a layer, and, with its
-layers' kernels loaded before, at one of the next steps. Hence the first steps of a kind, in which
-its kernels are loaded, send by way of the CPUs: gloo waits there, and the GPU is never kept
-waiting.
+(torch 2.11, NCCL 2.28), PipeDream deadlocked in this way at the first matrix product of a layer,
+and, with the kernels of its layers loaded beforehand, in one of the next steps.
+Therefore the first steps of a kind, in which its kernels are loaded, send through the CPUs: gloo
+waits there, and the GPU never has to wait.
 Sources: NVIDIA, "CUDA programming guide", "Lazy loading", on concurrent execution; and
-github.com/meta-pytorch/torchcomms/pull/2334, which reproduces the wait. It is the same with
-whatever else waits for the whole GPU: in a step, wait for a stream, not by
+github.com/meta-pytorch/torchcomms/pull/2334, which reproduces the wait. Anything else that waits
+for the whole GPU has the same effect: within a step, wait for a stream, and do not call
 `torch.cuda.synchronize()`.
 """
 
 from collections import deque
+from collections.abc import Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 AGREEMENT = "agreement"  # purpose of the group of all ranks of a pipeline
-AHEAD = 2  # receives posted ahead on a channel: one arrives while the one before it is worked on
-BY_CPU = 2  # see [The first steps between GPUs]; an optimizer's second update has other kernels
+AHEAD = 2  # receives posted ahead on a channel: one arrives while the previous one is processed
+BY_CPU = 2  # see [The first steps between GPUs]; an optimizer's second update runs other kernels
 
 
-def new_groups(mine, timeout):
-    """This rank's process groups, when nothing is wrong on any rank of the world; all call this.
+def new_groups(
+    mine: dict[str, Any], timeout: float
+) -> dict[tuple[tuple[int, ...], Hashable], dist.ProcessGroup]:
+    """Create this rank's process groups, unless something is wrong on any rank of the world.
 
-    mine: what this rank was given for its pipeline, by name. "pipeline": its ranks in the world, on
-    which all but the next two must be the same. "replicas": the ranks in the world that have the
-    same stages in other pipelines, or None; on these all but the first and the last must be the
-    same. "place in the pipeline". "groups": those that the ranks of the pipeline need among them,
-    as pairs (ranks in the world, purpose). "copies": see `tied_weights.copies`. Or "error". Empty
-    for a rank in no pipeline. timeout: seconds, of each message.
+    Every rank of the world calls this. Torch creates a group on all ranks at once, members or not,
+    and in one order, so every rank creates the groups of all pipelines.
 
-    Returns {(ranks, purpose): group}. Torch makes a group on all ranks at once, members or not, and
-    in one order: so every rank makes those of all pipelines. Raises the error of any rank, and
-    ValueError where ranks of a pipeline, or replicas, were given different things, or copies that
-    are not equal.
+    Args:
+        mine: what this rank was given for its pipeline, by name; empty for a rank in no pipeline.
+            "pipeline": the pipeline's ranks in the world. On these, all entries must be equal
+                except "replicas", "place in the pipeline" and "copies".
+            "replicas": the ranks in the world that have the same stages in other pipelines, or
+                None. On these, all entries must be equal except "pipeline", "groups" and "copies".
+            "groups": the groups that the ranks of the pipeline need among them, as pairs (ranks in
+                the world, purpose).
+            "copies": see `tied_weights.copies`.
+            "error": what is wrong on this rank, if anything is.
+        timeout: seconds that each message may take.
+
+    Returns:
+        `{(ranks, purpose): group}`, of the pairs in this rank's "groups".
+
+    Raises:
+        Exception: the error of any rank.
+        ValueError: ranks of a pipeline, or replicas, were given different things, or copies that
+            are not equal.
     """
     told = [None] * dist.get_world_size()
     dist.all_gather_object(told, mine)
@@ -65,7 +81,7 @@ def new_groups(mine, timeout):
             list(ranks),
             timeout=timedelta(seconds=timeout),
             group_desc="unchecked",
-            # The ranks agree on their CPUs, which would otherwise wait for their GPUs.
+            # The ranks agree through their CPUs, which would otherwise wait for their GPUs.
             backend="gloo" if purpose == AGREEMENT else both,
         )
         if (ranks, purpose) in mine.get("groups", ()):
@@ -74,10 +90,10 @@ def new_groups(mine, timeout):
 
 
 def _compare(told, which, called, but):
-    """ValueError where two of the ranks that belong together were given different things.
+    """Raise ValueError if two ranks that belong together were given different things.
 
-    which: by what name in `told` the ranks stand that do; called: what they are to each other. but:
-    the names of what may differ.
+    `which` names the entry that lists the ranks to compare, `called` is their relation in the
+    error, and `but` names the entries that may differ.
     """
     for rank, one in enumerate(told):
         other = (one.get(which) or [rank])[0]
@@ -104,30 +120,39 @@ def _compare_copies(gathered, which, called):
                 )
 
 
-def carrier(device, earlier):
-    """Return the device whose memory the messages of a step go through, on their way to `device`.
+def carrier(device: torch.device, earlier: int) -> torch.device:
+    """Return the device through whose memory a step's messages travel on their way to `device`.
 
-    earlier: how many steps of the same kind there have been. See [The first steps between GPUs].
+    See Note [The first steps between GPUs].
+
+    Args:
+        device: the device on which the stages compute.
+        earlier: the number of earlier steps of the same kind.
     """
     return device if earlier >= BY_CPU else torch.device("cpu")
 
 
 class Sender:
-    """The end of a channel that sends; a message is a list of tensors, which may be empty.
+    """The sending end of a channel; a message is a list of tensors, which may be empty.
 
-    peer: its rank in the world. A first message, of no meaning, is sent at once: where that makes
-    the connection (NCCL), it would else be made while its two ranks also wait for others.
+    The constructor sends a first message without meaning. Where that makes the connection (NCCL),
+    the connection would otherwise be made while its two ranks also wait for others.
+
+    Args:
+        group: the process group of the channel.
+        peer: the receiving rank, in the world.
+        device: the device through whose memory messages travel, until `carrier` is set anew.
     """
 
-    def __init__(self, group, peer, device):
+    def __init__(self, group: dist.ProcessGroup, peer: int, device: torch.device) -> None:
         self.group, self.peer, self.carrier = group, peer, device
         self.pending = deque()
-        # Gloo does not say whether a send is done, other than by waiting: a thread does that.
+        # With gloo, only waiting tells whether a send is done, so a thread waits.
         self.thread = ThreadPoolExecutor(1)
         dist.send(torch.zeros(1, device=device), peer, group)
 
-    def send(self, tensors):
-        """Start sending. The tensors are held until they are sent, and must not be changed."""
+    def send(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Start sending the tensors; they are held until they are sent, and must not be changed."""
         tensors = [
             tensor.resolve_conj().resolve_neg().contiguous().to(self.carrier) for tensor in tensors
         ]
@@ -139,14 +164,16 @@ class Sender:
         while self.pending and self.pending[0].done():
             self.pending.popleft().result()
 
-    def flush(self):
-        """Return when everything is sent; raises what went wrong."""
+    def flush(self) -> None:
+        """Wait until everything is sent; raise what went wrong."""
         while self.pending:
             self.pending.popleft().result()
 
-    def close(self):
-        """Let go of the group, and end the thread; it may be waiting for a peer that is gone, until
-        the deadline."""
+    def close(self) -> None:
+        """Drop the group, and end the thread.
+
+        The thread may wait for a peer that is gone, until the deadline.
+        """
         self.group = None
         self.pending.clear()
         self.thread.shutdown(wait=False)
@@ -159,7 +186,7 @@ def _wait(works, tensors):
 
 
 class _Polled:
-    """A message under way where one can ask whether it is done: the same as a future."""
+    """A message in flight that can be asked whether it is done, with the interface of a future."""
 
     def __init__(self, works, tensors):
         self.works, self.tensors = works, tensors
@@ -172,15 +199,28 @@ class _Polled:
 
 
 class Receiver:
-    """The end that receives, into buffers of which at most `AHEAD` wait for their message."""
+    """The receiving end of a channel, with buffers for at most `AHEAD` messages in flight.
 
-    def __init__(self, group, peer, device):
+    The constructor receives the first message of the `Sender`.
+
+    Args:
+        group: the process group of the channel.
+        peer: the sending rank, in the world.
+        device: the device of the tensors that `take` returns, through whose memory messages travel
+            until `carrier` is set anew.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, peer: int, device: torch.device) -> None:
         self.group, self.peer, self.device, self.carrier = group, peer, device, device
         dist.recv(torch.zeros(1, device=device), peer, group)
         self.coming, self.posted = iter(()), deque()
 
-    def expect(self, messages):
-        """What will come, in order: for each message its tensors, as (shape, dtype) pairs."""
+    def expect(self, messages: Iterable[Sequence[tuple[tuple[int, ...], torch.dtype]]]) -> None:
+        """Post receives for the messages that will come, in order.
+
+        Args:
+            messages: for each message its tensors, as (shape, dtype) pairs.
+        """
         self.coming, self.posted = iter(messages), deque()
         for _ in range(AHEAD):
             self._post()
@@ -194,17 +234,17 @@ class Receiver:
             works = [dist.irecv(tensor, self.peer, self.group) for tensor in tensors]
             self.posted.append((works, tensors))
 
-    def take(self):
-        """The next message, when it has come: a list of tensors."""
+    def take(self) -> list[torch.Tensor]:
+        """Wait for the next message, and return its tensors."""
         works, tensors = self.posted.popleft()
         _wait(works, tensors)
         self._post()
         return [tensor.to(self.device) for tensor in tensors]
 
-    def flush(self):
-        """Everything that was expected has been taken."""
+    def flush(self) -> None:
+        """Do nothing: everything that was expected has been taken."""
 
-    def close(self):
-        """Let go of the group, and of messages that will not come."""
+    def close(self) -> None:
+        """Drop the group, and the messages that will not come."""
         self.group = None
         self.posted.clear()

@@ -1,11 +1,11 @@
-"""Run layers only to see what they return, and leave them as they were.
+"""Run layers only to see what they return, and leave them unchanged.
 
 Copies of the layers run, so what they set, count and cache goes away with the copies.
 """
 
 import gc
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from itertools import chain
@@ -19,17 +19,17 @@ from torch.utils._pytree import tree_leaves
 
 
 @contextmanager
-def without_a_trace():
+def without_a_trace() -> Iterator[None]:
     """Shield Python's random numbers, autocast, the compiler and hooks for saved tensors."""
     random_state = random.getstate()
     with ExitStack() as stack:
-        # Autocast caches the weights that it has cast until its block ends.
+        # Autocast keeps its cache of cast weights until its block ends.
         stack.callback(torch.clear_autocast_cache)
         stack.callback(random.setstate, random_state)
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         # These hooks hide what is saved from the caller's hooks, which may count it. They save
         # detached tensors: an operation that saves its own output would otherwise refer to itself
-        # through C++, where the garbage collector does not look, and never be freed.
+        # through C++, which the garbage collector cannot see, and would never be freed.
         stack.enter_context(saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor))
         yield
 
@@ -37,9 +37,11 @@ def without_a_trace():
 def copied(layers: Iterable[nn.Module]) -> list[nn.Module]:
     """Return copies of the layers, which share among themselves what the layers share.
 
-    An object outside of the layers one of whose methods is a hook is shared with the original, and
-    so is an attribute that cannot be copied, such as a process group or a lock. Raises what copying
-    a layer raises.
+    An object outside the layers is shared with the original if one of its methods is a hook, and so
+    is an attribute that cannot be copied, such as a process group or a lock.
+
+    Raises:
+        Exception: whatever copying a layer raises.
     """
     layers = list(layers)
     modules = list(nn.ModuleList(layers).modules())
@@ -55,7 +57,7 @@ def copied(layers: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def _hook_owners(modules):
-    """The objects besides the modules whose bound methods are hooks."""
+    """Yield the objects other than the modules whose bound methods are hooks."""
     for module in modules:
         for name, hooks in vars(module).items():
             if name.endswith("_hooks") and isinstance(hooks, dict):
@@ -66,7 +68,7 @@ def _hook_owners(modules):
 
 
 def storages(layers: Iterable[nn.Module]) -> set[torch.UntypedStorage]:
-    """Return the storages of all tensors that the layers keep, in whatever attribute."""
+    """Return the storages of all tensors that the layers keep, in any attribute."""
     return {
         leaf.untyped_storage()
         for module in nn.ModuleList(layers).modules()
@@ -78,12 +80,13 @@ def storages(layers: Iterable[nn.Module]) -> set[torch.UntypedStorage]:
 class CreatedTensors(TorchDispatchMode):
     """Record the tensors that operations create while the mode is entered, by weak references.
 
-    creator: who runs the operations; set it again when somebody else does.
+    Args:
+        creator: the name of what runs the operations; set the attribute again when that changes.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, creator: str):
+    def __init__(self, creator: str) -> None:
         super().__init__()
         self.creator, self._references = creator, []
 
@@ -92,21 +95,21 @@ class CreatedTensors(TorchDispatchMode):
         self.record(tree_leaves(result))
         return result
 
-    def record(self, values: Iterable[object]):
+    def record(self, values: Iterable[object]) -> None:
         """Record the tensors among some values."""
         self._references += [
             (ref(value), self.creator) for value in values if isinstance(value, torch.Tensor)
         ]
 
-    def record_layers(self, layers: Sequence[nn.Module]):
+    def record_layers(self, layers: Sequence[nn.Module]) -> None:
         """Record the parameters and buffers of some layers."""
         module = nn.ModuleList(layers)
         self.record(chain(module.parameters(), module.buffers()))
 
     def survivor(self) -> tuple[torch.Tensor, str] | None:
-        """Return the last recorded tensor that is still alive, and its creator.
+        """Return the last recorded tensor that is still alive, and its creator, or None.
 
-        The last: its graph may keep earlier ones alive.
+        The last one is returned because its graph may keep earlier ones alive.
         """
         if any(reference() is not None for reference, _ in self._references):
             gc.collect()

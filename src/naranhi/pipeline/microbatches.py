@@ -1,20 +1,36 @@
-"""The micro-batches of a step: views of the batch, equal parts of its first dimension."""
+"""Split the batch of a step into micro-batches: views of equal size along its first dimension."""
 
 import torch
 
 
 class Microbatches:
-    """The inputs of a step, the targets, and what each loss is divided by, by micro-batch.
+    """The inputs of a step, the targets, and the divisors of the losses, by micro-batch.
 
-    inputs, targets, count: as `pipeline.Pipeline.step` takes them. number: of micro-batches.
-    with_targets: False where the targets are not needed. Raises TypeError unless inputs and targets
-    are tensors with a first dimension, or tuples of such; ValueError if the number does not divide
-    that dimension, or if the list of counts has another length.
+    Args:
+        inputs: as `pipeline.Pipeline.step` takes them.
+        targets: as `pipeline.Pipeline.step` takes them.
+        count: as `pipeline.Pipeline.step` takes it.
+        number: the number of micro-batches.
+        with_targets: False where the targets are not needed.
 
-    Attributes: `inputs`, a list of tensors for each micro-batch; `counts`.
+    Raises:
+        TypeError: the inputs or targets are not tensors with a first dimension, or tuples of such
+            tensors.
+        ValueError: `number` does not divide that dimension, or a list of counts has another length.
+
+    Attributes:
+        inputs: a list of tensors for each micro-batch.
+        counts: what the loss of each micro-batch is divided by.
     """
 
-    def __init__(self, inputs, targets, count, number, with_targets):
+    def __init__(
+        self,
+        inputs: torch.Tensor | tuple[torch.Tensor, ...],
+        targets: torch.Tensor | tuple[torch.Tensor, ...] | None,
+        count: float | list[float] | tuple[float, ...],
+        number: int,
+        with_targets: bool,
+    ) -> None:
         self.inputs, self._join_inputs = _split("inputs", inputs, number)
         self.counts = count if isinstance(count, (list, tuple)) else [count] * number
         if len(self.counts) != number:
@@ -22,17 +38,17 @@ class Microbatches:
         if with_targets:
             self._targets, self._join_targets = _split("targets", targets, number)
 
-    def first(self):
+    def first(self) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Return the first micro-batch as the first layer takes it."""
         return self._join_inputs(self.inputs[0])
 
-    def target(self, microbatch):
+    def target(self, microbatch: int) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Return the target of a micro-batch as the loss takes it."""
         return self._join_targets(self._targets[microbatch])
 
 
 def _split(name, batch, number):
-    """The parts of a batch as lists of tensors, and a function from such a list to a part."""
+    """Return the parts of a batch as lists of tensors, and a function from a list to a part."""
     tensors = batch if isinstance(batch, tuple) else (batch,)
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor) or not tensor.dim():
@@ -45,7 +61,7 @@ def _split(name, batch, number):
             raise ValueError(
                 f"{name}: {number} micro-batches of one size cannot be made of {rows} rows"
             )
-    # .data gives each part its own version counter: a layer may change one part in place while
+    # `.data` has a version counter of its own: a layer may change one part in place while
     # autograd has saved another.
     parts = [[part.data for part in tensor.chunk(number)] for tensor in tensors]
     join = tuple if isinstance(batch, tuple) else (lambda part: part[0])

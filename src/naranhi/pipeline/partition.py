@@ -1,20 +1,34 @@
-"""A model cut into stages: which layers each has, and whether they can do what a schedule asks."""
+"""Cut a model into stages, and check that the stages can run what a schedule asks."""
 
+from collections.abc import Callable, Iterable, Sequence
+
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from naranhi.autograd.split_backward import not_splittable
 from naranhi.pipeline.tied_weights import tied_parameters
+from naranhi.schedules import Schedule
 from naranhi.schedules.balance import uniform
 
 
-def cut(layers, stages, balance=None, chunks=1):
-    """The layers of each virtual stage: `stages` lists that together are `layers`.
+def cut(
+    layers: Sequence[nn.Module], stages: int, balance: Sequence[int] | None = None, chunks: int = 1
+) -> list[Sequence[nn.Module]]:
+    """Return the layers of each virtual stage: `stages` lists that together are `layers`.
 
-    balance: how many layers each has; by default as equal as it goes, the first ones larger
-    (`uniform`). chunks: how many of them a rank has; with more than one they have to be
-    of one size, unless a balance says how long each is. Raises ValueError when they cannot be, for
-    more stages than layers, and for a balance that does not add up.
+    Args:
+        layers: the layers of the model, in order.
+        stages: the number of virtual stages.
+        balance: the number of layers of each virtual stage; by default as equal as possible, the
+            first ones larger (`uniform`).
+        chunks: the number of virtual stages on each rank. With more than one, all must have the
+            same size unless a balance is given.
+
+    Raises:
+        ValueError: the stages cannot have the same size but must, there are more stages than
+            layers, or the balance does not add up.
     """
     if balance is None and chunks > 1 and len(layers) % stages:
         raise ValueError(
@@ -31,10 +45,19 @@ def cut(layers, stages, balance=None, chunks=1):
     return [layers[end - size : end] for size, end in zip(balance, ends, strict=True)]
 
 
-def check_kinds(schedule, parts, optimizer, replicas=None):
-    """Raise ValueError for a kind of action that these stages cannot do.
+def check_kinds(
+    schedule: Schedule,
+    parts: Sequence[Sequence[nn.Module]],
+    optimizer: Callable[[list[nn.Parameter]], Optimizer] | None,
+    replicas: dist.ProcessGroup | None = None,
+) -> None:
+    """Raise ValueError for a kind of action that these stages cannot run.
 
-    parts: by stage, its layers. optimizer, replicas: None if there are none.
+    Args:
+        schedule: the schedule to run.
+        parts: the layers of each stage.
+        optimizer: as `pipeline.Pipeline` takes it; None if there is no optimizer.
+        replicas: the process group of the replicas; None without replicas.
     """
     kinds = {}
     tied = [
@@ -53,7 +76,7 @@ def check_kinds(schedule, parts, optimizer, replicas=None):
                     raise ValueError(
                         f"{action} cannot be run: layer {number} ({type(layer).__name__}) cannot "
                         f"split its backward, as the gradient of {names[0]} cannot be left for "
-                        f"later; make the layers splittable with split_backward.splittable"
+                        f"later; make the layers splittable with autograd.splittable"
                     )
         if kind == "U" and optimizer is None:
             raise ValueError(f"{action} cannot be run: it needs an optimizer")
@@ -68,8 +91,8 @@ def check_kinds(schedule, parts, optimizer, replicas=None):
             )
 
 
-def check_layers(layers):
-    """Raise ValueError for a layer that a pipeline cannot have; the error says what to do."""
+def check_layers(layers: Iterable[nn.Module]) -> None:
+    """Raise ValueError for a layer that a pipeline cannot run; the error says what to do."""
     for number, layer in enumerate(layers):
         for name, module in layer.named_modules():
             where = f"layer {number} ({type(layer).__name__})" + f", {name}" * bool(name)

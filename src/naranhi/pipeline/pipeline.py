@@ -1,16 +1,21 @@
-"""Pipelines: run any schedule on real ranks, forwards and backwards, with the messages it implies.
+"""Run any schedule on real ranks: its forwards, its backwards, and the messages that it implies.
 
-A rank goes through its row of the schedule. It takes the message that an action needs, does the
-action, and gives the message that follows: `Pipeline.step` is that loop. No schedule mentions a
-message; `schedules.Schedule` says which there are, and `schedules.check` why none can block. What
-an action does is in `stage`, how a message travels in `channels`.
+A rank goes through its row of the schedule. It receives the message that an action needs, runs the
+action, and sends the message that follows: `Pipeline.step` is that loop. No schedule mentions a
+message; `schedules.Schedule` says which messages follow from it, and `schedules.check` why none can
+block. The actions are implemented in `stage`, the messages in `channels`.
 
-Source: Huang et al., "GPipe: efficient training of giant neural networks using pipeline
-parallelism" (2019).
+Source:
+    Huang et al., "GPipe: efficient training of giant neural networks using pipeline parallelism"
+    (2019).
 """
+
+from __future__ import annotations
 
 import hashlib
 import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -24,75 +29,99 @@ from naranhi.pipeline.signatures import StageSignatures
 from naranhi.pipeline.stage import Stage
 from naranhi.pipeline.tied_weights import TiedWeight, copies, tied_parameters
 from naranhi.pipeline.weight_stash import WeightStash
-from naranhi.schedules import Channel, channels, check, check_versions, releases
+from naranhi.schedules import Channel, Schedule, channels, check, check_versions, releases
 from naranhi.tensor_parallel import clip_grad_norm_
 
+if TYPE_CHECKING:
+    from naranhi.measure import Recorder
 
-def run(schedule, layers, loss, inputs, targets, count, balance=None, group=None, recorder=None):
-    """One step of a `Pipeline` that is made for it, on every rank: what its `step` returns."""
+
+def run(
+    schedule: Schedule,
+    layers: Iterable[nn.Module],
+    loss: Callable[..., torch.Tensor],
+    inputs: torch.Tensor | tuple[torch.Tensor, ...],
+    targets: torch.Tensor | tuple[torch.Tensor, ...] | None,
+    count: float | list[float] | tuple[float, ...],
+    balance: Sequence[int] | None = None,
+    group: dist.ProcessGroup | None = None,
+    recorder: Recorder | None = None,
+) -> torch.Tensor | None:
+    """Make a `Pipeline` for one step, and return what its `step` returns.
+
+    Every rank calls this. The arguments are those of `Pipeline` and of `Pipeline.step`.
+    """
     with Pipeline(layers, schedule, loss, balance, group) as pipeline:
         return pipeline.step(inputs, targets, count, recorder)
 
 
 class Pipeline:
-    """A model cut into stages, of which this rank has its own, and a schedule to train it by.
+    """A model cut into stages, of which this rank runs its own, and a schedule to train it by.
 
         with Pipeline(layers, schedules.gpipe(4, 8), loss) as pipeline:
             optimizer = SGD(pipeline.parameters(), lr=0.1)
             pipeline.step(inputs, targets, count)
             optimizer.step()
 
-    layers: the whole model, a list of modules, the same on every rank. Each takes one argument and
-        returns one value: a tensor or a tuple of tensors. Only this rank's are kept. A parameter
-        that is used on several ranks is *tied*: each has a copy, and each copy receives the sum of
-        their gradients, so that they stay the same.
-    schedule: as `naranhi.schedules` makes them, for as many ranks as the group has.
-    loss: `loss(output, targets)` of a micro-batch, a scalar: the *sum* over what is valid in it.
-    balance: the number of layers of each virtual stage; see `cut`.
-    group: the process group, None for the default one.
-    replicas: where several pipelines share a batch (data parallelism), the process group of the
-        ranks that have the same stages as this one; each step adds up their gradients.
-    optimizer: for a schedule that updates weights on its way, a function that makes a torch
-        optimizer of a list of parameters; each stage has its own.
-    stash: see `weight_stash.WeightStash`. False gives wrong gradients.
-    versions: the most versions of its weights that a stage may hold, or a list by virtual stage.
-    timeout: after how many seconds a message that does not come is an error.
-    trial: how to find out what each stage returns, before a step whose circumstances are new: other
-        shapes of a micro-batch; another autocast, grad mode, inference mode or default dtype; other
-        modes (`train`, `eval`), or dtypes, shapes or `requires_grad` of parameters. Copies of the
-        layers are tried, each stage on its rank: on "shapes", that is on tensors without values, or
-        on "data", the first micro-batch. Choose "data" for layers that look at values (`if` on a
-        tensor, `.item()`, `.numpy()`, a mask as an index); it needs the memory of the copies. A
-        trial changes nothing in the layers. What is outside of them it may change, such as a list
-        that a hook appends to.
+    Make it on every rank of the world at the same time, each in its own pipeline (several pipelines
+    may exist side by side), and close it. A rank that is in no pipeline calls
+    `join_group_creation`. Errors are raised on every rank, before anything of the model is sent.
 
-    Make it on every rank of the world at the same time, each in its own pipeline (several may stand
-    side by side), and close it; a rank that is in none calls `join_group_creation`. Raises, on
-    every rank and before anything of the model is sent: ScheduleError as `schedules.check` does,
-    and where a stage would hold more `versions`; ValueError for a balance that does not fit (see
-    `cut`), for a group of another size, for ranks of a pipeline, or replicas, that were given
-    different schedules or balances, for a backward to be split on a layer that is not
-    `autograd.splittable`, for updates without an optimizer, with replicas, or with a parameter that
-    two stages share; for a layer without shapes or with sparse gradients; for tied parameters or
-    replicas that are not equal, to the bit.
+    Args:
+        layers: the whole model, the same on every rank. Each layer takes one argument and returns
+            one value: a tensor or a tuple of tensors. A rank keeps only its own layers. A parameter
+            that is used on several ranks is *tied*: each has a copy, and each copy receives the sum
+            of the gradients of all copies, so that the copies stay equal.
+        schedule: as `naranhi.schedules` makes them, for as many ranks as the group has.
+        loss: `loss(output, targets)` of a micro-batch, a scalar: the *sum* over its valid tokens
+            (rows, ...).
+        balance: the number of layers of each virtual stage; see `cut`.
+        group: the process group, None for the default one.
+        optimizer: for a schedule that updates weights within a step, a function that makes a torch
+            optimizer from a list of parameters; each stage has its own.
+        stash: see `weight_stash.WeightStash`. False gives wrong gradients.
+        versions: the most versions of its weights that a stage may hold, or a list by virtual
+            stage.
+        timeout: the seconds after which a message that has not arrived is an error.
+        replicas: where several pipelines share a batch (data parallelism), the process group of the
+            ranks that have the same stages as this one; each step sums their gradients.
+        trial: how to find out what each stage returns, before a step in new circumstances: other
+            shapes of a micro-batch; another autocast, grad mode, inference mode or default dtype;
+            other modes (`train`, `eval`), or dtypes, shapes or `requires_grad` of parameters.
+            Copies of the layers are tried, each stage on its rank: with "shapes" on tensors without
+            values, with "data" on the first micro-batch. Choose "data" for layers that read values
+            (`if` on a tensor, `.item()`, `.numpy()`, a mask as an index); it needs memory for the
+            copies. A trial changes nothing in the layers. It may change what is outside them, such
+            as a list that a hook appends to.
 
-    Attributes: `stages`, {virtual stage: Stage} of this rank.
+    Raises:
+        ScheduleError: the schedule is not valid (see `schedules.check`), or a stage would hold more
+            than `versions`.
+        ValueError: the balance does not fit (see `cut`); the group has another size; ranks of a
+            pipeline, or replicas, were given different schedules or balances; a backward is to be
+            split on a layer that is not `autograd.splittable`; the schedule updates weights without
+            an optimizer, with replicas, or with a parameter that two stages share; a layer has
+            parameters without shapes, or sparse gradients; tied parameters or replicas are not
+            equal, to the bit.
+
+    Attributes:
+        stages: {virtual stage: `Stage`} of this rank.
     """
 
     def __init__(
         self,
-        layers,
-        schedule,
-        loss,
-        balance=None,
-        group=None,
-        optimizer=None,
-        stash=True,
-        versions=None,
-        timeout=60.0,
-        replicas=None,
-        trial="shapes",
-    ):
+        layers: Iterable[nn.Module],
+        schedule: Schedule,
+        loss: Callable[..., torch.Tensor],
+        balance: Sequence[int] | None = None,
+        group: dist.ProcessGroup | None = None,
+        optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
+        stash: bool = True,
+        versions: int | Sequence[int] | None = None,
+        timeout: float = 60.0,
+        replicas: dist.ProcessGroup | None = None,
+        trial: str = "shapes",
+    ) -> None:
         self.group = dist.group.WORLD if group is None else group
         self.rank, self.schedule, layers = dist.get_rank(self.group), schedule, list(layers)
         gpu = dist.get_backend(self.group) == "nccl"
@@ -134,7 +163,7 @@ class Pipeline:
         groups = new_groups(mine, timeout)
         self._ends, users = {}, []
         self._let_go = weakref.finalize(self, _let_go, users, groups)
-        self._let_go.atexit = False  # the process ends then, and all of this with it
+        self._let_go.atexit = False  # at exit, the process and its groups end anyway
 
         self.last = len(parts) - 1
         self.stages = {
@@ -166,23 +195,30 @@ class Pipeline:
     def __exit__(self, *error):
         self.close()
 
-    def close(self):
-        """Close the channels and groups, when every rank is done with them.
+    def close(self) -> None:
+        """Close the channels and groups, once every rank is done with them.
 
-        A Pipeline that nobody refers to any more is closed too.
+        A `Pipeline` that nothing refers to any more is closed too.
         """
         self._let_go()
 
-    def parameters(self):
-        """This rank's parameters, each once, to be given to an optimizer."""
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Return this rank's parameters, each once, for an optimizer."""
         return nn.ModuleList(self.stages.values()).parameters()
 
-    def clip_grad_norm_(self, max_norm, norm_type=2.0):
-        """Scale the gradients to a norm of at most `max_norm`, and return the norm they had, a
-        float on every rank: that of all stages' gradients, see `tensor_parallel.clip_grad_norm_`.
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
+        """Scale the gradients to a norm of at most `max_norm`, and return the norm before.
 
+        The norm is that of the gradients of all stages; see `tensor_parallel.clip_grad_norm_`.
         Every rank of the pipeline calls this, and of all pipelines whose ranks share layers, after
-        `step` and before the optimizer's.
+        `step` and before the optimizer's `step`.
+
+        Args:
+            max_norm: the largest norm allowed, above 0.
+            norm_type: the exponent of the norm, above 0.
+
+        Returns:
+            The norm before scaling, a float on every rank.
         """
         later_copies = [tied.parameter for tied in self._tied if dist.get_rank(tied.group)]
         return clip_grad_norm_(
@@ -193,33 +229,48 @@ class Pipeline:
             counted_elsewhere=later_copies,
         )
 
-    def step(self, inputs, targets, count, recorder=None):
-        """Every action of the schedule, on one batch. Adds the gradients to `.grad`, and returns
-        the loss, a scalar tensor, on the rank of the last stage, and None on the others. Beside
-        replicas, gradients are those of the whole batch, the loss is this pipeline's part of it,
-        and buffers become those of the first replica. Under `no_grad` or `inference_mode` only the
-        loss is computed.
+    def step(
+        self,
+        inputs: torch.Tensor | tuple[torch.Tensor, ...],
+        targets: torch.Tensor | tuple[torch.Tensor, ...] | None,
+        count: float | list[float] | tuple[float, ...],
+        recorder: Recorder | None = None,
+    ) -> torch.Tensor | None:
+        """Run every action of the schedule on one batch, and return the loss.
 
-        inputs: on every rank, a tensor or tuple of tensors whose first dimension is the batch, or
-            this pipeline's share of it. Only the first stage reads them; the other ranks look at
-            shapes and dtypes.
-        targets: likewise. Only the last stage needs them; other ranks may give None.
-        count: what the summed loss is divided by: how many tokens (rows, ...) are valid in the
-            whole step, that is in all micro-batches, and in all pipelines side by side. The mean of
-            micro-batches' means would be another loss when their padding differs. With 0, loss
-            and gradients are no numbers (0 / 0). For a schedule that updates weights on its way:
-            in all micro-batches of an update; a list of numbers, by micro-batch, where these
-            differ.
-        recorder: a `measure.Recorder`, to take down when each action ran.
+        The gradients are added to `.grad`. With replicas, gradients are those of the whole batch,
+        the loss is this pipeline's part of it, and buffers become those of the first replica. Under
+        `no_grad` or `inference_mode` only the loss is computed.
 
-        Raises, on every rank of the pipeline and before anything of the batch is sent: ValueError
-        when the micro-batches do not divide the batch, for a list of counts of another length, for
-        ranks that were given different shapes or circumstances, and for a layer that does not take
-        what the one before it returns or cannot be tried; TypeError for a layer that returns
-        anything but a tensor or a tuple of tensors; beside replicas RuntimeError for a gradient of
-        an earlier step, which would be added up again. A layer that returns something else than in
-        its trial is a ValueError on its rank, and the others lose their connection to it. After an
-        error in the midst of a step the pipeline can only be closed.
+        The errors below are raised on every rank of the pipeline, before anything of the batch is
+        sent. A layer that returns something else than in its trial raises ValueError on its own
+        rank only, and the other ranks lose their connection to that rank. After an error in the
+        middle of a step the pipeline can only be closed.
+
+        Args:
+            inputs: on every rank, a tensor or tuple of tensors whose first dimension is the batch,
+                or this pipeline's share of it. Only the first stage reads their values; the other
+                ranks use shapes and dtypes.
+            targets: a tensor or tuple of tensors, divided as `inputs`. Only the last stage needs
+                them; other ranks may pass None.
+            count: what the summed loss is divided by: how many tokens (rows, ...) are valid in the
+                whole step, that is in all micro-batches, and in all pipelines side by side. The
+                mean of the micro-batches' means would be another loss if their padding differs.
+                With 0, loss and gradients are NaN (0 / 0). For a schedule that updates weights
+                within a step: how many are valid in all micro-batches of an update; a list by
+                micro-batch where updates differ.
+            recorder: records when each action ran.
+
+        Returns:
+            The loss, a scalar tensor, on the rank of the last stage; None on the other ranks.
+
+        Raises:
+            ValueError: the micro-batches do not divide the batch; a list of counts has another
+                length; ranks were given different shapes or circumstances; a layer does not take
+                what the previous one returns, or cannot be tried.
+            TypeError: a layer returns anything but a tensor or a tuple of tensors.
+            RuntimeError: with replicas, a parameter has a gradient of an earlier step, which would
+                be summed again.
         """
         batch, takes, earlier = self._agree(inputs, targets, count)
         for channel, end in self._ends.items():
@@ -282,7 +333,7 @@ class Pipeline:
             message = self.schedule.gives(action)
             if message:
                 give(message, result)
-            del arrived, result  # or they would live as long as the next action takes
+            del arrived, result  # otherwise they would live until the next action has run
 
         for end in self._ends.values():
             end.flush()
@@ -290,13 +341,15 @@ class Pipeline:
             model = nn.ModuleList(self.stages.values())
             all_reduce_bucketed(model, self.replicas)
             broadcast_buffers(model, self.replicas)
-        for parameter in tied:  # last: whatever order replicas were added up in, copies are equal
+        for parameter in tied:  # last: copies are equal, whatever order replicas were summed in
             parameter.sum()
         return self.stages[self.last].total if self.last in self.stages else None
 
     def _agree(self, inputs, targets, count):
-        """The micro-batches, what each stage takes, and how many such steps there have been: when
-        nothing is wrong on any rank."""
+        """Return the micro-batches, each stage's signature, and the number of earlier such steps.
+
+        Raise on every rank if anything is wrong on any rank.
+        """
         if not self._let_go.alive:
             raise RuntimeError("this Pipeline is closed: make a new one")
         batch = first = error = None
@@ -319,8 +372,10 @@ class Pipeline:
         return batch, *self._boundaries.agree(first, error)
 
     def _group_of(self, purpose):
-        """Which process group serves AGREEMENT, a Channel, or the ranks that share a parameter: its
-        ranks in the world, and the purpose."""
+        """Return the key of a purpose's process group: its ranks in the world, and the purpose.
+
+        A purpose is AGREEMENT, a Channel, or the ranks that share a parameter.
+        """
         ranks = (
             range(len(self.schedule))
             if purpose == AGREEMENT
@@ -331,30 +386,31 @@ class Pipeline:
         return tuple(sorted(dist.get_global_rank(self.group, rank) for rank in ranks)), purpose
 
     def _end(self, channel, group):
-        """This rank's end of a channel: a Sender or a Receiver."""
+        """Return this rank's end of a channel: a Sender or a Receiver."""
         sends = self.rank == channel.from_rank
         peer = dist.get_global_rank(self.group, channel.to_rank if sends else channel.from_rank)
         return (Sender if sends else Receiver)(group, peer, self.device)
 
 
 def _let_go(users, groups):
-    """Close the groups of a Pipeline, and make their users let go of them.
+    """Close the groups of a Pipeline, and make their users drop them.
 
-    Gloo closes a connection when nothing refers to its group or its works any more, and that is how
-    the peers learn of a failure.
+    Gloo closes a connection once nothing refers to its group or its works, which is how the peers
+    learn of a failure.
     """
     for group in groups.values():
-        if group in dist.distributed_c10d._world.pg_map:  # not destroyed with all others
+        if group in dist.distributed_c10d._world.pg_map:  # not destroyed with all others yet
             dist.destroy_process_group(group)
     groups.clear()
     for user in users:
         user.close()
 
 
-def join_group_creation():
-    """What a rank of the world that is in no pipeline calls while others make theirs.
+def join_group_creation() -> None:
+    """Take part in the creation of process groups, on a rank of the world that is in no pipeline.
 
-    Torch makes process groups on all ranks at once. On a mesh (`mesh.Mesh`) no rank calls this:
-    each is in a pipeline, and all make theirs by the one line `Pipeline(..., mesh.pipeline)`.
+    Such a rank calls this while the others make their pipelines, because torch creates process
+    groups on all ranks at once. On a mesh (`distributed.Mesh`) no rank calls this: each is in a
+    pipeline, and all make theirs by the one line `Pipeline(..., mesh.pipeline)`.
     """
     new_groups({}, 60.0)

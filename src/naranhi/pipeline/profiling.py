@@ -1,41 +1,59 @@
-"""What each layer of a model takes: seconds forward and backward, bytes handed on, kept and owned.
+"""Measure each layer of a model: seconds forward and backward, bytes returned, saved and owned.
 
-Measured in one process, a layer at a time; one forward of the whole model counts what is saved.
-For `naranhi.schedules.balance`, which finds where to cut.
-Source: Narayanan et al., "PipeDream" (2019), section 3.1. Units: seconds, bytes.
+The layers run in one process, one at a time; one forward of the whole model counts what is saved.
+`naranhi.schedules.balance` finds from this where to cut. Units: seconds, bytes.
+
+Source:
+    Narayanan et al., "PipeDream" (2019), section 3.1.
 """
 
+from collections.abc import Iterable
 from statistics import median
 from time import perf_counter
 
 import torch
+from torch import nn
 
 from naranhi.autograd import SavedTensors
 from naranhi.autograd.calls import put_together, take_apart
-from naranhi.autograd.containers import _tensors
+from naranhi.autograd.containers import tensors_of
 from naranhi.schedules.balance import LayerProfile
 
 
-def profile(layers, inputs, repeats=10, warmup=2):
-    """A `LayerProfile` for each layer, in order.
+def profile(
+    layers: Iterable[nn.Module],
+    inputs: torch.Tensor | tuple[torch.Tensor, ...],
+    repeats: int = 10,
+    warmup: int = 2,
+) -> list[LayerProfile]:
+    """Return a `LayerProfile` of each layer, in order.
 
-    layers: a list of modules, each taking what the one before returns: a tensor or a tuple of them.
-    inputs: one micro-batch for the first of them, of the shape that training will have.
+    Set torch to as many threads as a rank will have, and the layers to the mode in which they will
+    train. Whatever else a forward changes (running means, random numbers) changes here too. The
+    inputs stay the same, even if the first layer works in place.
 
-    forward, backward: the median over `repeats` runs of the whole model, after `warmup` more. The
-        backward computes the gradients of the layer's weights, and of its input where that needs
-        one; it does not touch `.grad`. On a GPU a time lasts until the device has finished.
-    output_bytes: of the tensors that the layer returns.
-    saved_bytes: of the storages that are kept for the backward, each counted once in the model, for
-        the layer that first asked for it. A layer's input is therefore not counted again where the
-        layer before has kept it as its output.
-    parameter_bytes: of the storages of its parameters, each counted once in a layer. A parameter
-        that two layers share counts in both: where they are cut apart, each stage has it.
+    Args:
+        layers: modules, each taking what the previous one returns: a tensor or a tuple of tensors.
+        inputs: one micro-batch for the first layer, of the shape that training will have.
+        repeats: how many runs of the whole model are timed.
+        warmup: how many runs come before those.
 
-    Let torch have as many threads as a rank will have, and the layers be in the mode in which they
-    will train; what else a forward changes (running means, random numbers) changes here too. The
-    inputs stay the same, also if the first layer works in place.
-    Raises ValueError without layers and for fewer than one repetition or a negative warm-up.
+    Returns:
+        A `LayerProfile` of each layer, with these fields:
+
+        forward, backward: the median over `repeats` runs, in seconds. The backward computes the
+            gradients of the layer's weights, and of its input where that needs one; it does not
+            touch `.grad`. On a GPU a time lasts until the device has finished.
+        output_bytes: of the tensors that the layer returns.
+        saved_bytes: of the storages that are kept for the backward, each counted once in the model,
+            for the layer that saved it first. A layer's input is therefore not counted again where
+            the previous layer has kept it as its output.
+        parameter_bytes: of the storages of its parameters, each counted once in a layer. A
+            parameter that two layers share counts in both: if they are cut apart, each stage has
+            it.
+
+    Raises:
+        ValueError: there are no layers, fewer than one repetition, or a negative warm-up.
     """
     layers = list(layers)
     if not layers or repeats < 1 or warmup < 0:
@@ -60,17 +78,17 @@ def profile(layers, inputs, repeats=10, warmup=2):
 
 
 def _count(layers, inputs):
-    """What a forward of the whole model saves, and the bytes that each layer returns."""
+    """Return what a forward of the whole model saves, and the bytes that each layer returns."""
     output_bytes, value = [], _copy(inputs)
     with torch.enable_grad(), SavedTensors(layers) as saved:
         for layer in layers:
             value = layer(value)
-            output_bytes.append(sum(tensor.nbytes for tensor in _tensors(value)))
+            output_bytes.append(sum(tensor.nbytes for tensor in tensors_of(value)))
     return saved, output_bytes
 
 
 def _time(layers, inputs):
-    """(forward, backward) of each layer, in seconds, in one run of the model."""
+    """Return (forward, backward) of each layer, in seconds, in one run of the model."""
     times, value = [], _copy(inputs)
     for layer in layers:
         tensors, nest = take_apart(value)
@@ -83,7 +101,7 @@ def _time(layers, inputs):
         with torch.enable_grad():
             value = layer(value)
         middle = _now()
-        outputs = [tensor for tensor in _tensors(value) if tensor.requires_grad]
+        outputs = [tensor for tensor in tensors_of(value) if tensor.requires_grad]
         given = [torch.ones_like(tensor) for tensor in outputs]
         before = _now()
         if outputs:

@@ -1,16 +1,20 @@
-"""What goes from one stage of a pipeline to the next: known before anything is sent.
+"""Infer what goes from one stage of a pipeline to the next, before anything is sent.
 
 Copies of a stage's layers are tried on tensors that have a shape and no values. This costs no
 memory, draws no random numbers, and leaves the layers as they were. Layers that need values can be
 tried on a micro-batch instead.
 """
 
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
 from typing import NamedTuple
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
-from torch.autograd.graph import get_gradient_edge, increment_version
+from torch.autograd.graph import GradientEdge, get_gradient_edge, increment_version
 
 from naranhi.pipeline.dry_run import CreatedTensors, copied, storages, without_a_trace
 
@@ -22,8 +26,10 @@ WAY_OUT = (
 class TensorMeta(NamedTuple):
     """A tensor without its values.
 
-    requires_grad: a gradient comes back for it. kept: its storage is also that of a tensor that the
-    stage keeps (a parameter, a buffer, another attribute) and may change while it is being sent.
+    Attributes:
+        requires_grad: whether a gradient comes back for the tensor.
+        kept: whether its storage is also that of a tensor that the stage keeps (a parameter, a
+            buffer, another attribute), and may therefore change while it is being sent.
     """
 
     shape: tuple[int, ...]
@@ -33,14 +39,23 @@ class TensorMeta(NamedTuple):
 
 
 class StageSignature(NamedTuple):
-    """What a stage takes: a tensor, or a tuple of them."""
+    """What a stage takes: a tensor, or a tuple of tensors."""
 
     specs: tuple[TensorMeta, ...]
     is_tuple: bool
 
     @classmethod
-    def of(cls, value, kept=frozenset()):
-        """Return that of a tensor or a tuple of tensors. kept: the storages that a stage keeps."""
+    def of(
+        cls,
+        value: torch.Tensor | tuple[torch.Tensor, ...],
+        kept: Collection[torch.UntypedStorage] = frozenset(),
+    ) -> StageSignature:
+        """Return the signature of a tensor or a tuple of tensors.
+
+        Args:
+            value: the tensor or tuple.
+            kept: the storages that a stage keeps.
+        """
         specs = [
             TensorMeta(
                 tuple(tensor.shape),
@@ -55,34 +70,49 @@ class StageSignature(NamedTuple):
     def __str__(self):
         return ", ".join(f"{spec.dtype} {spec.shape}" for spec in self.specs)
 
-    def describe(self):
-        """Return all of it in words."""
+    def describe(self) -> str:
+        """Return the whole signature in words."""
         return "a tuple of " * self.is_tuple + ", ".join(
             f"{spec.dtype} {spec.shape}" + " requiring a gradient" * spec.requires_grad
             for spec in self.specs
         )
 
-    def value(self, tensors):
+    def value(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Return the tensors as a layer takes them.
 
-        Autograd does not let a layer change a leaf in place, so none of them is a leaf.
+        None of them is a leaf that requires a gradient, because autograd does not let a layer
+        change such a leaf in place.
         """
         tensors = [_Entry.apply(tensor) if tensor.requires_grad else tensor for tensor in tensors]
         return tuple(tensors) if self.is_tuple else tensors[0]
 
-    def note_changes(self, value, tensors):
-        """Tell autograd which tensors a layer has changed in place, by way of `value(tensors)`.
+    def note_changes(
+        self, value: torch.Tensor | tuple[torch.Tensor, ...], tensors: Sequence[torch.Tensor]
+    ) -> None:
+        """Tell autograd which tensors a layer has changed in place through `value(tensors)`.
 
         Another stage on this rank may have saved them for its backward, which must then fail.
+
+        Args:
+            value: what `value(tensors)` returned.
+            tensors: the tensors themselves.
         """
         for entry, tensor in zip(_as_tuple(value), tensors, strict=True):
             if entry is not tensor and entry._version:
                 increment_version(tensor)
 
-    def require(self, value, number, layer):
-        """Raise ValueError unless the value that a layer has returned can be sent as this says.
+    def require(
+        self, value: torch.Tensor | tuple[torch.Tensor, ...], number: int, layer: nn.Module
+    ) -> None:
+        """Raise ValueError unless what a layer has returned can be sent with this signature.
 
-        A tensor may require no gradient where this expects one: the gradient is then dropped.
+        A tensor may require no gradient where the signature expects one: the gradient is then
+        dropped.
+
+        Args:
+            value: what the layer has returned.
+            number: the layer's index in the model, for the error.
+            layer: the layer, for the error.
         """
         tensors = _as_tuple(value)
         if (
@@ -102,28 +132,28 @@ class StageSignature(NamedTuple):
                 "and parameters; after any other change make a new Pipeline"
             )
 
-    def detached(self, value):
+    def detached(self, value: torch.Tensor | tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
         """Return the tensors to be sent: copies where the stage keeps the storage."""
         return [
             tensor.detach().clone() if spec.kept else tensor.detach()
             for tensor, spec in zip(_as_tuple(value), self.specs, strict=True)
         ]
 
-    def edges(self, value):
-        """Return, for each tensor for which a gradient comes, its place in the graph or None."""
+    def edges(self, value: torch.Tensor | tuple[torch.Tensor, ...]) -> list[GradientEdge | None]:
+        """Return, for each tensor that gets a gradient, its edge in the autograd graph or None."""
         return [
             get_gradient_edge(tensor) if tensor.requires_grad else None
             for tensor, spec in zip(_as_tuple(value), self.specs, strict=True)
             if spec.requires_grad
         ]
 
-    def message(self, kind):
-        """Return (shape, dtype) of each tensor that is sent: as "activation" or as "gradient"."""
+    def message(self, kind: str) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Return (shape, dtype) of each tensor that is sent, as "activation" or as "gradient"."""
         return [spec[:2] for spec in self.specs if kind == "activation" or spec.requires_grad]
 
 
 class _Entry(torch.autograd.Function):
-    """A tensor with the storage of a leaf that is neither a leaf nor a view."""
+    """Make a tensor with the storage of a leaf, which is neither a leaf nor a view itself."""
 
     @staticmethod
     def forward(ctx, leaf):
@@ -134,16 +164,22 @@ class _Entry(torch.autograd.Function):
         return gradient
 
 
-def infer(layers, boundary, first=0):
-    """Return the StageSignature after some layers, by trying copies of them on shapes.
+def infer(layers: Iterable[nn.Module], boundary: StageSignature, first: int = 0) -> StageSignature:
+    """Return the `StageSignature` after some layers, by trying copies of them on shapes.
 
-    first: the model's number of the first layer. The caller's circumstances hold: autocast, the
-    grad mode, the layers' modes. Hooks run, and what lies outside of the layers is used as it is.
+    The caller's circumstances apply: autocast, the grad mode, the layers' modes. Hooks run, and
+    what lies outside the layers is used as it is.
 
-    Raises TypeError if a layer returns anything but a tensor or a tuple of tensors. Raises
-    ValueError, with the cause, if a layer does not take its input or needs values; and if a cache
-    or a hook outside of the layers keeps a tensor of the trial, which it would later find without
-    values.
+    Args:
+        layers: the layers of a stage.
+        boundary: the signature before them.
+        first: the index of the first layer in the model.
+
+    Raises:
+        TypeError: a layer returns anything but a tensor or a tuple of tensors.
+        ValueError: a layer does not take its input, or needs values (the cause is attached); or a
+            cache or a hook outside the layers keeps a tensor of the trial, which it would later
+            find without values.
     """
     layers, mode = list(layers), FakeTensorMode(allow_non_fake_inputs=True)
     with without_a_trace(), mode, CreatedTensors(name_of(first, layers[0])) as created:
@@ -183,12 +219,22 @@ def infer(layers, boundary, first=0):
     return result
 
 
-def infer_data(layers, boundary, tensors, first=0):
-    """Return the StageSignature after some layers and the tensors there, by a trial on real
-    tensors.
+def infer_data(
+    layers: Iterable[nn.Module],
+    boundary: StageSignature,
+    tensors: Iterable[torch.Tensor],
+    first: int = 0,
+) -> tuple[StageSignature, list[torch.Tensor]]:
+    """Return the `StageSignature` after some layers, and the tensors there, by a trial on data.
 
-    As `infer`, but the copies need as much memory as the layers. tensors: as `boundary` says, on
-    any device. Random numbers that the trial draws are drawn again afterwards.
+    Like `infer`, but the copies need as much memory as the layers. Random numbers that the trial
+    draws are drawn again afterwards.
+
+    Args:
+        layers: the layers of a stage.
+        boundary: the signature before them.
+        tensors: their inputs, as `boundary` describes them, on any device.
+        first: the index of the first layer in the model.
     """
     layers = list(layers)
     device = _device(layers)
@@ -232,12 +278,12 @@ def _tried(number, layer, value, hint=""):
     return value
 
 
-def name_of(number, layer):
-    """Return what an error calls a layer of the model."""
+def name_of(number: int, layer: nn.Module) -> str:
+    """Return how errors name a layer of the model."""
     return f"layer {number} ({type(layer).__name__})"
 
 
-def require_tensors(value, number, layer):
+def require_tensors(value: object, number: int, layer: nn.Module) -> None:
     """Raise TypeError unless a layer has returned a tensor or a tuple of tensors."""
     wrong = [
         type(element).__name__
@@ -252,8 +298,8 @@ def require_tensors(value, number, layer):
         )
 
 
-def require_values(value, number, layer):
-    """Do as `require_tensors`; raise TypeError also for a tensor without values."""
+def require_values(value: object, number: int, layer: nn.Module) -> None:
+    """Raise TypeError as `require_tensors` does, and also for a tensor without values."""
     if type(value) is torch.Tensor and not value.is_meta:
         return
     require_tensors(value, number, layer)

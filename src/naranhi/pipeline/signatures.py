@@ -1,4 +1,4 @@
-"""What each stage of a pipeline takes in the circumstances of a step, agreed on by all ranks.
+"""Agree on all ranks what each stage of a pipeline takes in the circumstances of a step.
 
 What a layer returns depends on more than its input: on autocast, the grad mode, training or
 evaluation, which parameters are frozen. Each rank numbers the circumstances that it meets. Before a
@@ -6,7 +6,11 @@ step the ranks exchange these numbers. If their combination is new, the stages a
 it is known, the ranks know what will be sent.
 """
 
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -15,30 +19,57 @@ from naranhi.pipeline import shape_inference
 from naranhi.pipeline.dry_run import without_a_trace
 from naranhi.pipeline.shape_inference import StageSignature
 
+if TYPE_CHECKING:
+    from naranhi.pipeline.stage import Stage
+    from naranhi.pipeline.tied_weights import TiedWeight
+
 
 class StageSignatures:
     """The `StageSignature` before each stage, and after the last, by the circumstances of a step.
 
-    stages: {virtual stage: Stage} of this rank. placement: by virtual stage, its rank. group: all
-    ranks of the pipeline, to agree by messages between CPUs. trial: "shapes" or "data". tied: this
-    rank's `TiedWeight` parameters.
+    Args:
+        stages: {virtual stage: `Stage`} of this rank.
+        placement: the rank of each virtual stage.
+        group: all ranks of the pipeline, which agree by messages between CPUs.
+        trial: "shapes" or "data".
+        tied: this rank's `TiedWeight` parameters.
     """
 
-    def __init__(self, stages, placement, group, trial, tied=()):
+    def __init__(
+        self,
+        stages: Mapping[int, Stage],
+        placement: Sequence[int],
+        group: dist.ProcessGroup,
+        trial: str,
+        tied: Sequence[TiedWeight] = (),
+    ) -> None:
         self.stages, self.placement, self.group, self.trial = stages, placement, group, trial
         self.tied = tied
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self._numbers, self._known = {}, {}
 
-    def agree(self, microbatch, error=None):
-        """Return the boundary before each virtual stage, the last one after the last stage; and how
-        often the ranks have agreed on these circumstances before.
+    def agree(
+        self,
+        microbatch: torch.Tensor | tuple[torch.Tensor, ...] | None,
+        error: Exception | None = None,
+    ) -> tuple[list[StageSignature], int]:
+        """Return the signatures in this step's circumstances, and the number of earlier such steps.
 
-        Every rank of the pipeline calls this. microbatch: as the first layer takes it. error: what
-        is wrong on this rank, if anything.
+        Every rank of the pipeline calls this. Errors are raised on every rank.
 
-        Raises, on every rank: the error of any rank; ValueError if the ranks disagree on what must
-        be the same; TypeError and ValueError as `shape_inference.infer` does.
+        Args:
+            microbatch: as the first layer takes it; not used if there is an error.
+            error: what is wrong on this rank, None if nothing is.
+
+        Returns:
+            The signature before each virtual stage, followed by that after the last stage; and how
+            often the ranks have agreed on these circumstances before.
+
+        Raises:
+            Exception: the error of any rank.
+            ValueError: the ranks disagree on what must be the same, or as `shape_inference.infer`
+                raises it.
+            TypeError: as `shape_inference.infer` raises it.
         """
         common, number = {}, 0  # 0 stands for an error
         if error is None:
@@ -53,12 +84,12 @@ class StageSignatures:
         self._known[numbers] = boundaries, steps + 1
         return boundaries, steps
 
-    def close(self):
-        """Let go of the group."""
+    def close(self) -> None:
+        """Drop the group."""
         self.group = None
 
     def _common(self, microbatch):
-        """What must be the same on all ranks that have it, by name."""
+        """Return, by name, what must be the same on all ranks that have it."""
         kinds = ["cpu"]
         if torch.accelerator.is_available():
             kinds.append(torch.accelerator.current_accelerator().type)
@@ -80,7 +111,7 @@ class StageSignatures:
         }
 
     def _local(self):
-        """What may differ between ranks: modes, parameters and buffers of this rank's stages."""
+        """Return what may differ between ranks: this rank's modes, parameters and buffers."""
         return tuple(
             (
                 module.training,
@@ -95,7 +126,7 @@ class StageSignatures:
         )
 
     def _exchange(self, number):
-        """The numbers of all ranks."""
+        """Return the numbers of all ranks."""
         numbers = torch.zeros(self.ranks, dtype=torch.int64, device="cpu")
         numbers[self.rank] = number
         if self.ranks > 1:
@@ -124,8 +155,8 @@ class StageSignatures:
                     )
 
     def _try(self, microbatch):
-        """Try each stage on the rank that has it, which tells all ranks the boundary after it."""
-        with without_a_trace():  # the first time, torch imports for seconds: on all ranks at once
+        """Try each stage on its rank, which broadcasts the signature after it to all ranks."""
+        with without_a_trace():  # torch's first imports here take seconds: on all ranks at once
             boundaries = [StageSignature.of(microbatch)]
         tensors = microbatch if isinstance(microbatch, tuple) else (microbatch,)
         for number, owner in enumerate(self.placement):
@@ -133,7 +164,7 @@ class StageSignatures:
             if owner == self.rank:
                 try:
                     message = [self._after(self.stages[number], boundaries[-1], tensors)]
-                except Exception as error:  # raised on every rank, so that none goes on and waits
+                except Exception as error:  # raised on every rank, so that none stays waiting
                     message = [(type(error), str(error))]
             dist.broadcast_object_list(message, group=self.group, group_src=owner)
             after, tensors = message[0]

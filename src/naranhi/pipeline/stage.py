@@ -1,9 +1,10 @@
-"""One stage of a pipeline on its rank: its layers, and what it keeps of each micro-batch under way.
+"""One stage of a pipeline: its layers, and what it keeps of each micro-batch in flight.
 
-A forward keeps its input, and of its output only the place in the graph. The output itself may go
-as soon as it has been sent: a backward that needs it has saved it.
+A forward keeps its input, and of its output only the edge in the autograd graph. The output itself
+may be freed as soon as it has been sent: a backward that needs it has saved it.
 """
 
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 
 import torch
@@ -14,22 +15,34 @@ from naranhi.pipeline.shape_inference import StageSignature, name_of, require_va
 
 
 class Stage(nn.Module):
-    """Layers, of which each takes what the one before returns: a tensor or a tuple of tensors.
+    """Layers of which each takes what the previous one returns: a tensor or a tuple of tensors.
 
-    first: the model's number of the first layer. loss: on the last stage `loss(output, target)`, a
-    scalar tensor; None on the others. weights: a `weight_stash.WeightStash` where the schedule
-    updates them on its way; None where they stay the same.
+    Args:
+        layers: the layers of this stage.
+        first: the index of the first layer in the model.
+        loss: on the last stage `loss(output, target)`, a scalar tensor; None on the others.
+
+    Attributes:
+        weights: a `weight_stash.WeightStash` if the schedule updates the weights within a step;
+            None if they stay the same.
+        losses: the loss of each micro-batch, divided by its count.
+        total: the sum of `losses`, None before the first.
     """
 
-    def __init__(self, layers, first, loss=None):
+    def __init__(
+        self,
+        layers: Iterable[nn.Module],
+        first: int,
+        loss: Callable[..., torch.Tensor] | None = None,
+    ) -> None:
         super().__init__()
         self.layers, self.first, self.loss = nn.ModuleList(layers), first, loss
         self.weights, self._own = None, list(self.layers.parameters())
         self._splittable = [one for one in self.layers.modules() if isinstance(one, Splittable)]
         self.begin()
 
-    def begin(self):
-        """Forget what an earlier step has left."""
+    def begin(self) -> None:
+        """Discard what an earlier step has left."""
         self.total, self.losses, self._kept, self._later = None, {}, {}, {}
         if self.weights:
             self.weights.begin()
@@ -37,12 +50,29 @@ class Stage(nn.Module):
     def _reading(self, version):
         return self.weights.reading(version) if self.weights else nullcontext()
 
-    def run_forward(self, microbatch, tensors, takes, gives, target, count, version=0):
-        """The outputs, a list of tensors without their graph; on the last stage, the loss.
+    def run_forward(
+        self,
+        microbatch: int,
+        tensors: list[torch.Tensor],
+        takes: StageSignature,
+        gives: StageSignature,
+        target: torch.Tensor | tuple[torch.Tensor, ...] | None,
+        count: float,
+        version: int = 0,
+    ) -> list[torch.Tensor]:
+        """Run the forward of a micro-batch; return its outputs, or the loss, without their graph.
 
-        tensors: the inputs, as `takes` says, and the outputs are to be as `gives` says (both a
-        `shape_inference.StageSignature`). count: what the loss is divided by. `losses` has the
-        quotient by micro-batch, and `total` is their sum.
+        On the last stage, `losses` receives the loss divided by `count`, and `total` is the sum of
+        `losses`.
+
+        Args:
+            microbatch: the number of the micro-batch.
+            tensors: the inputs.
+            takes: the signature of the inputs.
+            gives: the signature that the outputs must have.
+            target: the target of the micro-batch, on the last stage.
+            count: what the loss is divided by.
+            version: the version of the weights to read.
         """
         for tensor, spec in zip(tensors, takes.specs, strict=True):
             tensor.requires_grad_(spec.requires_grad)
@@ -62,10 +92,16 @@ class Stage(nn.Module):
         self._kept[microbatch] = [x for x in tensors if x.requires_grad], edges, version
         return outputs
 
-    def run_backward(self, microbatch, gradients):
-        """The gradients of the inputs; those of the weights are added to their `.grad`.
+    def run_backward(
+        self, microbatch: int, gradients: list[torch.Tensor] | None
+    ) -> list[torch.Tensor]:
+        """Run the backward of a micro-batch, and return the gradients of the inputs.
 
-        gradients: those of the outputs that have one; on the last stage None.
+        The gradients of the weights are added to their `.grad`.
+
+        Args:
+            microbatch: the number of the micro-batch.
+            gradients: the gradients of the outputs that have one; None on the last stage.
         """
         inputs, edges, version = self._kept.pop(microbatch)
         if self.loss:
@@ -77,7 +113,7 @@ class Stage(nn.Module):
             return [torch.zeros_like(one) for one in inputs]
         with self._reading(version):
             torch.autograd.backward(*map(list, zip(*pairs, strict=True)))
-            # A bias that has the input's shape may have been given the very tensor that is sent:
+            # The gradient of a bias with the input's shape may be the very tensor that is sent:
             # the next micro-batch's gradient must not be added to that.
             taken = {
                 self._dense(weight).untyped_storage().data_ptr()
@@ -88,7 +124,7 @@ class Stage(nn.Module):
         return [one.clone() if one.untyped_storage().data_ptr() in taken else one for one in found]
 
     def _dense(self, weight):
-        """The gradient of a weight, or ValueError if it is sparse."""
+        """Return the gradient of a weight, or raise ValueError if it is sparse."""
         if weight.grad.layout is not torch.strided:
             number, name = next(
                 (number, name)
@@ -102,8 +138,10 @@ class Stage(nn.Module):
             )
         return weight.grad
 
-    def run_input_grad(self, microbatch, gradients):
-        """`run_backward` without the weights' part, which `run_weight_grad` does."""
+    def run_input_grad(
+        self, microbatch: int, gradients: list[torch.Tensor] | None
+    ) -> list[torch.Tensor]:
+        """Do as `run_backward`, but leave the gradients of the weights to `run_weight_grad`."""
         later, version = [], self._kept[microbatch][2]
         for layer in self._splittable:
             layer.defer = later.append
@@ -114,8 +152,8 @@ class Stage(nn.Module):
             for layer in self._splittable:
                 layer.defer = None
 
-    def run_weight_grad(self, microbatch):
-        """What `run_input_grad` has left for later."""
+    def run_weight_grad(self, microbatch: int) -> None:
+        """Compute the gradients of the weights that `run_input_grad` has left."""
         later, version = self._later.pop(microbatch)
         with self._reading(version):
             for add_gradients in later:

@@ -1,10 +1,11 @@
-"""TiedWeight parameters: one parameter that several ranks of a pipeline use, each with a copy of
-it.
+"""Tied parameters: a parameter that several ranks of a pipeline use, each with a copy of it.
 
-GPT-2's embedding is one: the first stage looks tokens up in it, the last one multiplies by it. Each
-copy receives the sum of all gradients, so that copies that were equal stay equal.
+GPT-2's embedding is an example: the first stage looks tokens up in it, the last one multiplies by
+it. Each copy receives the sum of the gradients of all copies, so that copies that were equal stay
+equal.
 """
 
+from collections.abc import Sequence
 from itertools import chain
 
 import torch
@@ -14,11 +15,16 @@ from torch import nn
 from naranhi.distributed import fingerprint
 
 
-def tied_parameters(parts, placement):
+def tied_parameters(
+    parts: Sequence[Sequence[nn.Module]], placement: Sequence[int]
+) -> list[tuple[str, nn.Parameter, tuple[int, ...]]]:
     """Return (name, parameter, ranks) of each tied parameter, in an order common to all ranks.
 
-    Frozen parameters are among them: they may be unfrozen later. parts: by stage, its layers;
-    placement: by stage, its rank.
+    Frozen parameters are included, because they may be unfrozen later.
+
+    Args:
+        parts: the layers of each stage.
+        placement: the rank of each stage.
     """
     return [
         (name, tensor, tuple(sorted(ranks)))
@@ -27,11 +33,24 @@ def tied_parameters(parts, placement):
     ]
 
 
-def copies(parts, placement, rank, replicas):
-    """Return fingerprints of what must be the same on other ranks: {among whom: {name: digest}}.
+def copies(
+    parts: Sequence[Sequence[nn.Module]],
+    placement: Sequence[int],
+    rank: int,
+    replicas: dist.ProcessGroup | None,
+) -> dict[str, dict[str, str]]:
+    """Return fingerprints of what must be the same on other ranks.
 
-    "pipeline": parameters and buffers that another rank of the pipeline uses too. "replicas": all
-    of this rank's, if it has replicas. A tensor on the meta device has no values to compare.
+    Args:
+        parts: the layers of each stage.
+        placement: the rank of each stage.
+        rank: this rank, in the pipeline.
+        replicas: the process group of the replicas; None without replicas.
+
+    Returns:
+        {among whom: {name: digest}}. "pipeline": parameters and buffers that another rank of the
+        pipeline uses too. "replicas": all of this rank's, if it has replicas. Tensors on the meta
+        device are left out, having no values to compare.
     """
 
     def digests(least):
@@ -45,7 +64,7 @@ def copies(parts, placement, rank, replicas):
 
 
 def _users(parts, placement):
-    """(name in the model, parameter or buffer, the ranks that use it) of each."""
+    """Return (name in the model, parameter or buffer, the ranks that use it) of each."""
     users, model = {}, nn.ModuleList(chain(*parts))
     for part, rank in zip(parts, placement, strict=True):
         module = nn.ModuleList(part)
@@ -58,17 +77,26 @@ def _users(parts, placement):
 
 
 class TiedWeight:
-    """This rank's copy of a tied parameter, and the process group of the ranks that have one."""
+    """This rank's copy of a tied parameter, and the process group of the ranks that have one.
 
-    def __init__(self, name, parameter, group):
+    Args:
+        name: the parameter's name in the model.
+        parameter: this rank's copy.
+        group: the ranks that have a copy.
+    """
+
+    def __init__(self, name: str, parameter: nn.Parameter, group: dist.ProcessGroup) -> None:
         self.name, self.parameter, self.group, self.before = name, parameter, group, None
 
-    def begin(self):
-        """A gradient of earlier steps is a sum already: keep it out of the next one."""
+    def begin(self) -> None:
+        """Set aside the gradient of earlier steps.
+
+        It is a sum already, and must stay out of the next one.
+        """
         self.before, self.parameter.grad = self.parameter.grad, None
 
-    def sum(self):
-        """Add up the gradients of all copies. Every rank of the group calls this."""
+    def sum(self) -> None:
+        """All-reduce the gradients of all copies; every rank of the group calls this."""
         if not self.parameter.requires_grad:
             self.parameter.grad, self.before = self.before, None
             return
@@ -79,6 +107,6 @@ class TiedWeight:
             self.parameter.grad += self.before
             self.before = None
 
-    def close(self):
-        """Let go of the group."""
+    def close(self) -> None:
+        """Drop the group."""
         self.group = None

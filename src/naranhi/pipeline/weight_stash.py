@@ -1,15 +1,17 @@
-"""The weights of a stage in several versions: what a schedule without a flush needs.
+"""Keep the weights of a stage in several versions, which a schedule without a flush needs.
 
-A micro-batch's backward must read the weights that its forward has read, although the stage has
-been updated meanwhile. So the forward reads a view of the weights, which belongs to its version;
-and an update, where a version is still needed, moves the weights to new storage and leaves the old
-one to the views. A version costs the bytes of the weights, once, however many read it, and goes
-when nobody needs it: `schedules.releases` says when.
+The backward of a micro-batch must read the weights that its forward has read, although the stage
+has been updated meanwhile. Therefore the forward reads a view of the weights, which belongs to its
+version. If that version is still needed, an update moves the weights to new storage and leaves the
+old one to the views. A version costs the bytes of the weights once, however many micro-batches read
+it, and is freed when nothing needs it any more: `schedules.releases` says when.
 
-Source: Narayanan et al., "PipeDream: generalized pipeline parallelism for DNN training" (2019),
-section 3.3, "weight stashing".
+Source:
+    Narayanan et al., "PipeDream: generalized pipeline parallelism for DNN training" (2019), section
+    3.3, "weight stashing".
 """
 
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -17,15 +19,22 @@ from torch import nn
 
 
 class WeightStash:
-    """The versions of a module's parameters, and the optimizer that makes one from another.
+    """The versions of a module's parameters, and the optimizer that makes the next one.
 
-    optimizer: a function that makes a torch optimizer of a list of parameters. Not called for a
-        module without any.
-    stash: with False, no version is kept, and a backward reads weights that its forward has not
-        seen: its gradients are wrong. For seeing how wrong.
+    Args:
+        module: the module whose parameters are kept.
+        optimizer: a function that makes a torch optimizer from a list of parameters; not called for
+            a module without parameters.
+        stash: with False, no version is kept, and a backward reads weights that its forward has not
+            read: its gradients are wrong. Use it to see how wrong.
     """
 
-    def __init__(self, module, optimizer, stash=True):
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+        stash: bool = True,
+    ) -> None:
         self.newest = list(module.parameters())
         self.optimizer, self.stash = optimizer(self.newest) if self.newest else None, stash
         number = {id(parameter): n for n, parameter in enumerate(self.newest)}
@@ -36,25 +45,27 @@ class WeightStash:
         ]
         self.begin()
 
-    def begin(self):
-        """The newest version is version 0 of a new step."""
+    def begin(self) -> None:
+        """Begin a step: the newest version becomes version 0."""
         self.versions = {0: self._view()}
 
     def _view(self):
-        # .data: with a version counter of its own, so that autograd lets the storage change if
+        # `.data` has a version counter of its own, so that autograd lets the storage change if
         # `stash` is False.
         return [nn.Parameter(one.data, one.requires_grad) for one in self.newest]
 
     @property
-    def held(self):
-        """How many versions of the weights are held now: storages, counted."""
+    def held(self) -> int:
+        """Return how many versions of the weights are held now, counted by their storages."""
         first = [view[0].data_ptr() for view in self.versions.values() if view]
         return len(set(first)) or 1
 
     @contextmanager
-    def reading(self, version):
-        """The module's parameters are those of that version. Gradients found meanwhile are added to
-        those of the newest version, for the next update."""
+    def reading(self, version: int) -> Iterator[None]:
+        """Make the module's parameters those of a version.
+
+        Gradients computed meanwhile are added to those of the newest version, for the next update.
+        """
         view = self.versions[version]
         self._put(view)
         try:
@@ -63,7 +74,7 @@ class WeightStash:
             self._put(self.newest)
         for one, newest in zip(view, self.newest, strict=True):
             if one.grad is not None and _has_hooks(newest):
-                torch.autograd.backward(newest.view_as(newest), one.grad)  # which calls them
+                torch.autograd.backward(newest.view_as(newest), one.grad)  # runs the hooks
             elif one.grad is not None and newest.grad is None:
                 newest.grad = one.grad
             elif one.grad is not None:
@@ -74,9 +85,12 @@ class WeightStash:
         for owner, name, n in self._uses:
             setattr(owner, name, parameters[n])
 
-    def update(self, version, last_use):
-        """Make that version of the one before it: in place if this is the last use of that. Without
-        gradients (`no_grad`, `inference_mode`) both are the same."""
+    def update(self, version: int, last_use: bool) -> None:
+        """Make a version from the previous one, by a step of the optimizer.
+
+        The update is in place if this is the last use of the previous version. Without gradients
+        (`no_grad`, `inference_mode`) both versions are the same.
+        """
         if torch.is_grad_enabled():
             if self.stash and not last_use:
                 for one in self.newest:
@@ -84,11 +98,11 @@ class WeightStash:
             if self.optimizer:
                 self.optimizer.step()
                 self.optimizer.zero_grad()
-            torch.clear_autocast_cache()  # or it keeps what it has cast of every version
+            torch.clear_autocast_cache()  # otherwise it keeps the casts of every version
         self.versions[version] = self._view()
 
-    def release(self, version):
-        """Nobody needs that version any more."""
+    def release(self, version: int) -> None:
+        """Drop a version that nothing needs any more."""
         del self.versions[version]
 
 

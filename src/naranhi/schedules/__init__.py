@@ -1,8 +1,8 @@
-"""Pipeline schedules as data: who does what in which order, checked, timed and compared.
+"""Pipeline schedules as data: which rank does what in which order, checked, timed and compared.
 
-`check` says whether a schedule, one of these or one of your own, is right, and `simulate` what it
-costs; `peak_versions` and `staleness` say what it does without a flush; `write_csv` and `read_csv`
-exchange it with `torch.distributed.pipelining`. Nothing here needs torch.
+`check` says whether a schedule, one of these or your own, is right, and `simulate` computes what
+it costs. `peak_versions` and `staleness` describe a schedule without a flush. `write_csv` and
+`read_csv` exchange schedules with `torch.distributed.pipelining`. Nothing here needs torch.
 """
 
 from naranhi.schedules.asynchronous import (

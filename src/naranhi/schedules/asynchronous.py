@@ -1,24 +1,27 @@
-"""Schedules without a flush: updates are actions among the others.
+"""Schedules without a flush: weight updates are actions among the others.
 
-A forward may then read weights that its backward no longer finds. How many versions a stage keeps,
-and how old the weights are that a gradient is taken at, follows from the schedule alone:
-`peak_versions`, `staleness`.
+A forward may read weights that are updated before its backward runs. How many weight versions a
+stage keeps, and how old the weights behind a gradient are, follow from the schedule alone: see
+`peak_versions` and `staleness`. There are p stages and m micro-batches.
 """
 
 from naranhi.schedules.flush import in_turn
-from naranhi.schedules.schedule import Action, Schedule, ScheduleError, _positive
+from naranhi.schedules.schedule import Action, Schedule, ScheduleError, require_positive
 from naranhi.schedules.validate import check
 
 
-def pipedream(stages, microbatches):
-    """PipeDream: 1F1B that never flushes (Narayanan et al. 2019, sections 3.2 and 3.3).
+def pipedream(stages: int, microbatches: int) -> Schedule:
+    """Return the PipeDream schedule: 1F1B that never flushes.
 
     A stage updates its weights after every backward. A forward reads the newest weights, and its
-    backward the same ones again (weight stashing), although p - 1 - stage updates have been made
-    meanwhile; so stage s holds up to p - s versions. A stage's forward may read another version
-    than the next stage's does of the same micro-batch: there is no vertical sync.
+    backward reads the same weights again (weight stashing), although the stage has made
+    p - 1 - stage updates in between. Stage s therefore holds up to p - s versions. For the same
+    micro-batch, the forwards of two neighbouring stages may read different versions: there is no
+    vertical sync.
+
+    Source: Narayanan et al., "PipeDream" (2019), sections 3.2 and 3.3.
     """
-    _positive(stages=stages, microbatches=microbatches)
+    require_positive(stages=stages, microbatches=microbatches)
 
     def row(stage):
         ahead = stages - stage
@@ -31,19 +34,26 @@ def pipedream(stages, microbatches):
     return Schedule(map(row, range(stages)))
 
 
-def pipedream_2bw(stages, microbatches, updates):
-    """PipeDream-2BW: two versions whatever the depth (Narayanan et al. 2021, section 3.1).
+def pipedream_2bw(stages: int, microbatches: int, updates: int) -> Schedule:
+    """Return the PipeDream-2BW schedule: two weight versions, whatever the depth.
 
-    `updates` batches of `microbatches` each, one update after the last backward of each batch. All
-    stages read for batch t the version before the newest: W(t+1) = W(t) - lr grad(W(t-1)), the
-    first batch, which has none before, excepted.
+    A stage makes one update after the last backward of each batch. For batch t, all stages read the
+    version before the newest: W(t+1) = W(t) - lr grad(W(t-1)). The first batch is an exception,
+    because no earlier version exists.
 
-    The forwards of batch t start before the backwards of batch t - 1 have ended, and have to find
-    update t - 1 made. With enough micro-batches a batch it is; the paper asks for m >= p, and in
-    this order m >= p - 1 does. With fewer, batch t reads version t - d with d = ceil((p - 1) / m),
-    and d + 1 versions are held: `peak_versions` shows it.
+    The forwards of batch t start before the backwards of batch t - 1 have ended, and need update
+    t - 1 to have been made. A batch with enough micro-batches ensures that: the paper asks for
+    m >= p, and in this order m >= p - 1 is enough. With fewer micro-batches, batch t reads version
+    t - d with d = ceil((p - 1) / m), and a stage holds d + 1 versions: `peak_versions` shows it.
+
+    Args:
+        stages: The number of stages, p.
+        microbatches: The number of micro-batches in each batch, m.
+        updates: The number of batches, with one update each.
+
+    Source: Narayanan et al., "Memory-efficient pipeline-parallel DNN training" (2021), section 3.1.
     """
-    _positive(stages=stages, microbatches=microbatches, updates=updates)
+    require_positive(stages=stages, microbatches=microbatches, updates=updates)
     delay = max(1, -(-(stages - 1) // microbatches))
 
     def row(stage):
@@ -59,12 +69,15 @@ def pipedream_2bw(stages, microbatches, updates):
     return Schedule(map(row, range(stages)))
 
 
-def releases(schedule):
-    """What can be let go of: by rank, a dictionary {position in its row: (stage, version)}.
+def releases(schedule: Schedule) -> tuple[dict[int, tuple[int, int]], ...]:
+    """Return the weight versions that each rank can release, and after which action.
 
-    After the action at that position nobody on the rank needs that version of the stage's weights
-    any more: each forward that reads it has been followed by its whole backward, and the update
-    that changes it has been made. The last version of a stage is the result, and not among them.
+    After that action, no action of the rank needs that version of the stage's weights any more: the
+    whole backward has followed each forward that reads the version, and the update that changes the
+    version has been made. The last version of a stage is the result, and is not released.
+
+    Returns:
+        For each rank, a dictionary {position of the action in the rank's row: (stage, version)}.
     """
     check(schedule)
     return tuple(_releases(row) for row in schedule)
@@ -88,10 +101,13 @@ def _releases(row):
     }
 
 
-def live_versions(schedule):
-    """By rank, for each of its actions: the versions of that stage's weights held once it is done.
+def live_versions(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
+    """Return the number of versions held of a stage's weights after each of its actions.
 
-    A version is held from the update that makes it, or from the start, until nobody needs it.
+    A version is held from the update that makes it, or from the start, until no action needs it.
+
+    Returns:
+        For each rank, one count per action of its row: the versions of that action's stage.
     """
     return tuple(
         _held(row, released) for row, released in zip(schedule, releases(schedule), strict=True)
@@ -107,11 +123,11 @@ def _held(row, released):
     return tuple(counts)
 
 
-def peak_versions(schedule):
-    """By virtual stage, the most versions of its weights held at once between two actions.
+def peak_versions(schedule: Schedule) -> tuple[int, ...]:
+    """Return, by virtual stage, the most versions of its weights held at once between two actions.
 
-    1 throughout with a flush; p - stage in `pipedream`, once it is in its steady state; 2 in
-    `pipedream_2bw` with enough micro-batches.
+    That is 1 on every stage with a flush, p - stage in `pipedream` once it is in its steady state,
+    and 2 in `pipedream_2bw` with enough micro-batches.
     """
     most = [1] * schedule.virtual_stages
     for row, counts in zip(schedule, live_versions(schedule), strict=True):
@@ -120,13 +136,19 @@ def peak_versions(schedule):
     return tuple(most)
 
 
-def check_versions(schedule, most):
-    """Return if no stage comes to hold more versions of its weights than `most`.
+def check_versions(schedule: Schedule, most: int | list[int] | tuple[int, ...]) -> None:
+    """Raise ScheduleError if a stage holds more versions of its weights than `most`.
 
-    most: a number, or a list by virtual stage (such as a stage's share of memory, divided by the
-    bytes of its weights). Raises ScheduleError naming the rank, the stage, what it needs and what
-    it may have, with the action after which it is too much; ValueError for a list of another length
-    and for a bound that is not a whole number of at least 1.
+    Args:
+        schedule: The schedule to check.
+        most: One bound for all stages, or a list by virtual stage (for example each stage's share
+            of memory, divided by the bytes of its weights).
+
+    Raises:
+        ScheduleError: If a stage exceeds its bound. The message names the rank, the stage, the
+            number of versions needed and allowed, and the action after which they are too many.
+        ValueError: If the length of the list is not the number of virtual stages, or a bound is not
+            an integer of at least 1.
     """
     stages = schedule.virtual_stages
     allowed = list(most) if isinstance(most, (list, tuple)) else [most] * stages
@@ -149,10 +171,11 @@ def check_versions(schedule, most):
                 )
 
 
-def versions_read(schedule):
-    """By micro-batch, the version of each virtual stage's weights that it reads: tuples of tuples.
+def versions_read(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
+    """Return, by micro-batch, the version that it reads of each virtual stage's weights.
 
-    Equal numbers in a tuple: the micro-batch sees the weights of one moment (vertical sync).
+    Equal versions in the tuple of a micro-batch mean that the micro-batch sees the weights of one
+    moment (vertical sync).
     """
     check(schedule)
     read = [[0] * schedule.virtual_stages for _ in range(schedule.microbatches)]
@@ -163,16 +186,17 @@ def versions_read(schedule):
     return tuple(map(tuple, read))
 
 
-def staleness(schedule):
-    """By virtual stage, for each of its updates: how many updates old the gradients are.
+def staleness(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
+    """Return, by virtual stage, how many updates old the gradients of each of its updates are.
 
     An update that makes version t + 1 from version t, with gradients for version t - d, has
-    staleness d: 0 is plain gradient descent. Of several gradients the stalest counts.
+    staleness d; plain gradient descent has staleness 0. If an update applies several gradients, the
+    stalest counts.
     """
     read = versions_read(schedule)
     found = [[] for _ in range(schedule.virtual_stages)]
     for row in schedule:
-        oldest = {}  # by stage, of the gradients since its last update
+        oldest = {}  # by stage: the oldest version behind the gradients since its last update
         for stage, kind, microbatch, version in row:
             if kind in ("B", "W"):
                 its = read[microbatch][stage]

@@ -1,13 +1,15 @@
-"""Where to cut a model into stages: the split whose slowest stage is fastest, found exactly.
+"""Where to cut a model into stages: find exactly the split whose slowest stage is fastest.
 
-A pipeline goes at the pace of its slowest stage, and layers of equal number are not layers of equal
-time. What each layer takes is measured (`naranhi.pipeline.profile`); here is only arithmetic on it.
-A split is a *balance*, the number of layers of each virtual stage, as `pipeline.Pipeline` takes it.
+A pipeline runs at the pace of its slowest stage, and equal numbers of layers do not take equal
+time. `naranhi.pipeline.profile` measures the time of each layer; this module only does the
+arithmetic. A split is a *balance*, the number of layers of each virtual stage, as
+`pipeline.Pipeline` takes it.
 
 Source: Narayanan et al., "PipeDream: generalized pipeline parallelism for DNN training" (2019),
 section 3.1, without its replicated stages. Units: seconds, bytes.
 """
 
+from collections.abc import Sequence
 from itertools import accumulate
 from math import isfinite
 from numbers import Real
@@ -15,10 +17,15 @@ from typing import NamedTuple
 
 
 class LayerProfile(NamedTuple):
-    """What one layer takes, for one micro-batch.
+    """The measured cost of one layer, for one micro-batch.
 
-    forward, backward: seconds. output_bytes: of what it hands to the next layer. saved_bytes: of
-    the activations that it keeps for its backward. parameter_bytes: of its weights.
+    Attributes:
+        name: The name of the layer.
+        forward: Seconds of the forward.
+        backward: Seconds of the backward.
+        output_bytes: Bytes of the output, which is the input of the next layer.
+        saved_bytes: Bytes of the activations that the layer keeps for its backward.
+        parameter_bytes: Bytes of the layer's weights.
     """
 
     name: str
@@ -29,48 +36,75 @@ class LayerProfile(NamedTuple):
     parameter_bytes: int
 
 
-def uniform(profile, stages):
-    """As many layers for each stage, whatever they take; the first ones get one more."""
+def uniform(profile: Sequence[LayerProfile], stages: int) -> list[int]:
+    """Return a balance with equally many layers per stage, whatever the layers cost.
+
+    If the layers do not divide evenly, each of the first stages has one layer more.
+    """
     _check_stages(profile, stages)
     each, more = divmod(len(profile), stages)
     return [each + (stage < more) for stage in range(stages)]
 
 
-def by_size(profile, stages):
-    """The balance whose largest stage, in bytes of parameters, is smallest."""
+def by_size(profile: Sequence[LayerProfile], stages: int) -> list[int]:
+    """Return the balance whose largest stage, in bytes of parameters, is smallest."""
     _check_stages(profile, stages)
     sizes = [_size(place, layer, "parameter_bytes") for place, layer in enumerate(profile)]
     return split_for(sizes, [0] * len(profile), stages)
 
 
-def balanced(profile, stages, bandwidth=None, latency=0.0):
-    """The balance whose slowest stage or link is fastest: the smallest `slowest` there is.
+def balanced(
+    profile: Sequence[LayerProfile],
+    stages: int,
+    bandwidth: float | None = None,
+    latency: float = 0.0,
+) -> list[int]:
+    """Return the balance whose slowest stage or link is fastest: the one with the least `slowest`.
 
-    profile: a list of `LayerProfile`s. stages: the number of virtual stages.
-    bandwidth: of the link between two stages, in bytes per second; None takes it as so fast that
-    messages take no time. latency: seconds that each message takes besides.
+    If several balances are equally fast, the same one is always returned. The running time grows
+    with stages x layers^2.
 
-    Of several such balances always the same one is found. The time grows with stages x layers^2.
+    Args:
+        profile: One `LayerProfile` per layer.
+        stages: The number of virtual stages.
+        bandwidth: Of the link between two stages, in bytes per second. None means a link so fast
+            that the bytes of a message take no time.
+        latency: Seconds that each message takes in addition.
 
-    Raises ValueError for more stages than layers or fewer than one; for a bandwidth or a latency
-    that makes no sense; and, naming the layer, for a time that is missing (None), zero, negative or
-    not finite, or a number of bytes that is missing or negative where it is needed.
+    Raises:
+        ValueError: If there are more stages than layers or fewer than one; if the bandwidth is not
+            a positive finite number, or the latency is negative or not finite; and, naming the
+            layer, if a time is missing (None), zero, negative or not finite, or a number of bytes
+            is missing or negative where it is needed.
     """
     _check_stages(profile, stages)
     times = [_seconds(place, layer) for place, layer in enumerate(profile)]
     return split_for(times, _links(profile, bandwidth, latency), stages)
 
 
-def slowest(profile, balance, bandwidth=None, latency=0.0):
-    """Seconds between one micro-batch and the next: with a stage on each rank, none has fewer.
+def slowest(
+    profile: Sequence[LayerProfile],
+    balance: Sequence[int],
+    bandwidth: float | None = None,
+    latency: float = 0.0,
+) -> float:
+    """Return the least seconds between one micro-batch and the next, with one stage per rank.
 
     A stage takes the sum of its layers' forwards and backwards. A link between two stages takes
-    2 (output_bytes / bandwidth + latency), for an activation one way and a gradient as large the
-    other way. Links work while stages compute, so the slowest of all sets the pace, and not a sum:
-    the model of PipeDream (its section 3.1). Where moving bytes costs the ranks' own time, as with
-    sockets on a busy CPU, the truth lies between the maximum and the sum.
+    2 (output_bytes / bandwidth + latency): an activation in one direction, and a gradient of equal
+    size in the other. Links work while stages compute, so the slowest stage or link sets the pace,
+    and not the sum. This is the model of PipeDream (its section 3.1). Where moving bytes costs the
+    ranks' own time, as with sockets on a busy CPU, the true time lies between the maximum and the
+    sum.
 
-    Raises ValueError as `balanced` does, and for a balance that does not fit.
+    Args:
+        profile: As for `balanced`.
+        balance: The number of layers of each virtual stage.
+        bandwidth: As for `balanced`.
+        latency: As for `balanced`.
+
+    Raises:
+        ValueError: As `balanced` does, and if the balance does not fit the profile.
     """
     ends = _ends(profile, balance)
     times = [_seconds(place, layer) for place, layer in enumerate(profile)]
@@ -79,10 +113,13 @@ def slowest(profile, balance, bandwidth=None, latency=0.0):
     return max(*stages, *(links[end] for end in ends[:-1]), 0)
 
 
-def stage_times(profile, balance):
-    """Seconds of each stage: (forwards, backwards), two lists as `simulate` takes them.
+def stage_times(
+    profile: Sequence[LayerProfile], balance: Sequence[int]
+) -> tuple[list[float], list[float]]:
+    """Return the seconds of each stage: (forwards, backwards), two lists as `simulate` takes them.
 
-    Raises ValueError for a balance that does not fit, and for times as `balanced` does.
+    Raises:
+        ValueError: If the balance does not fit the profile, or for a time as in `balanced`.
     """
     for place, layer in enumerate(profile):
         _seconds(place, layer)
@@ -96,14 +133,19 @@ def stage_times(profile, balance):
     )
 
 
-def split_for(weights, links, stages):
-    """The balance with the smallest maximum over its parts' sums and the links that it cuts.
+def split_for(weights: Sequence[float], links: Sequence[float], stages: int) -> list[int]:
+    """Return the balance with the smallest maximum of its stages' sums and the links that it cuts.
 
-    links[i]: what it costs to cut before layer i. Dynamic programming: the best split of the first
-    layers into k parts is the best split of fewer of them into k - 1, and one part more.
+    Dynamic programming: the best split of the first layers into k stages is the best split of fewer
+    of these layers into k - 1 stages, plus one more stage.
+
+    Args:
+        weights: The cost of each layer.
+        links: `links[i]` is the cost of a cut before layer i.
+        stages: The number of stages.
     """
     layers, sums = len(weights), [0, *accumulate(weights)]
-    best = {0: (0, ())}  # by the number of layers that have a place: the maximum, the balance
+    best = {0: (0, ())}  # by the number of layers assigned: the maximum, the balance
     for stage in range(1, stages + 1):
         best = {
             end: min(
@@ -117,7 +159,7 @@ def split_for(weights, links, stages):
 
 
 def _links(profile, bandwidth, latency):
-    """What it takes to cut before each layer, in seconds; nothing before the first."""
+    """Return the seconds that a cut before each layer costs; 0 before the first layer."""
     if bandwidth is not None and not _is_time(bandwidth):
         raise ValueError(f"bandwidth is in bytes per second, above 0, not {bandwidth!r}")
     if latency != 0 and not _is_time(latency):
@@ -129,7 +171,7 @@ def _links(profile, bandwidth, latency):
 
 
 def _seconds(place, layer):
-    """A layer's forward and backward together."""
+    """Return the seconds of a layer's forward and backward together."""
     for what in ("forward", "backward"):
         time = getattr(layer, what)
         if not _is_time(time):
@@ -160,7 +202,7 @@ def _check_stages(profile, stages):
 
 
 def _ends(profile, balance):
-    """For each stage, the number of layers up to its end."""
+    """Return, for each stage, the number of layers up to its end."""
     if not balance or min(balance) < 1 or sum(balance) != len(profile):
         raise ValueError(f"the balance {list(balance)} does not cut {len(profile)} layers")
     return list(accumulate(balance))

@@ -1,11 +1,12 @@
-"""Whether a schedule of one's own is right, and keeps to a budget of time, memory and messages.
+"""Grade a schedule of your own: is it right, and within a budget of time, memory and messages?
 
-What is judged here is judged without a rank; whoever passes has still to run on real ones.
+Grading needs no ranks; a schedule that passes still has to run on real ranks.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from naranhi.schedules.schedule import Schedule, ScheduleError
+from naranhi.schedules.schedule import Action, Schedule, ScheduleError
 from naranhi.schedules.simulation import simulate
 from naranhi.schedules.timeline import Timeline
 from naranhi.schedules.validate import channels
@@ -13,10 +14,13 @@ from naranhi.schedules.validate import channels
 
 @dataclass(frozen=True)
 class Grade:
-    """What there is to say about a schedule; true where nothing speaks against it.
+    """The verdict on a schedule; true if it has no fault.
 
-    faults: a sentence for each thing that does. schedule, timeline: what was judged, and
-    how long it takes, simulated; None where it is not right.
+    Attributes:
+        faults: One sentence for each fault.
+        schedule: The schedule that was graded; None if it is not right.
+        timeline: The simulated timeline; None if the schedule is not right, or has the wrong number
+            of ranks or micro-batches.
     """
 
     faults: tuple[str, ...]
@@ -31,30 +35,37 @@ class Grade:
 
 
 def grade(
-    rows,
-    stages,
-    microbatches,
-    cost,
-    held,
-    forward=1.0,
-    input_grad=1.0,
-    weight_grad=1.0,
-    latency=0.0,
-    messages=None,
-):
-    """The Grade on a schedule, as far as simulating it can tell.
+    rows: Schedule | str | Sequence[str | Sequence[Action | str]],
+    stages: int,
+    microbatches: int,
+    cost: float,
+    held: float,
+    forward: float = 1.0,
+    input_grad: float = 1.0,
+    weight_grad: float = 1.0,
+    latency: float = 0.0,
+    messages: int | None = None,
+) -> Grade:
+    """Return the Grade of a schedule, as far as a simulation can tell.
 
-    rows: a Schedule, or what one is built from: for each rank a text of names, or a sequence.
-    stages, microbatches: how many ranks and micro-batches it has to have.
-    cost: the longest that it may take, in the unit of the times. held: the most micro-batches whose
-        activations a rank may hold at once.
-    forward, input_grad, weight_grad: what all that a rank has of the model takes for a micro-batch;
-        where a rank has it in several chunks, each takes an equal part. A whole backward takes as
-        long as its two parts. latency: as `simulate` is given it.
-    messages: the most that may be sent, None for any number.
+    A wrong schedule is reported in the Grade, not raised. `forward`, `input_grad` and `weight_grad`
+    are times of one micro-batch on all of a rank's part of the model; if a rank has several chunks,
+    each takes an equal share. A whole backward takes as long as its two parts.
 
-    Raises nothing for a wrong schedule, that being a verdict; ValueError for times that make no
-    sense, as `simulate` does.
+    Args:
+        rows: A Schedule, or what one is built from: for each rank a string of names, or a sequence.
+        stages: The number of ranks required.
+        microbatches: The number of micro-batches required.
+        cost: The longest time that the schedule may take, in the unit of the times.
+        held: The most micro-batches whose activations a rank may hold at once.
+        forward: The time of the forward.
+        input_grad: The time of the gradient of the input.
+        weight_grad: The time of the gradient of the weights.
+        latency: The latency of a message, as in `simulate`.
+        messages: The most messages that may be sent; None for any number.
+
+    Raises:
+        ValueError: If a time is negative or not finite, as in `simulate`.
     """
     try:
         schedule = rows if isinstance(rows, Schedule) else Schedule(rows)
@@ -75,7 +86,7 @@ def grade(
         )
     except ScheduleError as error:
         return Grade((str(error),))
-    # Chunks take fractions of a unit, whose sum may be off in the last digits.
+    # Chunks take fractions of a unit, and rounding may change the last digits of their sum.
     if timeline.cost > cost + 1e-9:
         faults += (f"takes {float(timeline.cost):g}, where {cost:g} is the budget",)
     most = max(timeline.peak_activations)
@@ -89,7 +100,7 @@ def grade(
 
 
 def _counted(schedule, stages, microbatches):
-    """What there is too much or too little of."""
+    """Return a fault for each of the two numbers that is not the required one."""
     return tuple(
         f"{what}: {is_}, where there are to be {due}"
         for what, is_, due in (

@@ -1,4 +1,4 @@
-"""Schedules by name, as command lines give them."""
+"""Schedules by name, as command lines spell them."""
 
 from collections.abc import Callable
 
@@ -20,14 +20,17 @@ OURS = {
         pipedream_2bw,
     )
 }
-# As `torch.distributed.pipelining.schedules.get_schedule_class` has them.
+# The names that `torch.distributed.pipelining.schedules.get_schedule_class` knows.
 TORCH = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved1f1b": interleaved}
 
 
 def get(name: str) -> Callable[..., Schedule]:
     """Return the function that makes a schedule, by its name here or in torch, in any case.
 
-    `get("1F1B")` is `one_f_one_b`. Raises ValueError for a name that nobody knows.
+    For example, `get("1F1B")` is `one_f_one_b`.
+
+    Raises:
+        ValueError: If the name is unknown.
     """
     make = OURS.get(name.lower()) or TORCH.get(name.lower())
     if make is None:

@@ -1,15 +1,17 @@
-"""What a schedule is made of: actions, and for each rank a sequence of them.
+"""The parts of a schedule: actions, and for each rank a sequence of them.
 
 A model is cut into *virtual stages*, 0 to V - 1, each on one rank (one per rank, or several in an
-interleaved schedule). A schedule says what each rank does, in what order, and nothing else. What
-is sent follows from it: a forward on stage s hands an activation to stage s + 1, a backward hands
-a gradient to stage s - 1, and a message travels wherever the two stages are on different ranks.
+interleaved schedule). A schedule says only what each rank does, and in what order. The messages
+follow from it: a forward on stage s sends an activation to stage s + 1, a backward sends a
+gradient to stage s - 1, and a message travels if the two stages are on different ranks.
 
 The names of actions are those of `torch.distributed.pipelining`. Sources: Huang et al., "GPipe"
 (2019), for micro-batches; Qi et al., "Zero bubble pipeline parallelism" (2024), for the backward
 in two parts; Narayanan et al., "PipeDream" (2019) and "Memory-efficient pipeline-parallel DNN
 training" (2021), for weight versions.
 """
+
+from __future__ import annotations
 
 import re
 from dataclasses import dataclass
@@ -18,29 +20,35 @@ from typing import NamedTuple
 
 
 class ScheduleError(ValueError):
-    """A schedule that is not right. `rank` and `action` are the culprit's, or None."""
+    """A schedule that is not right.
 
-    def __init__(self, message, rank=None, action=None):
+    Args:
+        message: What is wrong.
+        rank: The rank at fault, or None; also an attribute.
+        action: The action at fault, or None; also an attribute.
+    """
+
+    def __init__(self, message: str, rank: int | None = None, action: Action | None = None):
         super().__init__(message)
         self.rank, self.action = rank, action
 
 
 class Action(NamedTuple):
-    """One thing that a rank does; ``str`` and ``Action.parse`` turn it into its name and back.
+    """One action of a rank; `str` returns its name, and `Action.parse` turns a name into an action.
 
     ======  =====================================================================================
     name    kind
     ======  =====================================================================================
     2F0     "F": the forward of micro-batch 0 on virtual stage 2
     2B0     "B": its whole backward
-    2I0     "I": only the gradient of the stage's input, which the stage before waits for
-    2W0     "W": only the gradient of the weights, for which nobody waits; some time after 2I0
-    2U1     "U": apply to the newest weights of stage 2 all gradients since its last update, which
+    2I0     "I": only the gradient of the stage's input, which the previous stage waits for
+    2W0     "W": only the gradient of the weights, which no rank waits for; some time after 2I0
+    2U1     "U": apply all gradients since the last update to the newest weights of stage 2, which
             makes version 1 of them; only in schedules without a flush (microbatch is None)
     2F5@1   a forward that reads version 1 of its stage's weights; so does its backward
     ======  =====================================================================================
 
-    A stage's weights begin as version 0, and with a flush they stay that for the whole schedule.
+    A stage's weights begin as version 0. With a flush they stay version 0 for the whole schedule.
     """
 
     stage: int
@@ -49,8 +57,12 @@ class Action(NamedTuple):
     version: int = 0
 
     @classmethod
-    def parse(cls, name):
-        """The action of that name, or ScheduleError."""
+    def parse(cls, name: str) -> Action:
+        """Return the action of that name.
+
+        Raises:
+            ScheduleError: If the name is not the name of an action.
+        """
         match = re.fullmatch(r"([0-9]+)([FBIWU])([0-9]+)(?:@([0-9]+))?", name)
         if not match or (match[4] and match[2] != "F"):
             raise ScheduleError(f"{name!r} is no action: expected a name such as 2F0, 2B0 or 2U1")
@@ -68,7 +80,7 @@ class Action(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What one stage hands to the next one (an activation) or to the one before (a gradient)."""
+    """What one stage sends to the next (an activation) or to the previous one (a gradient)."""
 
     from_stage: int
     to_stage: int
@@ -76,7 +88,7 @@ class Message(NamedTuple):
 
 
 class Channel(NamedTuple):
-    """Where messages of a kind, "activation" or "gradient", go from a rank to another, in order."""
+    """The ordered path of one kind of message, "activation" or "gradient", between two ranks."""
 
     from_rank: int
     to_rank: int
@@ -85,12 +97,17 @@ class Channel(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Schedule:
-    """What each rank does: ``schedule[rank]`` is a tuple of actions, in the order of doing.
+    """The actions of each rank: `schedule[rank]` is a tuple of actions, in the order of execution.
 
-    Built from one row per rank, each a sequence of actions or of their names, or a text of names
-    with spaces between; or from one text with a line per rank, which is also what ``str`` gives.
-    It need not be right: `check` says whether it is. Only what is no action at all is refused here,
-    with a ScheduleError. Schedules with equal rows are equal.
+    A Schedule need not be right: `check` says whether it is. Schedules with equal rows are equal.
+
+    Args:
+        rows: One row per rank, each a sequence of actions or of their names, or a string of names
+            with spaces between; or one string with a line per rank, which is also what `str`
+            returns.
+
+    Raises:
+        ScheduleError: If an item of a row is not an action; nothing else is checked here.
     """
 
     rows: tuple[tuple[Action, ...], ...]
@@ -113,26 +130,27 @@ class Schedule:
         return f'Schedule("""\n{self}\n""")'
 
     @property
-    def stages(self):
+    def stages(self) -> int:
         """The number of ranks."""
         return len(self.rows)
 
     @property
-    def virtual_stages(self):
+    def virtual_stages(self) -> int:
         """The number of virtual stages on all ranks together."""
         return len(self.placement)
 
     @cached_property
-    def microbatches(self):
+    def microbatches(self) -> int:
         """The number of micro-batches."""
         numbers = [a.microbatch for row in self.rows for a in row if a.microbatch is not None]
         return max(numbers, default=-1) + 1
 
     @cached_property
-    def placement(self):
+    def placement(self) -> tuple[int, ...]:
         """The rank of each virtual stage, as a tuple.
 
-        ScheduleError when a stage is on two ranks or on none, or a rank has nothing to do.
+        Raises:
+            ScheduleError: If a stage is on two ranks or on none, or a rank has no action.
         """
         ranks = {}
         for rank, row in enumerate(self.rows):
@@ -155,8 +173,8 @@ class Schedule:
             raise ScheduleError(message, rank, action)
         return tuple(ranks[stage] for stage in range(len(ranks)))
 
-    def needs(self, action):
-        """The message that an action waits for, whether it travels or not; or None."""
+    def needs(self, action: Action) -> Message | None:
+        """Return the message that an action waits for, whether it travels or not; or None."""
         stage, kind, microbatch, _ = action
         if kind == "F" and stage > 0:
             return Message(stage - 1, stage, microbatch)
@@ -164,8 +182,8 @@ class Schedule:
             return Message(stage + 1, stage, microbatch)
         return None
 
-    def gives(self, action):
-        """The message that an action leads to, whether it travels or not; or None."""
+    def gives(self, action: Action) -> Message | None:
+        """Return the message that an action produces, whether it travels or not; or None."""
         stage, kind, microbatch, _ = action
         if kind == "F" and stage < len(self.placement) - 1:
             return Message(stage, stage + 1, microbatch)
@@ -173,13 +191,13 @@ class Schedule:
             return Message(stage, stage - 1, microbatch)
         return None
 
-    def channel(self, message):
-        """The channel on which a message travels; None when both stages are on one rank."""
+    def channel(self, message: Message) -> Channel | None:
+        """Return the channel on which a message travels; None if both stages are on one rank."""
         return self._channels[message.from_stage, message.to_stage]
 
     @cached_property
     def _channels(self):
-        """By the two stages of a message."""
+        """The channel of a message, or None, by the message's two stages."""
         found, of = {}, self.placement
         for stage in range(1, len(of)):
             apart = of[stage - 1] != of[stage]
@@ -205,7 +223,7 @@ def _action(item):
     raise ScheduleError(f"{item!r} is no action")
 
 
-def _positive(**numbers):
+def require_positive(**numbers):
     for name, number in numbers.items():
         if not isinstance(number, int) or number < 1:
             raise ValueError(f"{name} must be a whole number of at least 1, not {number!r}")

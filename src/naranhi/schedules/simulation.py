@@ -1,36 +1,43 @@
-"""When each action of a schedule runs, if every action takes as long as one says.
+"""Compute when each action of a schedule runs, given how long each action takes.
 
-A rank does one action at a time, in its schedule's order, each as soon as what it needs has come.
-Times are in any unit that is used throughout. Numbers of any kind do: with `fractions.Fraction`
-(and latency=0) the results are exact.
+A rank runs one action at a time, in its schedule's order, and starts each as soon as the message
+that it needs has arrived. All times are in one unit of your choice. Numbers of any type
+work: with `fractions.Fraction` (and latency=0) the results are exact.
 """
 
 from math import isfinite
 
+from naranhi.schedules.schedule import Schedule
 from naranhi.schedules.timeline import Span, Timeline
 from naranhi.schedules.validate import check, in_order
 
 
 def simulate(
-    schedule,
-    forward=1.0,
-    backward=2.0,
-    latency=0.0,
-    input_grad=None,
-    weight_grad=None,
-    update=0.0,
-):
-    """The Timeline of a schedule, from time 0.
+    schedule: Schedule,
+    forward: float | list[float] | tuple[float, ...] = 1.0,
+    backward: float | list[float] | tuple[float, ...] = 2.0,
+    latency: float = 0.0,
+    input_grad: float | list[float] | tuple[float, ...] | None = None,
+    weight_grad: float | list[float] | tuple[float, ...] | None = None,
+    update: float | list[float] | tuple[float, ...] = 0.0,
+) -> Timeline:
+    """Return the Timeline of a schedule, from time 0.
 
-    forward, backward: the time of an F and of a B, a number or a list by virtual stage.
-    input_grad, weight_grad: likewise for an I and a W; each half of `backward` when neither is
-        given.
-    update: likewise for a U.
-    latency: the latency of a message between two ranks; the sender does not wait for it, and
-    messages
-        do not get into each other's way. Between stages on one rank nothing travels.
+    Args:
+        schedule: The schedule to simulate.
+        forward: The time of an F, one for all stages or a list by virtual stage.
+        backward: The time of a B, in the same form.
+        latency: The latency of a message between two ranks. The sender does not wait for it, and
+            messages do not delay one another. Between stages on one rank nothing travels.
+        input_grad: The time of an I, in the same form; half of `backward` if neither this nor
+            `weight_grad` is given.
+        weight_grad: The time of a W, in the same form; the other half of `backward` then.
+        update: The time of a U, in the same form.
 
-    Raises ScheduleError as `schedules.check` does, and ValueError for times that make no sense.
+    Raises:
+        ScheduleError: As `schedules.check` does.
+        ValueError: If a time is negative or not finite, if a list does not have one time per
+            virtual stage, or if only one of `input_grad` and `weight_grad` is given.
     """
     check(schedule)
     if (input_grad is None) != (weight_grad is None):
@@ -51,21 +58,21 @@ def simulate(
         times["I"] = _by_stage("input_grad", input_grad, stages)
         times["W"] = _by_stage("weight_grad", weight_grad, stages)
 
-    free = [0] * len(schedule)  # by rank, when it has ended its last action
-    arrival = {}  # of each message that is on its way
+    free = [0] * len(schedule)  # by rank: when its last action ended
+    arrival = {}  # by message in flight: when it arrives
     spans = [[] for _ in schedule]
     for rank, action in in_order(schedule):
         start = max(free[rank], arrival.pop(schedule.needs(action), 0))
         free[rank] = end = start + times[action.kind][action.stage]
         spans[rank].append(Span(action, start, end))
-        # A link with a bandwidth would also keep, by channel, when it is free again.
+        # A model with bandwidth would also record, by channel, when the link is free again.
         if message := schedule.gives(action):
             arrival[message] = end + latency if schedule.channel(message) else end
     return Timeline(spans)
 
 
 def _by_stage(name, given, stages):
-    """A list of times by virtual stage."""
+    """Return a list of times by virtual stage."""
     times = list(given) if isinstance(given, (list, tuple)) else [given] * stages
     if len(times) != stages:
         raise ValueError(f"{name} has {len(times)} times for {stages} virtual stages")

@@ -1,7 +1,7 @@
 """When each action of a step ran, and what follows from it: cost, bubble rate, peak activations.
 
-A `Timeline` is computed (`schedules.simulate`) or measured (`measure.Recorder`); both are read
-alike.
+A `Timeline` is simulated (`schedules.simulate`) or measured (`measure.Recorder`), and is used in
+the same way in both cases.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from naranhi.schedules.schedule import Action
 
 
 class Span(NamedTuple):
-    """From when to when an action ran."""
+    """The start and the end of an action."""
 
     action: Action
     start: float
@@ -20,11 +20,16 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Timeline:
-    """What each rank did and when, simulated or measured: ``timeline[rank]`` is a tuple of spans.
+    """What each rank did and when, simulated or measured: `timeline[rank]` is a tuple of spans.
 
-    A rank's spans are in the order of doing and do not overlap; what lies between them is waiting.
-    Times are in one unit (seconds, when measured) on one clock, whose zero means nothing.
-    ValueError for a rank without spans, and for spans that overlap or end before they start.
+    A rank's spans are in the order of execution and do not overlap; the rank waits between them.
+    Times are in one unit (seconds, if measured) on one clock, whose zero has no meaning.
+
+    Args:
+        rows: One sequence of spans per rank.
+
+    Raises:
+        ValueError: If a rank has no spans, or if spans overlap or end before they start.
     """
 
     rows: tuple[tuple[Span, ...], ...]
@@ -53,31 +58,31 @@ class Timeline:
         return f"<Timeline of {len(self)} ranks: {numbers}>"
 
     @property
-    def busy(self):
-        """By rank, the time spent on actions."""
+    def busy(self) -> tuple[float, ...]:
+        """The time that each rank spends on actions."""
         return tuple(sum(end - start for _, start, end in spans) for spans in self.rows)
 
     @property
-    def cost(self):
-        """The largest, over the ranks, of the time from a rank's first action to its last."""
+    def cost(self) -> float:
+        """The longest time, over the ranks, from a rank's first action to the end of its last."""
         return max(spans[-1].end - spans[0].start for spans in self.rows)
 
     @property
-    def bubble_rate(self):
-        """The share of ranks x cost that is not work: 1 - sum(work) / (ranks x cost).
+    def bubble_rate(self) -> float:
+        """The fraction of ranks x cost that is not work: 1 - sum(busy) / (ranks x cost).
 
-        0 when no time passes at all.
+        It is 0 if the cost is 0.
         """
         if not self.cost:
             return 0.0
         return 1 - sum(self.busy) / (len(self.rows) * self.cost)
 
     @property
-    def peak_activations(self):
+    def peak_activations(self) -> tuple[float, ...]:
         """By rank, the largest number of micro-batches whose activations it held at once.
 
-        They are held from the start of an F to the end of its B, or of its W when the backward is
-        in two parts. One of a rank's n virtual stages counts 1/n.
+        Activations are held from the start of an F to the end of its B, or of its W if the backward
+        is in two parts. One of a rank's n virtual stages counts 1/n.
         """
         return tuple(_peak([action for action, _, _ in spans]) for spans in self.rows)
 

@@ -1,18 +1,22 @@
-"""Schedules exchanged with `torch.distributed.pipelining`, as CSV files of its form.
+"""Exchange schedules with `torch.distributed.pipelining`, as CSV files in its format.
 
-So a schedule of one's own runs on torch's runtime, and torch's can be drawn and simulated here.
+A schedule of your own can then run on torch's runtime, and torch's schedules can be drawn and
+simulated here.
 """
 
 import csv
 import re
+from os import PathLike
 
 from naranhi.schedules.schedule import Schedule, ScheduleError
 
 
-def write_csv(schedule, path):
-    """Write a file that torch's pipeline runtime loads (its form "compute_only"): a row per rank.
+def write_csv(schedule: Schedule, path: str | PathLike[str]) -> None:
+    """Write a file that torch's pipeline runtime loads (format "compute_only"): one row per rank.
 
-    ScheduleError when a schedule updates weights on its way, for which torch's form has no word.
+    Raises:
+        ScheduleError: If the schedule updates weights or reads a later version of them, because
+            torch's format has no name for either.
     """
     for rank, row in enumerate(schedule):
         for action in row:
@@ -23,12 +27,15 @@ def write_csv(schedule, path):
         csv.writer(file).writerows(schedule)
 
 
-def read_csv(path):
-    """The schedule in a file that torch wrote, in either of its forms; not checked yet.
+def read_csv(path: str | PathLike[str]) -> Schedule:
+    """Return the schedule in a file that torch wrote, in either of its formats, unchecked.
 
     What follows from a schedule anyway is left out: idle steps, sends and receives, and what
-    `fully_shard` does around them. A forward and a backward that torch runs as one are read as the
-    forward and then the backward. ScheduleError for anything else that is no action.
+    `fully_shard` does around them. A forward and a backward that torch runs as one action are read
+    as the forward and then the backward.
+
+    Raises:
+        ScheduleError: If anything else in the file is not an action.
     """
     with open(path, newline="") as file:
         rows = [";".join(_FUSED.sub(r"\1", cell) for cell in row) for row in csv.reader(file)]

@@ -1,28 +1,30 @@
-"""What makes a schedule right: complete, in order, free of deadlock. And what follows from it.
+"""Check that a schedule is complete, in order and free of deadlock; derive its message order.
 
-The time that each function here takes grows with the number of actions, and no faster.
+The running time of each function here is linear in the number of actions.
 """
 
+from collections.abc import Iterator
 from itertools import zip_longest
 
-from naranhi.schedules.schedule import Action, ScheduleError
+from naranhi.schedules.schedule import Action, Channel, Message, Schedule, ScheduleError
 
 
-def check(schedule):
-    """Return if a schedule is complete, ordered and free of deadlock, else raise ScheduleError.
+def check(schedule: Schedule) -> None:
+    """Raise ScheduleError unless a schedule is complete, ordered and free of deadlock.
 
     Complete: every virtual stage is on one rank and runs, for every micro-batch, one F and either
-    one B or one I and one W. Ordered: F before B or I, I before W; updates make one version after
-    the other, each has gradients to apply and none is left over; a forward reads a version that is
-    there. Free of deadlock: `channels` agrees on the order of messages, and `in_order` finds an
-    order of all actions. The time it takes grows with the number of actions.
+    one B or one I and one W. Ordered: F comes before B or I, and I before W; updates make one
+    version after the other, each update has gradients to apply, and no gradient is left over; a
+    forward reads a version that exists. Free of deadlock: `channels` finds the same order of
+    messages at both ends, and `in_order` finds an order of all actions. The running time is linear
+    in the number of actions.
 
-    Why nothing can block then. Let every rank start a send when the action that gives the message
-    ends, without waiting for it, and keep the next receive of each channel posted, in the channel's
-    order. Both ends of a channel go through the same messages in the same order, so the oldest
-    message not yet received is the next one that the receiver needs, and a receive awaits it. Hence
-    a rank waits only for actions of others, and in the order that was found, the first action
-    that is not done waits for none.
+    Why nothing can block then: let every rank start a send when the action that produces the
+    message ends, without waiting for it, and keep the next receive of each channel posted, in the
+    channel's order. Both ends of a channel process the same messages in the same order, so the
+    oldest message not yet received is the next one that the receiver needs, and a receive is posted
+    for it. Hence a rank waits only for actions of other ranks, and in the order that `in_order`
+    found, the first action that is not done waits for none.
     """
     if not len(schedule):
         raise ScheduleError("a schedule has at least one rank")
@@ -100,14 +102,17 @@ def _check_complete(schedule, stage, done):
         raise ScheduleError(f"rank {rank} forgets {action}", rank, action)
 
 
-def channels(schedule):
-    """The messages on each channel, in their order: ``{Channel: tuple of Messages}``.
+def channels(schedule: Schedule) -> dict[Channel, tuple[Message, ...]]:
+    """Return the messages on each channel, in their order.
 
-    Messages on a channel match by order and carry no tag, so both ends must go through them in the
-    same order: the sender in that of the actions that give them, the receiver in that of the
-    actions that need them. ScheduleError where the two differ.
+    Messages on a channel match by order and carry no tag, so both ends must process them in the
+    same order. The sender's order is that of the actions that produce them; the receiver's order is
+    that of the actions that need them.
+
+    Raises:
+        ScheduleError: If the two orders differ.
     """
-    given, needed = {}, {}  # by channel: its messages as each end goes through them
+    given, needed = {}, {}  # by channel: its messages, in the order of each end
     for row in schedule:
         for action in row:
             for message, end in ((schedule.needs(action), needed), (schedule.gives(action), given)):
@@ -134,13 +139,15 @@ def _disagreement(schedule, channel, given, needed):
     )
 
 
-def in_order(schedule):
-    """Every (rank, action), none before what it needs: an order for one process to do it all.
+def in_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
+    """Yield every (rank, action), each after what it needs: an order for one process to run them.
 
-    A generator; the time it takes grows with the number of actions. Raises ScheduleError, naming
-    who waits for whom, where there is no such order.
+    The running time is linear in the number of actions.
+
+    Raises:
+        ScheduleError: If there is no such order; the message names which rank waits for which.
     """
-    there, waiting = set(), {}  # messages given so far; message -> the rank that waits for it
+    there, waiting = set(), {}  # messages produced so far; message -> the rank that waits for it
     position, ready = [0] * len(schedule), list(range(len(schedule)))
     while ready:
         rank = ready.pop()
@@ -161,12 +168,12 @@ def in_order(schedule):
 
 
 def _deadlock(schedule, waiting, position):
-    """The error for ranks that wait, each for the message `waiting[rank]` at its position."""
+    """Return the error for ranks that wait, each for `waiting[rank]` at `position[rank]`."""
     rank, path = min(waiting), []
     while rank in waiting and rank not in path:
         path.append(rank)
         rank = schedule.placement[waiting[rank].from_stage]
-    if rank in path:  # else the last on the path waits for one that has ended
+    if rank in path:  # else the last rank on the path waits for a rank that has ended
         path = path[path.index(rank) :]
     told = []
     for rank in path:

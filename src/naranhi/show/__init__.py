@@ -1,14 +1,14 @@
-"""What a notebook puts on a page: source, tables, figures and the pictures of collectives.
+"""Show source, tables, figures and pictures of collectives on a notebook's page.
 
-Everything here looks right on a light and on a dark page, at phone width too, and is the same to
-the byte for the same data; an output that holds a measurement is marked as one in its metadata.
+All output looks right on a light and on a dark page, also at phone width, and is identical to the
+byte for the same data. Output that contains a measurement is marked as one in its metadata.
 """
 
 # ruff: noqa: E402
 import logging
 
-# On a machine where matplotlib is new it may announce, on stderr, that it looks for fonts: in a
-# notebook that would be an output that differs from one run to the next.
+# On its first run on a machine, matplotlib may log to stderr that it builds its font cache. In a
+# notebook, that output would differ from one run to the next.
 logging.getLogger("matplotlib.font_manager").addFilter(
     lambda record: "building the font cache" not in record.getMessage()
 )

@@ -1,6 +1,10 @@
-"""The house style of charts: few lines, labels beside what they name, four colours."""
+"""Draw charts in the house style: few lines, labels beside what they name, four colours."""
+
+from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from matplotlib import ticker
 from matplotlib.figure import Figure
@@ -10,23 +14,37 @@ from matplotlib.offsetbox import AnnotationBbox, DrawingArea, HPacker, TextArea
 from naranhi.show import _table
 from naranhi.show._figure import FAINT, INK
 
-# One colour per rank throughout the book: told apart with every kind of colour blindness, and of
-# a contrast of 3 or more both on white and on a dark page (a test computes both).
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# One colour per rank throughout the book: distinguishable with every kind of colour blindness, and
+# with a contrast of 3 or more both on white and on a dark page (a test computes both).
 COLORS = ("#1f84ea", "#cb5209", "#2e8166", "#b45ab6")
 
-WIDTH = 5.4  # inches: 518 px, so that 10 pt letters can still be read at 360 px
+WIDTH = 5.4  # inches: 518 px, so that 10 pt letters are still readable at 360 px
 BINARY = [(base, (1,)) for base in (256, 16, 4, 2)]
 DECIMAL = [(10_000, (1,)), (100, (1,)), (10, (1,)), (10, (1, 2, 5))]
 UNITS = {"size": _table.size, "seconds": _table.seconds, "rate": _table.rate}
 
 
-def axes(xlabel, ylabel, x="linear", y="linear", height=3.0):
-    """An empty chart in the house style.
+def axes(
+    xlabel: str, ylabel: str, x: str = "linear", y: str = "linear", height: float = 3.0
+) -> tuple[Figure, Axes]:
+    """Make an empty chart in the house style. Show it with `show.figure`.
 
-    x, y: the scale: "linear", "log", or a logarithmic one of "size" (bytes, in powers of two),
-    "seconds" or "rate" (bytes a second).
-    height: in inches; the width is the book's.
-    Returns a matplotlib figure and its axes. Show it with `show.figure`.
+    Args:
+        xlabel: the title of the x axis.
+        ylabel: the title of the y axis.
+        x: the scale of the x axis: "linear", "log", or a logarithmic scale of "size" (bytes, in
+            powers of two), "seconds" or "rate" (bytes a second).
+        y: the scale of the y axis, with the same choices.
+        height: in inches; the width is the book's.
+
+    Returns:
+        A matplotlib figure and its axes.
+
+    Raises:
+        ValueError: a scale is not one of these.
     """
     fig = Figure(figsize=(WIDTH, height), layout="constrained")
     ax = fig.add_subplot()
@@ -35,13 +53,13 @@ def axes(xlabel, ylabel, x="linear", y="linear", height=3.0):
         _scale(ax, name, scale)
     ax.grid(axis="y", color=FAINT, alpha=0.35, linewidth=0.6)
     ax.set_xlabel(xlabel, color=INK, fontsize=10)
-    # Above the axis and level, where it takes no width and needs no turned head.
+    # Above the axis and horizontal, where it takes no width and is easy to read.
     ax.set_title(ylabel, loc="left", x=0, color=INK, fontsize=10, pad=10)
     return fig, ax
 
 
-def style(ax):
-    """Take away what carries no data, and colour the rest by the page."""
+def style(ax: Axes) -> None:
+    """Remove what shows no data, and take the colours of the rest from the page."""
     ax.spines[["top", "right"]].set_visible(False)
     ax.spines[["left", "bottom"]].set_color(FAINT)
     ax.tick_params(which="both", color=FAINT, labelcolor=INK, labelsize=9)
@@ -64,8 +82,11 @@ def _scale(ax, name, scale):
 
 
 class _LogTicks(ticker.Locator):
-    """Round values on a logarithmic axis: of the given ways to choose them, the one that gives the
-    most, up to six. A way is a base, and by what its powers are multiplied."""
+    """Place round values on a logarithmic axis.
+
+    Of the given ways to choose them, use the one that yields the most ticks, up to six. A way is a
+    base and the factors by which its powers are multiplied.
+    """
 
     def __init__(self, ways):
         self.ways = ways
@@ -82,15 +103,27 @@ class _LogTicks(ticker.Locator):
         return chosen if len(chosen) > 1 else ticker.MaxNLocator(4).tick_values(low, high)
 
 
-def measured(ax, x, y, label=None, color=COLORS[0]):
-    """Draw what was measured: points, labelled at the height of the last one."""
+def measured(
+    ax: Axes,
+    x: Sequence[float],
+    y: Sequence[float],
+    label: str | None = None,
+    color: str = COLORS[0],
+) -> None:
+    """Draw measurements: points, labelled at the height of the last point."""
     ax.plot(x, y, "o", color=color, markersize=5, markeredgewidth=0)
     _label(
         ax, y, label, Line2D([6.3], [3.4], marker="o", color=color, markersize=5, markeredgewidth=0)
     )
 
 
-def predicted(ax, x, y, label=None, color=COLORS[0]):
+def predicted(
+    ax: Axes,
+    x: Sequence[float],
+    y: Sequence[float],
+    label: str | None = None,
+    color: str = COLORS[0],
+) -> None:
     """Draw what a formula predicts: a dashed line, labelled at the height of its end."""
     dashes = {"color": color, "linewidth": 1.4, "dashes": (3.5, 2)}
     ax.plot(x, y, zorder=1.8, **dashes)
@@ -98,8 +131,11 @@ def predicted(ax, x, y, label=None, color=COLORS[0]):
 
 
 def _label(ax, y, text, key):
-    """The text, in ink, after a key in the line's own colour: right of the axes, where the key is
-    not taken for data, as high as the last point. svg() keeps labels apart."""
+    """Write the text in ink after a key in the line's own colour, as high as the last point.
+
+    The label is right of the axes, where the key is not mistaken for data. `svg` keeps labels
+    apart.
+    """
     if text:
         picture = DrawingArea(12.6, 7)
         picture.add_artist(key)
@@ -120,12 +156,25 @@ def _label(ax, y, text, key):
         )
 
 
-def bars(values, xlabel, unit=None, colors=None):
-    """Horizontal bars, from zero, with their values at their ends.
+def bars(
+    values: Mapping[str, float],
+    xlabel: str,
+    unit: Callable[[float], str] | None = None,
+    colors: str | Sequence[str] | None = None,
+) -> Figure:
+    """Draw horizontal bars from zero, with their values at their ends. Show with `show.figure`.
 
-    values: a dict from label to number. unit: how to write a value, `show.seconds` say.
-    colors: one colour, or one for each bar; the book's first if not given.
-    Returns a matplotlib figure. Show it with `show.figure`.
+    Args:
+        values: label -> value, finite and 0 or more.
+        xlabel: the title above the bars.
+        unit: how to write a value, for example `show.seconds`; default: as a plain number.
+        colors: one colour, or one for each bar; default: the book's first.
+
+    Returns:
+        A matplotlib figure.
+
+    Raises:
+        ValueError: there are no values, or a value cannot be a bar.
     """
     write = unit or _table.number
     if not values or any(not math.isfinite(v) or v < 0 for v in values.values()):

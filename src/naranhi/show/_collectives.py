@@ -1,6 +1,9 @@
-"""Pictures of the collectives, computed by running their definitions on named blocks."""
+"""Draw pictures of the collectives, computed by running their definitions on named blocks."""
+
+from __future__ import annotations
 
 import string
+from typing import TYPE_CHECKING
 
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, PathPatch
@@ -10,27 +13,41 @@ from naranhi.show import definitions
 from naranhi.show._chart import COLORS
 from naranhi.show._figure import FAINT, INK, figure
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
-def collective(name, ranks=4, root=0):
+
+def collective(name: str, ranks: int = 4, root: int = 0) -> None:
     """Show what each rank holds before and after a collective.
 
-    A row is a rank, a column a position, and a colour the rank that the data came from: a sum has
-    a bar of each rank that is in it.
-    name: "broadcast", "scatter", "gather", "reduce", "all_gather", "reduce_scatter", "all_reduce"
-    or "all_to_all". root: the rank that a broadcast or scatter starts from, or a gather or reduce
-    ends at.
-    Raises ValueError for another name, more than 4 ranks or a root that is none of them.
+    A row is a rank, a column a position, and a colour the rank that the data came from. A sum has
+    one bar for each rank that is in it.
+
+    Args:
+        name: "broadcast", "scatter", "gather", "reduce", "all_gather", "reduce_scatter",
+            "all_reduce" or "all_to_all".
+        ranks: the number of ranks, at most 4.
+        root: the rank where a broadcast or scatter starts, or a gather or reduce ends.
+
+    Raises:
+        ValueError: another name, more than 4 ranks, or a root that is not one of the ranks.
     """
     before, after = _states(name, ranks, root)
     alt = f"{name} on {ranks} ranks. Before: {_words(before)}. After: {_words(after)}."
     figure(draw_collective(name, ranks, root), alt)
 
 
-def ring_steps(ranks=4):
+def ring_steps(ranks: int = 4) -> None:
     """Show every step of a ring all-reduce: first the reduce-scatter, then the all-gather.
 
-    What a rank has just received from the rank above it (rank 0 from the last) is framed.
-    Raises ValueError for more than 4 ranks.
+    A frame marks the block that a rank has just received from the rank above it (rank 0 from the
+    last).
+
+    Args:
+        ranks: the number of ranks, at most 4.
+
+    Raises:
+        ValueError: more than 4 ranks.
     """
     steps = definitions.ring(definitions.example("all_reduce", _coloured(ranks)))
     figure(
@@ -41,10 +58,15 @@ def ring_steps(ranks=4):
     )
 
 
-def tree(ranks=4, root=0):
+def tree(ranks: int = 4, root: int = 0) -> None:
     """Show the rounds of a broadcast along a binomial tree, from the root.
 
-    Raises ValueError for a root that is none of the ranks.
+    Args:
+        ranks: the number of ranks.
+        root: the rank where the broadcast starts.
+
+    Raises:
+        ValueError: the root is not one of the ranks.
     """
     _is_rank(root, ranks)
     rounds = definitions.tree(ranks, root)
@@ -64,12 +86,13 @@ LABELS = 1.35  # blocks, the width of the ranks' names at the left
 BETWEEN = 1.3  # blocks, between before and after
 PAD = 0.05  # blocks, around each
 ARROW = "-|>,head_length=5,head_width=2.6"
-SLATE = "#4b5563"  # behind the name of a sum, which belongs to no single rank
+SLATE = "#4b5563"  # behind the name of a sum, which does not belong to a single rank
 
 
-def draw_collective(name, ranks, root=0):
+def draw_collective(name: str, ranks: int, root: int = 0) -> Figure:
+    """Draw the figure of `collective`."""
     before, after = _states(name, ranks, root)
-    # A panel is as wide as the most that a rank holds.
+    # A panel is as wide as the largest number of blocks that a rank holds.
     widths = [max(map(len, state)) for state in (before, after)]
     top, middle = 0.62, LABELS + widths[0]
     fig, ax = canvas(middle + BETWEEN + widths[1], ranks + top, UNIT)
@@ -97,11 +120,12 @@ def draw_collective(name, ranks, root=0):
     return fig
 
 
-def draw_ring(ranks):
+def draw_ring(ranks: int) -> Figure:
+    """Draw the figure of `ring_steps`."""
     steps = definitions.ring(definitions.example("all_reduce", _coloured(ranks)))
     gap, top, labels = 1.15, 1.6, 2.2
     row_height = top + ranks + 0.35
-    # The start and the reduce-scatter stand in the first row, the all-gather in the second.
+    # The first row shows the start and the reduce-scatter, the second the all-gather.
     rows = [steps[:ranks], steps[ranks:]] if ranks > 1 else [steps]
     fig, ax = canvas(labels + ranks * (ranks + gap) - gap, row_height * len(rows), 0.26)
     for row, (phase, row_steps) in enumerate(
@@ -141,8 +165,8 @@ def draw_ring(ranks):
     return fig
 
 
-def draw_steps(ax, x, y, step):
-    """One step of the ring: a row of blocks per rank, and a frame around what has arrived."""
+def draw_steps(ax: Axes, x: float, y: float, step: definitions.Step) -> None:
+    """Draw one step of the ring: a row of blocks per rank, and a frame around what has arrived."""
     for rank, blocks in enumerate(step.held):
         for at, held in enumerate(blocks):
             draw_block(ax, x + at, y + rank, held, label=False)
@@ -151,8 +175,8 @@ def draw_steps(ax, x, y, step):
             _outline(ax, x + at, y + rank, edgecolor=INK, linewidth=1.6)
 
 
-def draw_messages(ax, x, y, gap, step):
-    """What arrives in a step, each in its sender's colour, in the gap left of the step's blocks."""
+def draw_messages(ax: Axes, x: float, y: float, gap: float, step: definitions.Step) -> None:
+    """Draw a step's messages, in their senders' colours, in the gap left of the step's blocks."""
     ranks = len(step.held)
     left, middle, right = x - gap + 0.1, x - gap / 2, x - 0.1
     for rank, at in enumerate(step.received):
@@ -174,7 +198,8 @@ def draw_messages(ax, x, y, gap, step):
             )
 
 
-def draw_tree(ranks, root=0):
+def draw_tree(ranks: int, root: int = 0) -> Figure:
+    """Draw the figure of `tree`."""
     rounds = definitions.tree(ranks, root)
     across, down, left, top = 2.2, 0.82, LABELS + 0.25, 0.95
     fig, ax = canvas(left + across * len(rounds) + 0.9, top + down * ranks - 0.3, UNIT)
@@ -212,8 +237,14 @@ def draw_tree(ranks, root=0):
     return fig
 
 
-def canvas(width, height, unit):
-    """A figure without axes, in units of a block; y counts down."""
+def canvas(width: float, height: float, unit: float) -> tuple[Figure, Axes]:
+    """Make a figure without axis lines, measured in units; y counts down.
+
+    Args:
+        width: in units.
+        height: in units.
+        unit: inches.
+    """
     fig = Figure(figsize=(width * unit, height * unit))
     ax = fig.add_axes((0, 0, 1, 1))
     ax.set(xlim=(0, width), ylim=(height, 0))
@@ -221,8 +252,10 @@ def canvas(width, height, unit):
     return fig, ax
 
 
-def draw_block(ax, x, y, held, label=True):
-    """A block with a bar of each rank in it, side by side; None is a place where nothing is."""
+def draw_block(
+    ax: Axes, x: float, y: float, held: definitions.Block | None, label: bool = True
+) -> None:
+    """Draw a block: a bar for each rank in it, side by side. None is an empty place."""
     if held is None:
         _outline(ax, x, y, edgecolor=FAINT, linewidth=0.8, linestyle=(0, (2, 2)), alpha=0.6)
         return
@@ -257,7 +290,7 @@ def draw_block(ax, x, y, held, label=True):
 
 
 def _rounded(ax, x, y, width, height, color, left=True, right=True, upper=True, radius=0.09):
-    """A filled box of which only the named corners are round."""
+    """Draw a filled box in which only the named corners are round."""
     right_x, below = x + width, y + height
     corners = [
         ((x, below), left),
@@ -304,7 +337,8 @@ def _outline(ax, x, y, **style):
     )
 
 
-def rank_names(ax, ranks, top, size=9.5):
+def rank_names(ax: Axes, ranks: int, top: float, size: float = 9.5) -> None:
+    """Write the ranks' names at the left, one per unit, from `top` down; `size` is in points."""
     for rank in range(ranks):
         ax.text(
             0.0, top + rank + 0.5, f"rank {rank}", color=INK, fontsize=size, va="center_baseline"

@@ -1,19 +1,25 @@
-"""A matplotlib figure as inline SVG that takes its colours from the page it stands on."""
+"""Render a matplotlib figure as inline SVG that takes its colours from the page around it."""
+
+from __future__ import annotations
 
 import hashlib
 import io
 import re
+from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
 from IPython.display import display
 from matplotlib import pyplot, rc_context
 
-# Colours to draw with. matplotlib knows no CSS, so these stand for what the page decides: they
-# are replaced in the SVG. Nothing else may use them.
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Colours to draw with. matplotlib has no CSS, so these colours are placeholders for the page's
+# colours and are replaced in the SVG. Nothing else may use them.
 INK = "#010203"  # text and axes
-FAINT = "#040506"  # lines that should not draw the eye
+FAINT = "#040506"  # lines that should not attract attention
 CSS = {INK: "currentColor", "#000000": "currentColor", FAINT: "var(--naranhi-faint,#8c959f)"}
-# Where a page does not set --naranhi-ink, its own text colour serves: JupyterLab has dark pages.
+# A page without --naranhi-ink provides its own text colour: JupyterLab has dark pages.
 ROOT_COLOR = "color:var(--naranhi-ink,currentcolor);fill:currentColor;stroke-linejoin:round"
 
 SVG = "http://www.w3.org/2000/svg"
@@ -21,30 +27,34 @@ HREF = "{http://www.w3.org/1999/xlink}href"
 ElementTree.register_namespace("", SVG)
 
 
-def figure(fig, alt, measured=False):
+def figure(fig: Figure, alt: str, measured: bool = False) -> None:
     """Show a matplotlib figure as SVG, and close it.
 
-    alt: what the picture shows, in a sentence, for readers who do not see it.
-    measured: True when it draws a measurement, which another run would draw otherwise.
-    Raises ValueError without alt.
+    Args:
+        fig: the figure.
+        alt: a sentence that says what the picture shows, for readers who do not see it.
+        measured: True if the figure shows a measurement, which differs from one run to the next.
+
+    Raises:
+        ValueError: `alt` is empty.
     """
     data = {"text/html": svg(fig, alt), "text/plain": f"[figure: {alt}]"}
     pyplot.close(fig)
     display(data, metadata={"naranhi": {"measured": True}} if measured else None, raw=True)
 
 
-def svg(fig, alt):
-    """The figure as an <svg> element: text as paths, colours by CSS, ids that no other one has.
+def svg(fig: Figure, alt: str) -> str:
+    """Return the figure as an <svg> element: text as paths, colours by CSS, unique ids.
 
-    The same figure gives the same bytes.
+    The same figure yields the same bytes.
     """
     root, width, _ = _element(fig, alt)
     root.set("style", f"width:100%;max-width:{width:.0f}px;height:auto;{ROOT_COLOR}")
     return ElementTree.tostring(root, encoding="unicode")
 
 
-def svg_file(fig, alt):
-    """The same as a file of its own, which asks the reader's system whether it is dark."""
+def svg_file(fig: Figure, alt: str) -> str:
+    """Return the figure as an SVG file, which follows the reader's light or dark mode."""
     root, width, height = _element(fig, alt)
     root.attrib |= {"width": f"{width:.0f}", "height": f"{height:.0f}", "style": ROOT_COLOR}
     style = ElementTree.Element(f"{{{SVG}}}style")
@@ -58,7 +68,7 @@ def svg_file(fig, alt):
 
 
 def _element(fig, alt):
-    """The figure as a parsed <svg> without a size, and its width and height in pixels."""
+    """Return the figure as a parsed <svg> without a size, and its width and height in pixels."""
     if not alt or not alt.strip():
         raise ValueError("a figure needs an alt text: say in a sentence what it shows")
     spread_labels(fig)
@@ -83,15 +93,15 @@ def _element(fig, alt):
     return root, *size
 
 
-def spread_labels(fig):
-    """Move the labels at the lines' ends (see _chart) apart, each as little as it takes."""
+def spread_labels(fig: Figure) -> None:
+    """Move the labels at the lines' ends (see `_chart`) apart, each as little as possible."""
     fig.draw_without_rendering()
-    # What has been laid out stays so, or a second drawing of the figure would differ.
+    # Freeze the layout, or a second drawing of the figure would differ.
     fig.set_layout_engine("none")
     for ax in fig.axes:
         labels = [artist for artist in ax.artists if artist.get_gid() == "label"]
         labels.sort(key=lambda label: label.get_window_extent().y0)
-        clusters = []  # of labels that touch: their heights, and the middle each would like
+        clusters = []  # of labels that touch: (labels, height of a label, desired middles)
         for label in labels:
             box = label.get_window_extent()
             clusters.append(([label], box.height, [(box.y0 + box.y1) / 2]))
@@ -116,13 +126,13 @@ def _top(cluster):
 
 
 def _prune(element):
-    """Drop what draws nothing: metadata, and paths with neither line nor filling."""
+    """Remove what draws nothing: metadata, and paths with neither line nor filling."""
     for child in list(element):
         name = child.tag.rpartition("}")[2]
         style = child.get("style", "")
         invisible = name == "path" and "fill: none" in style and "stroke" not in style
         if invisible or name in ("metadata", "style"):
-            # matplotlib's <style> speaks of `*`, which on a page would mean all of it.
+            # matplotlib's <style> selects `*`, which on a page would match everything.
             element.remove(child)
             continue
         _prune(child)
@@ -147,7 +157,7 @@ def _shorten(root):
             element.set("style", style)
         for name in ("d", "x", "y", "width", "height"):
             if name in element.attrib:
-                # A hundredth of a point is invisible; in letters the unit is smaller still.
+                # A hundredth of a point is invisible; inside letters the unit is even smaller.
                 element.set(name, re.sub(r"-?\d+\.\d+", _rounded, element.get(name)))
         if "d" in element.attrib:
             element.set("d", re.sub(r"\s*([A-Za-z])\s*", r"\1", element.get("d")))
@@ -159,7 +169,7 @@ def _rounded(match):
 
 
 def _rename_ids(root):
-    """Ids that begin with a digest of the picture; those that nothing refers to go."""
+    """Prefix ids with a digest of the picture; remove ids that nothing refers to."""
     text = ElementTree.tostring(root, encoding="unicode")
     prefix = "n" + hashlib.sha256(text.encode()).hexdigest()[:8]
     used = dict.fromkeys(re.findall(r'href="#([^"]+)"|url\(#([^)]+)\)', text))

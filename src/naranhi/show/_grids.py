@@ -1,4 +1,9 @@
-"""Small matrices side by side, their numbers written out: for what can be followed by hand."""
+"""Draw small matrices side by side, with their values written out, to be followed by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from matplotlib.patches import Rectangle
 
@@ -7,26 +12,43 @@ from naranhi.show._collectives import canvas
 from naranhi.show._figure import FAINT, INK, figure
 from naranhi.show._table import number
 
+if TYPE_CHECKING:
+    import torch
+    from matplotlib.figure import Figure
+
 UNIT = 0.36  # inches, the side of a cell
 GAP = 1.1  # cells, between two matrices
 TOP = 0.9  # cells, for the titles
-PAD = 0.05  # cells, around all, or the outermost lines would be cut in half
+PAD = 0.05  # cells, around everything, or the outermost lines would be cut in half
 WHITE = "#ffffff"
 
 
-def grids(matrices, alt):
+def grids(
+    matrices: Mapping[
+        str, tuple[Sequence[Sequence[float]] | torch.Tensor, Sequence[Sequence[int]] | torch.Tensor]
+    ],
+    alt: str,
+) -> None:
     """Show matrices side by side.
 
-    matrices: {title: (values, marks)}. values: rows of numbers, or a tensor of two dimensions.
-    marks: of the same shape, for each cell one of the book's colours by its index, or a negative
-    number for none.
-    alt: what the picture shows, in a sentence.
-    Raises ValueError without matrices, and when marks and values differ in shape.
+    Args:
+        matrices: title -> (values, marks). Values are rows of elements, or a tensor of two
+            dimensions. Marks have the same shape: for each cell the index of one of the book's
+            colours, or a negative number for none.
+        alt: a sentence that says what the picture shows.
+
+    Raises:
+        ValueError: there are no matrices, or marks and values differ in shape.
     """
     figure(draw_grids(matrices), alt)
 
 
-def draw_grids(matrices):
+def draw_grids(
+    matrices: Mapping[
+        str, tuple[Sequence[Sequence[float]] | torch.Tensor, Sequence[Sequence[int]] | torch.Tensor]
+    ],
+) -> Figure:
+    """Draw the figure of `grids`."""
     matrices = {title: (_rows(values), _rows(marks)) for title, (values, marks) in matrices.items()}
     for title, (values, marks) in matrices.items():
         if list(map(len, values)) != list(map(len, marks)):
@@ -51,7 +73,7 @@ def _draw_cell(ax, x, y, value, mark):
     if mark >= 0:
         ax.add_patch(Rectangle((x, y), 1, 1, facecolor=COLORS[mark], edgecolor="none"))
     ax.add_patch(Rectangle((x, y), 1, 1, facecolor="none", edgecolor=FAINT, linewidth=0.8))
-    # `float` of a float32 shows digits that nobody wrote: 0.8 would be 0.800000011920929.
+    # `float` of a float32 shows spurious digits: 0.8 would be 0.800000011920929.
     ax.text(
         x + 0.5,
         y + 0.5,

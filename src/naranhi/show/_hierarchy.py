@@ -1,4 +1,9 @@
-"""A machine's memories and links, from the nearest to the farthest."""
+"""Draw a machine's memories and links, from the nearest to the farthest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 from matplotlib import ticker
 from matplotlib.figure import Figure
@@ -10,13 +15,16 @@ from naranhi.show._table import rate, size
 SOURCES = {"measured": COLORS[0], "datasheet": "none"}
 
 
-def hierarchy(levels):
+def hierarchy(levels: Sequence[dict[str, Any]]) -> None:
     """Show the levels of a memory hierarchy: bandwidth and capacity, on logarithmic axes.
 
-    levels: dicts, the nearest level first, with `name`, `bandwidth` (bytes a second, one way),
-    `capacity` (bytes; None for a link) and `source` ("measured" or "datasheet"). With a measured
-    level the output is marked as a measurement.
-    Raises ValueError for a level that cannot be drawn.
+    Args:
+        levels: dicts, the nearest level first, with `name`, `bandwidth` (bytes a second, one way),
+            `capacity` (bytes; None for a link) and `source` ("measured" or "datasheet"). With a
+            measured level the output is marked as a measurement.
+
+    Raises:
+        ValueError: there are no levels, or a level cannot be drawn.
     """
     for level in levels:
         if set(level) != {"name", "bandwidth", "capacity", "source"}:
@@ -40,7 +48,8 @@ def hierarchy(levels):
     )
 
 
-def draw(levels):
+def draw(levels: Sequence[dict[str, Any]]) -> Figure:
+    """Draw the figure of `hierarchy`."""
     fig = Figure(figsize=(WIDTH, 0.85 + 0.36 * len(levels)), layout="constrained")
     left, right = fig.subplots(1, 2, sharey=True, width_ratios=(1, 1))
     for ax, key, title, write in (

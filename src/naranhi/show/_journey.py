@@ -1,12 +1,16 @@
-"""A micro-batch on its way through a pipeline and back, alone: a picture that can move.
+"""Draw one micro-batch on its way through a pipeline and back: a picture that can move.
 
-The numbers and the times are those of a simulated timeline. No script: a style sheet inside of the
-picture moves one frame. Where nothing should move (on paper, or for readers who ask their system
-for less motion) there is no frame, and the numbers tell the order.
+The numbers and the times are those of a simulated timeline. No script is used: a style sheet
+inside the picture moves one frame. Where nothing should move (on paper, or for readers who ask
+their system for less motion) the frame is absent, and the numbers show the order.
 """
 
+from __future__ import annotations
+
 import hashlib
+from collections.abc import Sequence
 from itertools import pairwise, zip_longest
+from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
 from IPython.display import display
@@ -17,21 +21,30 @@ from naranhi.show._chart import COLORS
 from naranhi.show._collectives import ARROW, canvas
 from naranhi.show._figure import FAINT, INK, ROOT_COLOR, SVG, _element
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from naranhi.schedules import Timeline
+
 UNIT = 0.46  # inches
 WIDE, HIGH = 1.5, 0.8  # units, of the box of an action
-STEP = 2.65  # units, from a rank to the next
+STEP = 2.65  # units, from one rank to the next
 TOP, LANE = 1.0, 1.3  # units, above the boxes; from the forward passes to the backward passes
 ROWS = {"F": ("forward", COLORS[0]), "B": ("backward", COLORS[1])}
-REST = 0.12  # the share of a round in which the frame stays where the journey ended
-MOVE = 0.015  # the share that it takes, at least, to move on
+REST = 0.12  # the fraction of a round in which the frame stays where the journey ended
+MOVE = 0.015  # the smallest fraction of a round for a move
 
 
-def journey(timeline, seconds=9.0):
-    """Show where a micro-batch is, action after action, on its way through all stages and back.
+def journey(timeline: Timeline, seconds: float = 9.0) -> None:
+    """Show where a micro-batch is, action by action, on its way through all stages and back.
 
-    timeline: a simulated one of a single micro-batch, a stage on each rank; its times set the pace.
-    seconds: how long a round takes; a box to tick makes it pause.
-    Raises ValueError for a timeline of anything else, and for a round that takes no time.
+    Args:
+        timeline: a simulated timeline of one micro-batch, with one stage per rank; its times set
+            the pace.
+        seconds: the duration of a round; a checkbox pauses it.
+
+    Raises:
+        ValueError: the timeline is of anything else, or `seconds` is not positive.
     """
     spans = sorted(
         (span.start, span.end, rank, span.action.kind)
@@ -55,7 +68,8 @@ def journey(timeline, seconds=9.0):
     display(data, raw=True)
 
 
-def draw_journey(spans):
+def draw_journey(spans: Sequence[tuple[float, float, int, str]]) -> Figure:
+    """Draw the figure of `journey`, without the frame, from (start, end, rank, kind) tuples."""
     ranks = len(spans) // 2
     fig, ax = canvas(STEP * (ranks - 1) + WIDE + 2.15, TOP + LANE + HIGH + 0.9, UNIT)
     for number, (_, _, rank, kind) in enumerate(spans, 1):
@@ -94,7 +108,7 @@ def draw_journey(spans):
             across = WIDE if to > rank else 0
             y = start[1] + HIGH / 2
             ax.add_patch(_arrow((start[0] + across, y), (end[0] + WIDE - across, y)))
-    # What is handed over, named once, in the middle of the way.
+    # Name what is sent once, in the middle of the way.
     middle = _corner(0, "F")[0] + WIDE + (STEP - WIDE) / 2
     ax.text(middle, TOP - 0.12, "activation", color=INK, fontsize=9, ha="center", va="baseline")
     ax.text(
@@ -104,7 +118,7 @@ def draw_journey(spans):
 
 
 def _corner(rank, kind):
-    """The upper left corner of the box of an action, in units."""
+    """Return the upper left corner of the box of an action, in units."""
     return 2.0 + STEP * rank, TOP + (LANE if kind == "B" else 0)
 
 
@@ -115,9 +129,9 @@ def _arrow(start, end):
 
 
 def _moving(fig, alt, spans, seconds):
-    """The figure as HTML: a box to tick, the <svg>, and the style that moves a frame in it."""
+    """Return the figure as HTML: a checkbox, the <svg>, and the style that moves a frame in it."""
     root, width, _ = _element(fig, alt)
-    unit = 72 * UNIT  # points, which the picture is measured in
+    unit = 72 * UNIT  # points, the unit of the picture
     margin = 0.08
     frame = {
         "class": "frame",
@@ -137,12 +151,12 @@ def _moving(fig, alt, spans, seconds):
     stops = []
     for (start, end, rank, kind), following in zip_longest(spans, spans[1:]):
         x, y = _corner(rank, kind)
-        # Where nothing travels in between, the frame moves on a little early, to be seen moving.
+        # With no time between two actions, the frame leaves early, so that its move is visible.
         leave = min(end, following[0] - MOVE * whole) if following else spans[0][0] + whole
         at = [f"{100 * float((time - spans[0][0]) / whole):.2f}%" for time in (start, leave)]
         stops.append(f"{','.join(at)}{{transform:translate({x * unit:g}px,{y * unit:g}px)}}")
     steps, drawn = "".join(stops), ElementTree.tostring(root, encoding="unicode")
-    # Names that no other picture on the page has, also when it is the same at another pace.
+    # Names unique on the page, also for the same picture at another pace.
     name = "n" + hashlib.sha256(f"{drawn}{steps}{seconds:g}".encode()).hexdigest()[:8]
     return f"""<div class="{name}"><style>
 .{name}>input,.{name}>label{{display:none;font-size:.85em;vertical-align:middle}}

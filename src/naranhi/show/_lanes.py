@@ -1,8 +1,12 @@
-"""What went on at the same time: a lane for each thing that can be busy, and its work as boxes.
+"""Draw what happens at the same time: a lane for each thing that can be busy, its work as boxes.
 
-A rank that computes while its link carries a message does two things at once, which a timeline,
-one row a rank and one action at a time, has no place for.
+A rank that computes while its link sends a message does two things at once. A timeline, with one
+row per rank and one action at a time, cannot show that.
 """
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
@@ -16,21 +20,35 @@ from naranhi.show._timeline import DIGIT
 ROW = 0.32  # inches
 
 
-def lanes(rows, alt, measured=False, end=None):
-    """Show lanes of boxes on one axis of time, which begins with the first box of all.
+def lanes(
+    rows: Mapping[str, Sequence[tuple[str, int | None, float, float]]],
+    alt: str,
+    measured: bool = False,
+    end: float | None = None,
+) -> None:
+    """Show lanes of boxes on one time axis, which begins with the earliest box.
 
-    rows: {lane: [(kind, number, start, end), ...]}. The kind, of which there may be four, gives a
-    box its colour, and stands in the key; the number, or None, is written in it if it fits.
-    alt: what the picture shows, in a sentence.
-    measured: True for what was measured, in seconds; otherwise time has no unit.
-    end: where the axis ends, to compare two drawings; by default at the last box.
-    Raises ValueError without a box, for more than four kinds, for a box that ends before it starts,
-    and for an `end` before the end.
+    Args:
+        rows: lane -> [(kind, number, start, end), ...]. The kind, at most four different ones,
+            selects a box's colour and appears in the key; the number, or None, is written in the
+            box if it fits.
+        alt: a sentence that says what the picture shows.
+        measured: True for measurements, in seconds; otherwise time has no unit.
+        end: the length of the axis, to compare two drawings; default: up to the last box.
+
+    Raises:
+        ValueError: there are no boxes or more than four kinds, a box ends before it starts, or the
+            axis would end before the last box.
     """
     figure(draw_lanes(rows, measured, end), alt, measured=measured)
 
 
-def draw_lanes(rows, measured=False, end=None):
+def draw_lanes(
+    rows: Mapping[str, Sequence[tuple[str, int | None, float, float]]],
+    measured: bool = False,
+    end: float | None = None,
+) -> Figure:
+    """Draw the figure of `lanes`."""
     boxes = [box for row in rows.values() for box in row]
     kinds = list(dict.fromkeys(kind for kind, *_ in boxes))
     if not 0 < len(kinds) <= len(COLORS):
@@ -77,7 +95,7 @@ def draw_lanes(rows, measured=False, end=None):
 
 
 def _draw_box(ax, place, color, number, start, duration, inch):
-    gap = min(0.012 * inch, duration / 5)  # so that two boxes that touch are two
+    gap = min(0.012 * inch, duration / 5)  # so that two boxes that touch look like two
     ax.add_patch(
         Rectangle(
             (start, place + 0.08), duration - gap, 0.84, facecolor=color, linewidth=0, zorder=2

@@ -1,9 +1,13 @@
-"""Several measures of the same things, side by side: bars for predictions, points for measurements.
+"""Draw several measures of the same things: bars for predictions, points for measurements.
 
-One scale for each measure, so that a row can be read across: what one thing gains and pays.
+The measures are side by side, each with one scale, so that a row shows what one choice gains and
+what it costs.
 """
 
+from __future__ import annotations
+
 import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from matplotlib.figure import Figure
 
@@ -14,14 +18,27 @@ from naranhi.show._figure import INK
 ROW = 0.29  # inches
 
 
-def panels(labels, measures):
-    """A panel of horizontal bars for each measure, all with the same rows.
+def panels(
+    labels: Iterable[str],
+    measures: Mapping[
+        str, tuple[Sequence[float], Sequence[float] | None, Callable[[float], str] | None]
+    ],
+) -> Figure:
+    """Draw a panel of horizontal bars for each measure, all with the same rows.
 
-    labels: what the rows are called. measures: a dict from the measure's name to (predicted,
-        measured, write): numbers by row, 0 or more; likewise, or None where nothing was measured;
-        and a function that writes a number, or None. The predicted number stands beside its bar.
-    Returns a matplotlib figure. Show it with `show.figure`.
-    Raises ValueError for rows that do not fit the labels, and numbers that no bar can show.
+    Show the figure with `show.figure`.
+
+    Args:
+        labels: the names of the rows.
+        measures: name -> (predicted, measured, write). `predicted` has a value of 0 or more per
+            row, written beside its bar; `measured` is the same, or None if nothing was measured;
+            `write` formats a value, or is None.
+
+    Returns:
+        A matplotlib figure.
+
+    Raises:
+        ValueError: the values do not match the labels in number, or a value cannot be a bar.
     """
     labels = list(labels)
     for name, (predicted, measured, _) in measures.items():
@@ -62,6 +79,6 @@ def _panel(ax, name, predicted, measured, write, color):
             color=INK,
             fontsize=9,
         )
-    # The longest bar's number needs room as well.
+    # Leave room for the text beside the longest bar.
     longest = max([*predicted, *(measured or ())]) or 1.0
     ax.set_xlim(0, 1.5 * longest)

@@ -1,9 +1,12 @@
-"""A timeline that runs: the picture of `show.timeline`, drawn from left to right as time goes by.
+"""Animate a timeline: the picture of `show.timeline`, drawn from left to right as time passes.
 
-No script: a style sheet inside of the picture moves its clipping rectangle. Where nothing should
-move (on paper, or for readers who ask their system for less motion) the picture stands complete.
+No script is used: a style sheet inside the picture moves its clipping rectangle. Where nothing
+should move (on paper, or for readers who ask their system for less motion) the picture is complete.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
 from IPython.display import display
@@ -12,14 +15,22 @@ from matplotlib import pyplot
 from naranhi.show._figure import ROOT_COLOR, SVG, _element
 from naranhi.show._timeline import _words, draw_timeline
 
-HOLD = 0.2  # the share of a round in which the complete picture stands
+if TYPE_CHECKING:
+    from naranhi.schedules import Timeline
+
+HOLD = 0.2  # the fraction of a round in which the complete picture is shown
 
 
-def play(timeline, end=None, seconds=12.0):
-    """Show a simulated timeline being filled, over and over; a box to tick makes it pause.
+def play(timeline: Timeline, end: float | None = None, seconds: float = 12.0) -> None:
+    """Show a simulated timeline being filled, over and over; a checkbox pauses it.
 
-    timeline, end: as for `show.timeline`. seconds: how long a round takes.
-    Raises ValueError for an `end` before the end, and for a round that takes no time.
+    Args:
+        timeline: as for `show.timeline`.
+        end: as for `show.timeline`.
+        seconds: the duration of a round.
+
+    Raises:
+        ValueError: the axis would end before the last box, or `seconds` is not positive.
     """
     if not seconds > 0:
         raise ValueError(f"a round takes more than {seconds} seconds")
@@ -33,14 +44,14 @@ def play(timeline, end=None, seconds=12.0):
 
 
 def _moving(fig, alt, seconds):
-    """The figure as HTML: a box to tick, the <svg>, and the style that moves it."""
+    """Return the figure as HTML: a checkbox, the <svg>, and the style that moves it."""
     (ax,) = fig.axes
     for text in ax.texts:
         text.set_clip_on(True)
     for line in ax.lines:
         line.set_clip_on(False)
     root, width, _ = _element(fig, alt)
-    # matplotlib clips everything inside of the axes by one rectangle: the one to be moved.
+    # matplotlib clips everything inside the axes by one rectangle: the one to move.
     clip = next(root.iter(f"{{{SVG}}}clipPath"))
     window = clip[0]
     name = clip.get("id").partition("-")[0]

@@ -1,21 +1,28 @@
-"""Source from src/, highlighted, under the name of the file it is read from."""
+"""Show source from src/, highlighted, under the name of its file."""
+
+from __future__ import annotations
 
 import ast
 import html
 import inspect
 import itertools
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from IPython.display import display
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
 
+if TYPE_CHECKING:
+    from types import ModuleType
+
 ROOT = Path(__file__).resolve().parents[1]  # src/naranhi
 
-# The book's site colours pygments' classes by itself. Elsewhere (JupyterLab, Colab) these rules
-# do; :where() has no weight, so that any rule of the page's own wins over them.
+# The book's site has its own colours for pygments' classes. Elsewhere (JupyterLab, Colab) these
+# rules apply; :where() has no specificity, so any rule of the page overrides them.
 STYLE = """\
 :where(.naranhi-source) :where(pre){margin:0;padding:.6em .8em;line-height:1.4;\
 background:transparent}
@@ -31,13 +38,19 @@ font-style:italic}
 """
 
 
-def source(*objects, docstrings=True):
+def source(*objects: Callable[..., Any] | ModuleType, docstrings: bool = True) -> None:
     """Show the source of functions, classes or modules of src/, under their file and names.
 
-    Neighbours from one file stand together. docstrings=False leaves the docstrings out. Line
-    numbers are not shown: they would change with every edit above.
-    Raises ValueError for an object that does not come from src/, as the book shows its own code
-    and quotes nobody's.
+    Consecutive objects from one file are shown together. Line numbers are not shown, because they
+    would change with every edit above.
+
+    Args:
+        objects: the functions, classes or modules, in the order to show.
+        docstrings: False leaves the docstrings out.
+
+    Raises:
+        ValueError: there are no objects, or an object does not come from src/: the book shows only
+            its own code.
     """
     if not objects:
         raise ValueError("name at least one function, class or module to show")
@@ -51,7 +64,7 @@ def source(*objects, docstrings=True):
                 "\n\n".join(_text(item, docstrings) for item in neighbours),
             )
         )
-    # JupyterLab would wrap long lines, and lose the indentation that carries the meaning.
+    # JupyterLab would wrap long lines, and lose the indentation, which has a meaning.
     formatter = HtmlFormatter(prestyles="white-space:pre;overflow-x:auto")
     blocks = "".join(
         f'<div class="naranhi-file" style="margin:.6em 0 .2em;font-size:.9em"><code>'
@@ -94,7 +107,7 @@ def _without_docstrings(text):
             first, after = node.body[0], node.body[1]
             start = min([after.lineno, *(d.lineno for d in getattr(after, "decorator_list", ()))])
             for i in range(first.lineno - 1, start - 1):
-                # What stands between the docstring and the code are comments, which stay.
+                # Keep the comments between the docstring and the code.
                 if i < first.end_lineno or not lines[i].strip():
                     lines[i] = None
     return "\n".join(line for line in lines if line is not None).strip() + "\n"

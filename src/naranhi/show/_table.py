@@ -1,9 +1,13 @@
-"""Tables, and numbers with their units."""
+"""Show tables, and write numbers with their units."""
+
+from __future__ import annotations
 
 import html
 import math
 import re
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from typing import Any
 
 from IPython.display import display
 
@@ -13,30 +17,32 @@ BINARY = [(1, "B"), (2**10, "KiB"), (2**20, "MiB"), (2**30, "GiB"), (2**40, "TiB
 NUMBER = re.compile(r"[-+−~<>≤≥±]?\s*\d|—$|nan|inf")
 
 
-def seconds(value):
-    """A time in seconds, to three digits in the unit that suits it: 3.2e-5 -> '32 µs'."""
+def seconds(value: float) -> str:
+    """Write a time in seconds, with three digits in the unit that suits it: 3.2e-5 -> '32 µs'."""
     return _with_unit(value, TIMES)
 
 
-def size(bytes):
-    """A number of bytes in binary units, 1 KiB being 1024 bytes: 2**20 -> '1 MiB'."""
+def size(bytes: float) -> str:
+    """Write a number of bytes in binary units, where 1 KiB is 1024 bytes: 2**20 -> '1 MiB'."""
     return _with_unit(bytes, BINARY)
 
 
-def rate(per_second, unit="B/s"):
-    """A rate in decimal units, 1 GB/s being 10**9 bytes a second: 3.2e9 -> '3.2 GB/s'.
+def rate(per_second: float, unit: str = "B/s") -> str:
+    """Write a rate in decimal units, where 1 GB/s is 10**9 bytes a second: 3.2e9 -> '3.2 GB/s'.
 
-    unit: what is counted, as in rate(4.1e12, "FLOP/s") -> '4.1 TFLOP/s'.
+    Args:
+        per_second: the rate.
+        unit: its unit, as in rate(4.1e12, "FLOP/s") -> '4.1 TFLOP/s'.
     """
     return _with_unit(per_second, [(scale, prefix + unit) for scale, prefix in DECIMAL])
 
 
 def _with_unit(value, units):
-    """Three significant digits, in the largest unit of which there is one or more."""
+    """Write three significant digits, in the largest unit in which the value is 1 or more."""
     if value == 0 or not math.isfinite(value):
         return f"{number(value)} {dict(units)[1]}"
     for (scale, unit), (larger, _) in pairwise([*units, (math.inf, None)]):
-        # Rounded before it is judged: 999.9 µs is 1 ms and not 1000 µs.
+        # Round before choosing the unit: 999.9 µs is 1 ms and not 1000 µs.
         if abs(_rounded(value / scale)) * scale < larger:
             return f"{number(value / scale)} {unit}"
 
@@ -45,8 +51,8 @@ def _rounded(value):
     return float(f"{value:.3g}") if abs(value) < 999.5 else round(value, 0)
 
 
-def number(value):
-    """A number to three significant digits, or to the unit with commas if it is larger: 1,234.
+def number(value: Any) -> str:
+    """Write a number with three significant digits; if larger, to the unit, with commas: 1,234.
 
     Integers are written in full, None as a dash and anything else as its str.
     """
@@ -61,15 +67,24 @@ def number(value):
     return mantissa + (f"e{int(exponent)}" if exponent else "")
 
 
-def table(rows, columns, caption=None, measured=False):
+def table(
+    rows: Iterable[Sequence[Any] | dict[str, Any]],
+    columns: Iterable[Any],
+    caption: str | None = None,
+    measured: bool = False,
+) -> None:
     """Show a table, as HTML and as plain text.
 
-    rows: a sequence per row, or a dict by column name. Numbers are written to three digits, None
-    as a dash; anything else as its str. A column that holds only numbers (with units or without)
-    is aligned to the right.
-    columns: the headings. caption: a line above the table.
-    measured: True when the table holds a measurement, which another run would print otherwise.
-    Raises ValueError for a row that does not fit the columns.
+    Args:
+        rows: a sequence per row, or a dict by column name. Numbers are written with three digits,
+            None as a dash, anything else as its str. A column of numbers only (with or without
+            units) is aligned to the right.
+        columns: the headings.
+        caption: a line above the table.
+        measured: True if the table holds a measurement, which differs from one run to the next.
+
+    Raises:
+        ValueError: a row does not fit the columns.
     """
     columns = [str(column) for column in columns]
     cells = [_row(row, columns) for row in rows]
@@ -99,7 +114,7 @@ def _row(row, columns):
 
 def _html(cells, columns, numeric, caption):
     def line(tag, row, border):
-        # "20.2 MiB" in two lines cannot be read; a heading over it may well have two.
+        # "20.2 MiB" broken into two lines is hard to read; a heading may have two lines.
         kept_whole = "white-space:nowrap;" if tag == "td" else ""
         return (
             "<tr>"

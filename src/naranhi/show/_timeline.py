@@ -1,4 +1,8 @@
-"""One drawing for a simulated and for a measured timeline: who did what, and when."""
+"""Draw a simulated or a measured timeline alike: which rank did what, and when."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
@@ -9,7 +13,10 @@ from naranhi.show import _table
 from naranhi.show._chart import COLORS, WIDTH
 from naranhi.show._figure import FAINT, INK, figure
 
-# What an action of a kind is called in the key, and its colour.
+if TYPE_CHECKING:
+    from naranhi.schedules import Timeline
+
+# Kind of action -> its name in the key, and its colour.
 KINDS = {
     "F": ("forward", COLORS[0]),
     "B": ("backward", COLORS[1]),
@@ -20,14 +27,20 @@ KINDS = {
 DIGIT = 0.085  # inches, the width of a digit of a micro-batch's number
 
 
-def timeline(timeline, measured=False, end=None):
+def timeline(timeline: Timeline, measured: bool = False, end: float | None = None) -> None:
     """Show what each rank does when: a row is a rank, a box an action, a gap is waiting.
 
-    The number in a box, where there is room, is the micro-batch's. Where a rank has several chunks
-    of the model, the first one's boxes are full and those of later ones paler, in a frame.
-    measured: True for one that was measured, whose times are then in seconds; a simulated one has
-    no unit. end: where the axis of time ends, to compare two drawings; by default at the last box.
-    Raises ValueError for an `end` before the end.
+    The number in a box, if there is room, is the micro-batch's. If a rank has several chunks of the
+    model, the boxes of the first chunk are opaque; those of later chunks are paler and framed.
+
+    Args:
+        timeline: the timeline to draw.
+        measured: True for a measured timeline, whose times are in seconds; a simulated timeline has
+            no unit.
+        end: the length of the time axis, to compare two drawings; default: up to the last box.
+
+    Raises:
+        ValueError: the axis would end before the last box.
     """
     bubble = f"{float(timeline.bubble_rate):.0%}"
     words = "measured" if measured else "simulated"
@@ -38,7 +51,8 @@ def timeline(timeline, measured=False, end=None):
     figure(draw_timeline(timeline, measured, end), alt, measured=measured)
 
 
-def draw_timeline(timeline, measured=False, end=None):
+def draw_timeline(timeline: Timeline, measured: bool = False, end: float | None = None) -> Figure:
+    """Draw the figure of `timeline`."""
     first = min(row[0].start for row in timeline)
     last = max(row[-1].end for row in timeline)
     length = float(last - first) if end is None else float(end)
@@ -97,13 +111,13 @@ def draw_timeline(timeline, measured=False, end=None):
 
 
 def _fill(chunk, chunks):
-    """How opaque the boxes of a rank's chunk are: from 1 for the first down to 0.25."""
+    """Return the opacity of the boxes of a rank's chunk: from 1 for the first down to 0.25."""
     return 1 - 0.75 * chunk / max(1, chunks - 1)
 
 
 def _draw_box(ax, rank, action, start, duration, wide, row_height, fill):
     _, color = KINDS[action.kind]
-    gap = min(0.012 * wide, duration / 5)  # so that two boxes that touch are two
+    gap = min(0.012 * wide, duration / 5)  # so that two boxes that touch look like two
     number = "" if action.microbatch is None else str(action.microbatch)
     frame = {"linewidth": 0} if fill == 1 else {"linewidth": 0.7, "edgecolor": color}
     ax.add_patch(

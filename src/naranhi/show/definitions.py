@@ -1,20 +1,24 @@
-"""What each collective does, on lists of blocks: the pictures are computed from these.
+"""Define each collective on lists of blocks; the pictures are computed from these definitions.
 
-A function takes what every rank holds, in rank order, and returns what every rank then holds;
-each holds a list of blocks, which is empty where a collective gives or wants nothing. A block is
-anything that can be added: numbers do, tensors do, and a `Block` remembers what went into it.
-Nothing here sends a message. How these results come about is the matter of `naranhi.collectives`;
-only the ring and the tree are played here too, step by step, to be looked at.
+A function takes what every rank holds, in rank order, and returns what every rank holds
+afterwards. Each rank holds a list of blocks, which is empty where the collective has no input or
+output on that rank. A block is anything that can be added: numbers, tensors, or a `Block`, which
+remembers what was added into it.
+
+Nothing here sends a message. `naranhi.collectives` shows how these results are computed. Only the
+ring and the tree are also played here, step by step, for the pictures.
 """
+
+from __future__ import annotations
 
 import string
 from functools import reduce as fold
 from operator import add
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Block(NamedTuple):
-    """A block of data by name: `terms` are its (position, rank) pairs, A0 being (0, 0)."""
+    """Hold a block of data by name: `terms` are its (position, rank) pairs; A0 is (0, 0)."""
 
     terms: tuple[tuple[int, int], ...]
 
@@ -25,42 +29,50 @@ class Block(NamedTuple):
         return "+".join(f"{string.ascii_uppercase[at]}{rank}" for at, rank in self.terms)
 
 
-def block(position, rank):
-    """The block at a position, 0 being A, of the data that a rank began with."""
+def block(position: int, rank: int) -> Block:
+    """Return the block at a position (0 is A) of the data that a rank began with."""
     return Block(((position, rank),))
 
 
-def broadcast(held, root=0):
+def broadcast(held: list[list[Any]], root: int = 0) -> list[list[Any]]:
+    """Send the root's blocks to every rank."""
     return [held[root] for _ in held]
 
 
-def scatter(held, root=0):
+def scatter(held: list[list[Any]], root: int = 0) -> list[list[Any]]:
+    """Send block i of the root to rank i."""
     return [[block] for block in held[root]]
 
 
-def gather(held, root=0):
+def gather(held: list[list[Any]], root: int = 0) -> list[list[Any]]:
+    """Send every rank's block to the root."""
     everything = [block for [block] in held]
     return [everything if rank == root else [] for rank in range(len(held))]
 
 
-def reduce(held, root=0):
+def reduce(held: list[list[Any]], root: int = 0) -> list[list[Any]]:
+    """Add the blocks of all ranks, position by position, on the root; others keep theirs."""
     sums = [fold(add, column) for column in zip(*held, strict=True)]
     return [sums if rank == root else blocks for rank, blocks in enumerate(held)]
 
 
-def all_gather(held):
+def all_gather(held: list[list[Any]]) -> list[list[Any]]:
+    """Send every rank's block to every rank."""
     return [[block for [block] in held] for _ in held]
 
 
-def reduce_scatter(held):
+def reduce_scatter(held: list[list[Any]]) -> list[list[Any]]:
+    """Add the blocks of all ranks, position by position; rank i gets sum i."""
     return [[fold(add, column)] for column in zip(*held, strict=True)]
 
 
-def all_reduce(held):
+def all_reduce(held: list[list[Any]]) -> list[list[Any]]:
+    """Add the blocks of all ranks, position by position, on every rank."""
     return all_gather(reduce_scatter(held))
 
 
-def all_to_all(held):
+def all_to_all(held: list[list[Any]]) -> list[list[Any]]:
+    """Send block i of every rank to rank i."""
     return [list(column) for column in zip(*held, strict=True)]
 
 
@@ -79,8 +91,8 @@ COLLECTIVES = {
 }
 
 
-def example(name, ranks, root=0):
-    """What the ranks hold before the collective of that name: whole tensors or a block each."""
+def example(name: str, ranks: int, root: int = 0) -> list[list[Block]]:
+    """Return what the ranks hold before the named collective: whole tensors or a block each."""
     if name in ("gather", "all_gather"):
         return [[block(0, rank)] for rank in range(ranks)]
     rooted = name in ("broadcast", "scatter")
@@ -91,19 +103,19 @@ def example(name, ranks, root=0):
 
 
 class Step(NamedTuple):
-    """`held[rank][position]` after a step of the ring, and the position each rank received."""
+    """Hold `held[rank][position]` after a step of the ring, and the position each rank received."""
 
     phase: str
     held: list[list[Block]]
     received: list[int | None]
 
 
-def ring(held):
-    """The steps of a ring all-reduce, the start first: reduce-scatter, then all-gather.
+def ring(held: list[list[Any]]) -> list[Step]:
+    """Return the steps of a ring all-reduce, the start first: reduce-scatter, then all-gather.
 
-    In each step every rank sends one block to the rank on its right. Block i starts at rank i + 1,
-    grows by each rank's own on its way round and is complete at rank i; then it goes round again,
-    and each rank keeps a copy.
+    In each step every rank sends one block to the rank on its right. Block i starts at rank i + 1.
+    On its way round each rank adds its own block i, and the sum is complete at rank i. Then the
+    block goes round again, and each rank keeps a copy.
     """
     ranks = len(held)
     steps = [Step("start", held, [None] * ranks)]
@@ -122,10 +134,10 @@ def ring(held):
     return steps
 
 
-def tree(ranks, root=0):
-    """The rounds of a binomial broadcast: in each, the (sender, receiver) pairs.
+def tree(ranks: int, root: int = 0) -> list[list[tuple[int, int]]]:
+    """Return the rounds of a binomial broadcast: in each, the (sender, receiver) pairs.
 
-    The ranks that have the data each pass it on; the distance halves from round to round.
+    Each rank that has the data sends it on; the distance halves from round to round.
     """
     distances = [2**i for i in range((ranks - 1).bit_length())]
     have, rounds = [0], []

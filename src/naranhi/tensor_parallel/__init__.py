@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism: layers whose weights are cut over ranks."""
+"""Tensor and sequence parallelism: layers whose weights are sharded over ranks."""
 
 from naranhi.tensor_parallel.attention import ParallelAttention
 from naranhi.tensor_parallel.gradient_norm import clip_grad_norm_

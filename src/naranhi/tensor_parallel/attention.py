@@ -1,8 +1,13 @@
-"""Attention between a column-parallel and a row-parallel layer: each rank has some of the heads.
+"""Attention between a column-parallel and a row-parallel layer: each rank computes some heads.
 
 Source: Shoeybi et al., "Megatron-LM" (2019), section 3.
 """
 
+from __future__ import annotations
+
+from typing import Any
+
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
@@ -12,18 +17,24 @@ from naranhi.tensor_parallel.random import fork_rng
 
 
 class ParallelAttention(nn.Module):
-    """Some of the heads of GPT-2's attention (`transformers`' GPT2Attention) on each rank.
+    """Compute some heads of GPT-2's attention (`transformers`' GPT2Attention) on each rank.
 
-    (batch, sequence, hidden) in and out, on every rank the same; with sequence parallelism
-    (batch, sequence / ranks, hidden). Its `c_attn` is to be a ColumnParallelLinear of 3 parts, and
-    its `c_proj` a RowParallelLinear. Attention's dropout draws other numbers on each rank.
+    Input and output are (batch, sequence, hidden), the same on every rank; with sequence
+    parallelism (batch, sequence / ranks, hidden). Attention dropout draws different random numbers
+    on each rank.
 
-    Raises ValueError when the ranks do not divide the heads, for attention between two sequences or
-    in mixed precision of its own, and where hooks would be lost; TypeError for another kind of
-    layer, also a subclass.
+    Args:
+        attention: the unsplit layer. Before the first forward, `c_attn` must be a
+            ColumnParallelLinear of 3 parts, and `c_proj` a RowParallelLinear.
+        group: the process group; None for the default one.
+
+    Raises:
+        ValueError: the ranks do not divide the heads, the layer attends between two sequences or
+            has mixed precision of its own (`reorder_and_upcast_attn`), or hooks would be lost.
+        TypeError: another kind of layer, including a subclass.
     """
 
-    def __init__(self, attention, group=None):
+    def __init__(self, attention: nn.Module, group: dist.ProcessGroup | None = None):
         super().__init__()
         ranks = dist.get_world_size(group)
         require_attention(attention)
@@ -36,10 +47,17 @@ class ParallelAttention(nn.Module):
         self.c_attn, self.c_proj = attention.c_attn, attention.c_proj
         self.attn_dropout, self.resid_dropout = attention.attn_dropout, attention.resid_dropout
 
-    def forward(self, x, attention_mask=None, past_key_values=None, **_):
+    def forward(
+        self,
+        x: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: object = None,
+        **_: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Return the attention's output, and None in place of the attention weights."""
         if past_key_values is not None:
             raise ValueError("attention split over ranks has no cache: pass use_cache=False")
-        # Each (batch, heads of this rank, sequence, head size).
+        # Each is (batch, heads of this rank, sequence, head size).
         q, k, v = (
             part.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
             for part in self.c_attn(x).chunk(3, -1)

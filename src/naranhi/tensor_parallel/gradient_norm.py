@@ -1,9 +1,12 @@
-"""The norm of all gradients of a model of which each rank has a part, and clipping to it.
+"""The gradient norm of a model that is sharded over ranks, and clipping by that norm.
 
-Every parameter counts once. What the ranks of a tensor-parallel group hold in parts is summed over
-that group, which the modules name (`splits` and `group`); what they hold whole is not. Copies of a
-tied parameter count on one rank. Replicas have equal gradients, over which nothing is summed.
+Every parameter counts once. The norm of sharded parameters is summed over their tensor-parallel
+group, which the modules name (`splits` and `group`); that of replicated parameters is not summed.
+Copies of a tied parameter count on one rank. Data-parallel replicas have equal gradients, so
+nothing is summed over them.
 """
+
+from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from math import inf, isfinite
@@ -25,19 +28,30 @@ def clip_grad_norm_(
     groups: Sequence[dist.ProcessGroup] = (),
     counted_elsewhere: Iterable[nn.Parameter] = (),
 ) -> float:
-    """Scale gradients in place to a norm of at most `max_norm`, and return the norm they had.
+    """Scale gradients in place to a norm of at most `max_norm`, and return the norm before.
 
-    The norm is that of the whole model, as `torch.nn.utils.clip_grad_norm_` has it in one process.
-    Unlike that, this raises where the norm is not finite: scaled by it, all would be zeros or NaN.
+    The norm is that of the whole model, as `torch.nn.utils.clip_grad_norm_` computes it in one
+    process. Unlike that function, this one raises if the norm is not finite: scaling by such a norm
+    would make every gradient zero or NaN.
 
-    model: this rank's part; its layers may be tensor-parallel. Call it on every rank, when all sums
-    of the step are done (of replicas, tied copies, sequence parallelism).
-    groups: those over whose ranks the model is spread otherwise, such as a pipeline's.
-    counted_elsewhere: parameters of this rank that count on another, such as later tied copies.
+    Call it on every rank, after all reductions of the step (of replicas, tied copies and sequence
+    parallelism).
 
-    Raises ValueError for a `max_norm` or `norm_type` that is not above 0; RuntimeError where
-    `sum_sequence_gradients` has not been called yet; FloatingPointError on every rank, before
-    anything is scaled, for a norm that is not finite.
+    Args:
+        model: this rank's part of the model; its layers may be tensor-parallel.
+        max_norm: the largest norm allowed, above 0.
+        norm_type: the exponent of the norm, above 0; inf for the largest absolute value.
+        groups: the other groups over whose ranks the model is distributed, such as a pipeline's.
+        counted_elsewhere: parameters of this rank that count on another rank, such as later tied
+            copies.
+
+    Returns:
+        The norm before scaling.
+
+    Raises:
+        ValueError: `max_norm` or `norm_type` is not above 0.
+        RuntimeError: `sum_sequence_gradients` has not been called yet.
+        FloatingPointError: the norm is not finite; raised on every rank, before any scaling.
     """
     if names := unsummed(model):
         raise RuntimeError(
@@ -57,7 +71,7 @@ def clip_grad_norm_(
 
 
 def split_over(model: nn.Module) -> dict[nn.Parameter, dist.ProcessGroup]:
-    """Return the parameters of which each rank of a group holds a part, with that group."""
+    """Return the sharded parameters, each with the group whose ranks hold its shards."""
     return {
         getattr(module, name): module.group
         for module in model.modules()
@@ -72,10 +86,14 @@ def norm_of_parts(
     groups: Sequence[dist.ProcessGroup],
     device: torch.device | None = None,
 ) -> float:
-    """Return the norm of gradients that are spread over the ranks of `groups`.
+    """Return the norm of gradients that are distributed over the ranks of `groups`.
 
-    parts: this rank's gradients, by the group of which each rank has another part of them; those
-    under None are whole.
+    Args:
+        parts: this rank's gradients, by the group over which they are sharded; those under None
+            are whole.
+        norm_type: the exponent of the norm.
+        groups: groups over whose ranks the parameters are distributed.
+        device: the device of the computation if a list of gradients is empty.
     """
     total = norm_power(parts[None], norm_type, device)
     for group, tensors in parts.items():
@@ -93,12 +111,19 @@ def norm_of_parts(
 def norm_power(
     tensors: Sequence[torch.Tensor], norm_type: float = 2.0, device: torch.device | None = None
 ) -> torch.Tensor:
-    """Return what these tensors add to the norm of all: a tensor of one float64, to be summed.
+    """Return the contribution of these tensors to a norm, as a float64 scalar tensor.
 
-    It is the sum of |x| ** norm_type over all elements x; for norm_type inf it is the largest |x|,
-    of which the largest is to be taken instead of the sum. Any mix of dtypes, complex ones too.
-    float64, since the square of a norm in float32 may exceed float32. device: of the result where
-    there are no tensors.
+    It is the sum of |x| ** norm_type over all elements x, and contributions are summed. For
+    norm_type inf it is the largest |x|, and the largest contribution counts. Dtypes may be mixed,
+    and complex. float64, because the square of a norm in float32 may exceed float32.
+
+    Args:
+        tensors: tensors of any shape.
+        norm_type: the exponent of the norm, above 0.
+        device: the device of the result if all tensors are empty.
+
+    Raises:
+        ValueError: `norm_type` is not above 0.
     """
     if not norm_type > 0:
         raise ValueError(f"norm_type must be above 0, not {norm_type!r}")
@@ -119,14 +144,19 @@ def _add(power, other, norm_type):
 
 
 def over_ranks(power: torch.Tensor, norm_type: float, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the sum (the largest, for norm_type inf) of all ranks' `norm_power`: the same bits."""
+    """Return the sum (the maximum, for inf) of the ranks' `norm_power`: the same bits on each."""
     table = power.new_empty(dist.get_world_size(group))
     all_gather(table, power, group)
     return table.max() if norm_type == inf else table.sum()
 
 
-def scale_to(gradients: Iterable[torch.Tensor], max_norm: float, norm: float):
-    """Scale gradients in place, whose norm over all ranks is `norm`, to at most `max_norm`."""
+def scale_to(gradients: Iterable[torch.Tensor], max_norm: float, norm: float) -> None:
+    """Scale gradients, whose norm over all ranks is `norm`, in place to at most `max_norm`.
+
+    Raises:
+        ValueError: `max_norm` is not above 0.
+        FloatingPointError: `norm` is not finite.
+    """
     if not max_norm > 0:
         raise ValueError(f"a norm is clipped to a number above 0, not to {max_norm!r}")
     if not isfinite(norm):

@@ -1,8 +1,8 @@
-"""Which layers can be cut: those that are exactly what their class says.
+"""Checks of which layers can be split: those that are exactly what their class says.
 
-A cut layer takes an unsplit one's parameters. Whatever else the unsplit one is (a subclass with a
-forward of its own, hooks, a weight that is computed from others) would be lost without a word, and
-another model trained. So it is refused by name.
+A split layer takes over the parameters of an unsplit layer. Anything else about the unsplit layer
+(a subclass with its own forward, hooks, a weight computed from others) would be lost silently, and
+a different model trained. So these checks raise an error that names what would be lost.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch.nn.modules.dropout import _DropoutNd
 from naranhi.autograd.module_hooks import hooks_of, is_compiled
 from naranhi.autograd.parameter_hooks import has_hooks
 
-# By name, because transformers is imported only by those who use it.
+# Compared by name, because only users of transformers import it.
 CONV1D = "transformers.pytorch_utils", "Conv1D"
 GPT2_ATTENTION = "transformers.models.gpt2.modeling_gpt2", "GPT2Attention"
 PRETRAINED = "transformers.modeling_utils", "PreTrainedModel"
 
 
 def require_linear(layer: nn.Module) -> None:
-    """Raise TypeError or ValueError unless this is a plain Linear, or GPT-2's Conv1D."""
+    """Raise TypeError or ValueError unless this is a plain Linear or GPT-2's Conv1D."""
     _require_no_parametrization(layer)
     if type(layer) is not nn.Linear and not is_conv1d(layer):
         raise _wrong_kind("a Linear or GPT-2's Conv1D is needed", layer, nn.Linear)
@@ -65,7 +65,7 @@ def require_attention(layer: nn.Module) -> None:
 
 
 def require_tokenwise(layer: nn.Module) -> None:
-    """Raise TypeError or ValueError where a layer may be more than a function of each token."""
+    """Raise TypeError or ValueError if a layer may be more than a function of each token."""
     _require_no_parametrization(layer)
     if isinstance(layer, _NormBase):
         raise TypeError(
@@ -82,7 +82,7 @@ def require_tokenwise(layer: nn.Module) -> None:
 
 
 def require_slow_path(parent: nn.Module) -> None:
-    """Raise ValueError where a module would use its children's weights without calling them."""
+    """Raise ValueError if a module would use its children's weights without calling them."""
     is_fast = torch.backends.mha.get_fastpath_enabled()
     if isinstance(parent, nn.TransformerEncoderLayer) and is_fast:
         raise ValueError(
@@ -93,7 +93,7 @@ def require_slow_path(parent: nn.Module) -> None:
 
 
 def require_layers_of_tokens(model: nn.Module) -> None:
-    """Raise ValueError for a whole model of transformers, whose parts count the tokens they get."""
+    """Raise ValueError for a whole transformers model, whose parts count the tokens they get."""
     for name, module in model.named_modules():
         if any((cls.__module__, cls.__name__) == PRETRAINED for cls in type(module).__mro__):
             raise ValueError(
@@ -123,7 +123,7 @@ def _require_no_parametrization(layer):
 
 
 def _require_own_forward(layer):
-    """Raise ValueError where a call runs something else than the forward of the class."""
+    """Raise ValueError if a call runs anything but the forward of the class."""
     hook = next(hooks_of(layer), None)
     if hook:
         raise ValueError(
@@ -138,7 +138,7 @@ def _require_own_forward(layer):
 
 
 def _require_plain(layer, *names):
-    """Raise ValueError where a layer has hooks, or holds anything but these parameters."""
+    """Raise ValueError if a layer has hooks, or holds anything but these parameters."""
     _require_own_forward(layer)
     held = {*layer._parameters, *layer._buffers, *layer._modules}
     if held != set(names):

@@ -1,23 +1,28 @@
-"""Linear layers cut by columns and by rows, and the attention between such a pair.
+"""Linear layers split by columns and by rows, which are used in pairs.
 
-A column-parallel layer computes some of the outputs from all inputs, a row-parallel one a summand
-of all outputs from some of the inputs. What the first puts out is what the second takes, so the
-two, with an activation or attention heads between them, need one all-reduce in the forward (after
-the second) and one in the backward (before the first).
+A column-parallel layer computes some of the outputs from all inputs. A row-parallel layer computes
+a partial sum of all outputs from some of the inputs. The outputs of the first are the inputs of the
+second. So the two, with an activation or attention heads between them, need one all-reduce in the
+forward (after the second) and one in the backward (before the first).
 
-Each is made of an unsplit layer, of which it takes this rank's part: an `nn.Linear`, or GPT-2's
+Each is built from an unsplit layer, of which it keeps this rank's shard: an `nn.Linear`, or GPT-2's
 `Conv1D`, whose weight is (inputs, outputs). `group` is the process group, None for the default one.
 
 With `sequence`, activations outside are split along the sequence, (batch, sequence / ranks, hidden)
-on each rank: the all-reduces become pairs of reduce-scatter and all-gather, which move as much.
+on each rank. The all-reduces then become pairs of reduce-scatter and all-gather, which move as many
+bytes.
 
-A backward that is split in two (`split_backward`) goes through a layer twice. With `sequence`, what
-a layer's backward sends is then sent twice; without, once, with the inputs' gradients.
+A backward that is split in two (`split_backward`) runs through a layer twice. With `sequence`, the
+layer's backward then communicates twice; without `sequence`, once, with the inputs' gradients.
 
 Sources: Shoeybi et al. (2019), section 3; Korthikanti et al. (2022), section 4.2.
 """
 
+from __future__ import annotations
+
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
@@ -37,17 +42,33 @@ from naranhi.tensor_parallel.shards import ShardedModule, Split
 
 
 class ColumnParallelLinear(ShardedModule):
-    """This rank's outputs of a linear layer: (..., inputs) to (..., outputs / ranks).
+    """Compute this rank's outputs of a linear layer: (..., inputs) to (..., outputs / ranks).
 
-    Inputs are the same on every rank; with `sequence`, (..., sequence / ranks, inputs) are gathered
-    first. parts: see `Split`; 3 for queries, keys and values in one. pad: fill up outputs of one
-    part with zeros. `gather_from_group` puts the outputs together, if they are needed whole.
+    Inputs are the same on every rank; with `sequence`, (..., sequence / ranks, inputs) are
+    all-gathered first. If the outputs are needed whole, `gather_from_group` concatenates them.
 
-    Raises ValueError when the ranks do not divide the outputs of each part, and where hooks or a
-    parametrization would be lost; TypeError for another kind of layer, also a subclass.
+    Args:
+        linear: the unsplit layer, an `nn.Linear` or GPT-2's `Conv1D`.
+        group: the process group; None for the default one.
+        parts: see `Split`; 3 for a layer that computes queries, keys and values together.
+        sequence: whether inputs are split along the sequence.
+        pad: whether to pad the outputs with zeros if the ranks do not divide them; only with one
+            part.
+
+    Raises:
+        ValueError: the ranks do not divide the outputs of each part, or hooks or a parametrization
+            would be lost.
+        TypeError: another kind of layer, including a subclass.
     """
 
-    def __init__(self, linear, group=None, parts=1, sequence=False, pad=False):
+    def __init__(
+        self,
+        linear: nn.Module,
+        group: dist.ProcessGroup | None = None,
+        parts: int = 1,
+        sequence: bool = False,
+        pad: bool = False,
+    ):
         super().__init__(group, sequence)
         require_linear(linear)
         self.transposed, self.sends = is_conv1d(linear), True
@@ -59,40 +80,59 @@ class ColumnParallelLinear(ShardedModule):
         self.take("weight", linear.weight, Split(dim, outputs, self.ranks, parts))
         self.take("bias", linear.bias, Split(0, outputs, self.ranks, parts))
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this rank's outputs."""
         return self.product(x, self.bias)
 
-    def product(self, x, bias):
-        """The forward, with this bias."""
+    def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Run the forward with this bias instead of the layer's own."""
         if not self.sends:
             return _linear(x, self.weight, bias, self.transposed)
         function = _SequenceColumn if self.sequence else ColumnFunction
         tensors = _as_autocast(x, self.weight, bias)
         return function.apply(*tensors, self.transposed, self.group)
 
-    def as_splittable(self):
-        # Of a sequence, all ranks' parts would have to be kept until the weights' gradients.
+    def as_splittable(self) -> nn.Module:
+        """Make this layer, in place, one whose backward can be split in two, and return it."""
+        # With `sequence`, a gather outside the layer would keep the whole input until the weights'
+        # gradients.
         self.sends = self.sequence
         return as_kind(Splittable if self.sequence else SplittableColumn, self)
 
 
 class SplittableColumn(Splittable):
-    """A column-parallel layer whose all-reduce is outside of what the backward goes through twice,
-    after the inputs' gradients."""
+    """Keep a column-parallel layer's all-reduce out of the part that a split backward runs twice.
 
-    def forward(self, x):
+    The all-reduce follows the inputs' gradients, once.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this rank's outputs."""
         return super().forward(copy_to_group(x, self.group))
 
 
 class RowParallelLinear(ShardedModule):
-    """A linear layer of which this rank has some of the inputs: (..., inputs / ranks) to (...,
-    outputs), the same on every rank; with `sequence`, (..., sequence / ranks, outputs).
+    """Compute a linear layer from this rank's inputs: (..., inputs / ranks) to (..., outputs).
 
-    Raises ValueError when the ranks do not divide the inputs, and where hooks or a parametrization
-    would be lost; TypeError for another kind of layer, also a subclass.
+    The outputs are the same on every rank; with `sequence`, they are (..., sequence / ranks,
+    outputs).
+
+    Args:
+        linear: the unsplit layer, an `nn.Linear` or GPT-2's `Conv1D`.
+        group: the process group; None for the default one.
+        sequence: whether outputs are split along the sequence.
+
+    Raises:
+        ValueError: the ranks do not divide the inputs, or hooks or a parametrization would be lost.
+        TypeError: another kind of layer, including a subclass.
     """
 
-    def __init__(self, linear, group=None, sequence=False):
+    def __init__(
+        self,
+        linear: nn.Module,
+        group: dist.ProcessGroup | None = None,
+        sequence: bool = False,
+    ):
         super().__init__(group, sequence)
         require_linear(linear)
         self.transposed = is_conv1d(linear)
@@ -103,26 +143,39 @@ class RowParallelLinear(ShardedModule):
         self.take("weight", linear.weight, Split(dim, inputs, self.ranks))
         self.take("bias", linear.bias)
 
-    def forward(self, x):
-        # The bias comes after the sum, or it would be added once for each rank.
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the ranks' products, plus the bias."""
+        # Add the bias after the sum, or every rank would add it once.
         summed = reduce_scatter_to_sequence if self.sequence else reduce_from_group
         y = summed(x @ _in_by_out(self.weight, self.transposed), self.group)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
 class ColumnFunction(Function):
-    """`linear(copy_to_group(x))`, but the weight's gradient is computed while the all-reduce of the
-    input's is under way."""
+    """Compute `linear(copy_to_group(x))`, with the backward's all-reduce overlapped.
+
+    The backward computes the weight's gradient while the all-reduce of the input's gradient is in
+    flight.
+    """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, transposed, group):
+    def forward(
+        ctx,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        transposed: bool,
+        group: dist.ProcessGroup | None,
+    ) -> torch.Tensor:
+        """Return the product with this rank's columns, and save its factors."""
         ctx.save_for_backward(x, weight)
         ctx.transposed, ctx.group = transposed, group
         return _linear(x, weight, bias, transposed)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, gradient):
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients of input, weight and bias; the input's is summed over the group."""
         x, weight = ctx.saved_tensors
         wants_x, *wants = ctx.needs_input_grad[:3]
         if wants_x:
@@ -133,8 +186,10 @@ class ColumnFunction(Function):
 
 
 class _SequenceColumn(Function):
-    """`linear(gather_from_sequence(x))`, overlapped likewise. It keeps this rank's part of x, and
-    gathers the rest once more for the weight's gradient."""
+    """Compute `linear(gather_from_sequence(x))`, with the backward overlapped in the same way.
+
+    It saves only this rank's part of x, and gathers x again for the weight's gradient.
+    """
 
     @staticmethod
     def forward(ctx, x, weight, bias, transposed, group):
@@ -164,8 +219,8 @@ def _in_by_out(weight, transposed):
 
 
 def _weight_gradients(x, gradient, transposed, wants_weight, wants_bias):
-    """Of the weight, in the form that it has, and of the bias; None where there is none."""
-    x, gradient = (one.unsqueeze(0).flatten(0, -2) for one in (x, gradient))  # also of one row
+    """Return the gradients of the weight, in the weight's layout, and of the bias, or None."""
+    x, gradient = (one.unsqueeze(0).flatten(0, -2) for one in (x, gradient))  # x may be one row
     to_weight = None
     if wants_weight:
         to_weight = x.t() @ gradient if transposed else gradient.t() @ x
@@ -173,7 +228,7 @@ def _weight_gradients(x, gradient, transposed, wants_weight, wants_bias):
 
 
 def _as_autocast(x, *weights):
-    """The tensors in the precision of autocast, which knows nothing of what a Function does."""
+    """Return the tensors in autocast's dtype, because autocast does not look inside a Function."""
     kind = x.device.type
     if not torch.is_autocast_enabled(kind):
         return x, *weights

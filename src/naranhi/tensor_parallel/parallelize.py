@@ -1,31 +1,34 @@
-"""Tensor parallelism: each layer cut over a group of ranks, all of which work on the same data.
+"""Tensor parallelism: split each layer over a group of ranks that all work on the same data.
 
-    layers = models.gpt2(config)                     # from one seed, so the same on every rank
-    parallelize(layers, gpt2_plan(), group)          # this rank keeps its part of them
+    layers = models.gpt2(config)                     # from one seed: equal on every rank
+    parallelize(layers, gpt2_plan(), group)          # this rank keeps its shard
     loss = vocabulary_cross_entropy(forward(layers, tokens), targets, group)
 
-A plan says which layers are cut, and how, by patterns of names. Whatever layers a plan consists of,
-what they are made of is here too: the ways in and out of the split region (`mappings`), linear
-layers and attention (`layers`, `attention`), embedding, head and cross-entropy (`vocabulary`),
-random numbers (`random`) and state (`shards`).
+A plan says which layers are split, and how, by patterns of names. The other modules of this package
+hold what the split layers consist of: the functions that enter and leave the split region
+(`mappings`), linear layers and attention (`layers`, `attention`), embedding, head and cross-entropy
+(`vocabulary`), random numbers (`random`) and state (`shards`).
 
-With sequence parallelism, what lies between the cut layers (norms, dropout, residuals) is split
-too, along the sequence; `sum_sequence_gradients` (`sequence_gradients`) then ends each step's
-backward, unless ZeRO or other hooks have taken the gradients already.
+With sequence parallelism, everything between the split layers (norms, dropout, residuals) is split
+too, along the sequence. `sum_sequence_gradients` (`sequence_gradients`) then ends each step's
+backward, unless ZeRO or other hooks have already used the gradients.
 
-Every rank of the group is to be given the same batch, in the same order, and to stand at the same
-place of torch's random numbers: `distributed.agree(group, tokens=..., targets=...)`
-compares.
+Every rank of the group needs the same batch, in the same order, and the same state of torch's
+random number generators. `distributed.agree(group, tokens=..., targets=...)` compares batches.
 
 Sources: Shoeybi et al., "Megatron-LM: training multi-billion parameter language models using model
 parallelism" (2019); Korthikanti et al., "Reducing activation recomputation in large Transformer
 models" (2022).
 """
 
+from __future__ import annotations
+
+from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -57,40 +60,64 @@ from naranhi.tensor_parallel.vocabulary import (
 
 @dataclass(frozen=True)
 class Column:
-    """A linear layer is cut by its outputs, each of its parts by itself."""
+    """Split a linear layer by its outputs.
+
+    Args:
+        parts: how many parts the outputs have, each of which is split separately (see `Split`).
+    """
 
     parts: int = 1
 
-    def cut(self, layer, group, sequence):
+    def cut(
+        self, layer: nn.Module, group: dist.ProcessGroup | None, sequence: bool
+    ) -> ColumnParallelLinear:
+        """Return the layer that computes this rank's outputs."""
         return ColumnParallelLinear(layer, group, self.parts, sequence)
 
 
 @dataclass(frozen=True)
 class Row:
-    """A linear layer is cut by its inputs, which are the outputs of one that is cut by those."""
+    """Split a linear layer by its inputs, which are the outputs of a layer split by `Column`."""
 
-    def cut(self, layer, group, sequence):
+    def cut(
+        self, layer: nn.Module, group: dist.ProcessGroup | None, sequence: bool
+    ) -> RowParallelLinear:
+        """Return the layer that computes from this rank's inputs."""
         return RowParallelLinear(layer, group, sequence)
 
 
 @dataclass(frozen=True)
 class Heads:
-    """GPT-2's attention is cut by heads; its c_attn and c_proj are in the plan by themselves."""
+    """Split GPT-2's attention by heads; its c_attn and c_proj need plan entries of their own."""
 
     needs = ("c_attn", Column(parts=3)), ("c_proj", Row())
 
-    def cut(self, layer, group, sequence):
+    def cut(
+        self, layer: nn.Module, group: dist.ProcessGroup | None, sequence: bool
+    ) -> ParallelAttention:
+        """Return the attention that computes this rank's heads."""
         return ParallelAttention(layer, group)
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """An embedding, or a head, is cut by its words. gather_output: a head returns the logits of all
-    words on every rank, as generating needs them, and not those of the rank's own words."""
+    """Split an embedding, or a head, by its vocabulary.
+
+    Args:
+        gather_output: whether a head returns the logits of the whole vocabulary on every rank, as
+            generation needs them, instead of the logits of the rank's own tokens.
+    """
 
     gather_output: bool = False
 
-    def cut(self, layer, group, sequence):
+    def cut(
+        self, layer: nn.Module, group: dist.ProcessGroup | None, sequence: bool
+    ) -> VocabularyParallelEmbedding | VocabularyParallelHead:
+        """Return the embedding, or the head, of this rank's tokens of the vocabulary.
+
+        Raises:
+            ValueError: `gather_output` for an embedding.
+        """
         if not isinstance(layer, nn.Embedding):
             return VocabularyParallelHead(layer, group, sequence, self.gather_output)
         if self.gather_output:
@@ -102,11 +129,18 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class SequenceParallel:
-    """A norm, dropout or position embedding works on each token by itself: whole on every rank, but
-    with sequence parallelism only for this rank's tokens. ValueError then for a layer made of
-    layers, each of which is to be in the plan by itself."""
+    """Run a norm, dropout or position embedding, with sequence parallelism, on this rank's tokens.
 
-    def cut(self, layer, group, sequence):
+    Such a layer works on each token separately, and every rank holds it whole.
+    """
+
+    def cut(self, layer: nn.Module, group: dist.ProcessGroup | None, sequence: bool) -> nn.Module:
+        """Return the layer for this rank's part of the sequence; without `sequence`, the layer.
+
+        Raises:
+            ValueError: with `sequence`, a layer made of layers, each of which needs a plan entry of
+                its own.
+        """
         if not sequence:
             return layer
         require_tokenwise(layer)
@@ -114,30 +148,40 @@ class SequenceParallel:
             return ShardedDropout(layer.p, group, layer.inplace)
         if isinstance(layer, nn.Embedding):
             return SequencePositions(layer, group)
-        layer = copy(layer)  # which has the same parameters
+        layer = copy(layer)  # the copy has the same parameters
         mark_sequence_module(layer, group)
         return layer
 
 
 class SequencePositions(ShardedModule):
-    """An embedding of positions, (..., sequence) to (..., sequence / ranks, hidden): of this rank's
-    part of the sequence. ValueError when the ranks do not divide it."""
+    """Embed this rank's positions: (..., sequence) to (..., sequence / ranks, hidden).
 
-    def __init__(self, embedding, group):
+    Args:
+        embedding: the embedding of positions.
+        group: the process group; None for the default one.
+
+    Raises:
+        ValueError: the ranks do not divide the sequence; raised in the forward.
+    """
+
+    def __init__(self, embedding: nn.Embedding, group: dist.ProcessGroup | None):
         super().__init__(group, True)
         require_embedding(embedding)
         self.num_embeddings, self.padding_idx = embedding.num_embeddings, embedding.padding_idx
         self.take("weight", embedding.weight)
 
-    def forward(self, positions):
+    def forward(self, positions: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings of this rank's positions."""
         own = scatter_to_group(positions, self.group)
         return nn.functional.embedding(own, self.weight, self.padding_idx)
 
 
-def gpt2_plan(gather_output=False):
-    """The plan for `models.gpt2`: one all-reduce each way for each attention and each MLP.
+def gpt2_plan(
+    gather_output: bool = False,
+) -> dict[str, Column | Row | Heads | Vocabulary | SequenceParallel]:
+    """Return the plan for `models.gpt2`: one all-reduce each way per attention and per MLP.
 
-    It fits a whole `GPT2LMHeadModel` of transformers too. gather_output: of its head, see
+    It also fits a whole `GPT2LMHeadModel` of transformers. `gather_output` is for the head, see
     `Vocabulary`.
     """
     return {
@@ -156,25 +200,35 @@ def gpt2_plan(gather_output=False):
     }
 
 
-def mlp_plan():
-    """The plan for `models.mlp`."""
+def mlp_plan() -> dict[str, Column | Row]:
+    """Return the plan for `models.mlp`."""
     return {"*up": Column(), "*down": Row()}
 
 
-def parallelize(model, plan, group=None, sequence=False):
-    """Cut a model's layers over the ranks of a group, in place; returns the model.
+def parallelize(
+    model: nn.Module | list[nn.Module],
+    plan: Mapping[str, Column | Row | Heads | Vocabulary | SequenceParallel],
+    group: dist.ProcessGroup | None = None,
+    sequence: bool = False,
+) -> nn.Module | list[nn.Module]:
+    """Split a model's layers over the ranks of a group, in place, and return the model.
 
-    model: a module, or a list of layers, with the same weights on every rank (made from the same
-        seed, or loaded). Each rank keeps its own part of the parameters that are cut.
-    plan: {pattern: Column(), Row(), ...}. A pattern is a name as in `named_modules` (of a list,
-        from the layer's number on), in which * stands for anything.
-    sequence: also split what is between these layers along the sequence.
+    Args:
+        model: a module, or a list of layers, with the same weights on every rank (built from the
+            same seed, or loaded). Each rank keeps its own shard of the parameters that are split.
+        plan: {pattern: Column(), Row(), ...}. A pattern is a name as in `named_modules` (for a
+            list, a name begins with the layer's index), in which * matches anything.
+        group: the process group; None for the default one.
+        sequence: whether to split the activations between these layers, too, along the sequence.
 
-    Raises ValueError on every rank of the group, before anything is changed: for a pattern that no
-    layer has, a layer that two patterns have or that is cut already, heads, inputs or outputs that
-    the ranks do not divide, a tied parameter not cut alike in all places, for ranks with different
-    plans or weights, and for what a cut layer would lose, such as hooks, parametrizations and
-    pruning; TypeError for a layer that cannot be cut in this way, also a subclass of one that can.
+    Raises:
+        ValueError: raised on every rank of the group, before anything is changed. A pattern matches
+            no layer; a layer matches two patterns, or is split already; the ranks do not divide
+            heads, inputs or outputs; a tied parameter is not split in the same way everywhere; the
+            ranks have different plans or weights; or a split layer would lose something, such as
+            hooks, parametrizations and pruning.
+        TypeError: raised in the same way. A layer cannot be split as planned, including a subclass
+            of a layer that can.
     """
     module, error, new = as_module(model), None, {}
     try:
@@ -182,7 +236,7 @@ def parallelize(model, plan, group=None, sequence=False):
     except (TypeError, ValueError) as wrong:
         error = wrong
     _agree(module, f"{plan}, sequence={sequence}", error, group)
-    for name, layer in new.items():  # attention before what is in it
+    for name, layer in new.items():  # attention before the layers in it
         module.set_submodule(name, layer)
         if isinstance(model, list) and name.isdigit():
             model[int(name)] = layer
@@ -192,10 +246,10 @@ def parallelize(model, plan, group=None, sequence=False):
 
 
 def _new_layers(module, plan, group, sequence):
-    """{name: the layer that takes its place}, in the order of `named_modules`."""
+    """Return {name: the layer that replaces it}, in the order of `named_modules`."""
     if sequence:
         require_layers_of_tokens(module)
-    # A layer that is used in two places has two names.
+    # A layer used in two places has two names.
     layers, chosen, new = dict(module.named_modules(remove_duplicate=False)), {}, {}
     for pattern, way in plan.items():
         names = [name for name in layers if fnmatchcase(name, pattern)]
@@ -220,7 +274,7 @@ def _new_layers(module, plan, group, sequence):
 
 
 def _tie(layers, new):
-    """Let what was one parameter in several layers be one again."""
+    """Share again, among the new layers, every parameter that several layers shared."""
     users = {}
     for name, layer in layers.items():
         for own, parameter in layer.named_parameters(recurse=False):
@@ -237,14 +291,14 @@ def _tie(layers, new):
 
 
 def _way(layer, parameter):
-    """How a layer has a parameter: cut like that, or whole, on its part of the sequence or not."""
+    """Return how a layer holds a parameter: its Split, or whether the sequence is split."""
     if parameter in getattr(layer, "splits", ()):
         return layer.splits[parameter]
     return layer is not None and bool(sequence_parameters(layer))
 
 
 def _agree(module, plan, error, group):
-    """Raise the error of any rank, or ValueError where plans or weights differ."""
+    """Raise the error of any rank, or ValueError if plans or weights differ."""
     tensors = {} if error else dict([*module.named_parameters(), *module.named_buffers()])
     mine = error, plan, {name: fingerprint(one) for name, one in tensors.items()}
     told = [None] * dist.get_world_size(group)

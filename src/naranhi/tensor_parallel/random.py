@@ -1,18 +1,20 @@
-"""Random numbers in tensor parallelism: the same on all ranks outside the split region, others in
-it.
+"""Random numbers in tensor parallelism: equal on all ranks outside the split region, not inside.
 
-Outside, every rank of the group has the same activations: dropout must take the same of them, or
-the ranks' copies part. Inside, each rank has another part: were the numbers the same there, then
-those of one head, or one position, would be those of another.
+Outside, every rank of the group has the same activations, and needs the same dropout mask, or the
+ranks' copies diverge. Inside, each rank has a different part of the activations, and needs a
+different mask, or two heads, or two positions, would share one.
 
-Both come from torch's own generators, which stand alike on all ranks when these were seeded alike:
-on the way into the region each rank draws one number, the same everywhere, and adds its rank to it;
-that seeds the numbers inside; on the way out the generator is put back. So there is no further
-state to save, or to restore for recomputation.
+Both kinds come from torch's own generators, which have the same state on all ranks if they were
+seeded alike. On entering the region, each rank draws one number (the same on every rank), adds its
+rank, and seeds the generator with the sum. On leaving, it restores the generator's state. So no
+other state has to be saved, or restored for recomputation.
 
-Compare Shoeybi et al. (2019), appendix B.2, which keep a second state for the region.
+Compare Shoeybi et al. (2019), appendix B.2, who keep a second RNG state for the region.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -23,9 +25,11 @@ from naranhi.tensor_parallel.mappings import stays
 
 
 @contextmanager
-def fork_rng(x, group=None):
-    """Inside, random numbers on x's device are others on each rank of the group. Outside it is as
-    if one number had been drawn on the CPU."""
+def fork_rng(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Draw different random numbers on each rank of the group inside, on x's device.
+
+    Outside, the only effect is that of one number drawn on the CPU.
+    """
     if stays(x, group):
         yield
         return
@@ -42,13 +46,20 @@ def fork_rng(x, group=None):
 
 
 class ShardedDropout(nn.Dropout):
-    """Dropout inside the split region: each rank of the group draws numbers of its own."""
+    """Dropout inside the split region: each rank of the group draws its own random numbers.
 
-    def __init__(self, p, group=None, inplace=False):
+    Args:
+        p: the probability of dropping an element.
+        group: the process group; None for the default one.
+        inplace: see `nn.Dropout`.
+    """
+
+    def __init__(self, p: float, group: dist.ProcessGroup | None = None, inplace: bool = False):
         super().__init__(p, inplace)
         self.group = group
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x with elements dropped, in training; else x itself."""
         if not (self.training and self.p):
             return x
         with fork_rng(x, self.group):

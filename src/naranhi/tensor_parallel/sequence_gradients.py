@@ -1,10 +1,10 @@
-"""The gradients of what every rank holds whole and uses on its part of the sequence only.
+"""Gradients of parameters that every rank holds whole, but uses only on its part of the sequence.
 
 With sequence parallelism, norms, position embeddings and biases added after a row-parallel product
-see this rank's tokens. Their gradient is the sum of the ranks' parts. A sum once in a step, after
-the last backward, takes the fewest messages: `sum_sequence_gradients`. But ZeRO and `DDP`
-take a gradient as soon as a backward has found it, and a user's hook looks at it then: where a
-parameter has such hooks, each backward sums its gradient first.
+see only this rank's tokens. Their gradient is the sum of the ranks' partial gradients. Reducing
+once per step, after the last backward, takes the fewest messages: `sum_sequence_gradients`. But
+ZeRO and `DDP` use a gradient as soon as a backward has computed it, and a user's hook reads it at
+that time. If a parameter has such hooks, each backward sums its gradient first.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from naranhi.tensor_parallel.shards import ShardedModule, as_module
 def sequence_parameters(
     model: nn.Module | list[nn.Module],
 ) -> dict[str, tuple[nn.Parameter, dist.ProcessGroup | None]]:
-    """Return {name: (parameter, group)} of what is replicated inside sequence parallelism.
+    """Return {name: (parameter, group)} of the parameters replicated in sequence parallelism.
 
-    Those are the trained parameters that every rank of the group holds whole, and uses on its part
-    of the sequence only.
+    These are the trained parameters that every rank of the group holds whole, but uses only on its
+    part of the sequence.
     """
     params = {}
     for prefix, module in as_module(model).named_modules():
@@ -44,29 +44,32 @@ def sequence_parameters(
 
 
 def mark_sequence_module(module: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Note that a module, such as a norm, runs on this rank's part of the sequence."""
+    """Mark a module, such as a norm, as running on this rank's part of the sequence."""
     module._sequence_group = group
 
 
 def sum_before_other_hooks(model: nn.Module | list[nn.Module]) -> None:
-    """Let each backward sum these gradients over the group where hooks are about to see them."""
+    """Make each backward sum these gradients over the group before any other hook sees them."""
     for name, (param, group) in sequence_parameters(model).items():
         if _sum_of(param) is None:
             param.register_hook(_Sum(name, param, group))
 
 
 def sum_sequence_gradients(model: nn.Module | list[nn.Module]) -> None:
-    """Sum over the group the gradients of what is replicated inside sequence parallelism.
+    """Sum over the group the gradients of parameters replicated in sequence parallelism.
 
-    Call it once in a step, after the last micro-batch's backward and before the optimizer's step,
-    on all ranks of the group; on a pipeline, with the stage's layers. Sums over data-parallel ranks
-    may come before or after. Without sequence parallelism it does nothing.
+    Call it once per step, after the last micro-batch's backward and before the optimizer's step, on
+    all ranks of the group. Sums over data-parallel ranks may come before or after. Without sequence
+    parallelism it does nothing.
 
-    A parameter with hooks (a user's, `DDP`'s, ZeRO's) was summed by the backward already,
-    before they saw its gradient, and is left alone. So with ZeRO this call is not needed.
+    The gradient of a parameter with hooks (a user's, `DDP`'s, ZeRO's) is skipped: the backward
+    already summed it, before the hooks saw it. So with ZeRO this call is not needed.
+
+    Args:
+        model: a module or a list of layers; on a pipeline, the stage's layers.
 
     Raises:
-        RuntimeError: when no such parameter has a gradient, or one got a hook after its backward.
+        RuntimeError: no such parameter has a gradient, or one got a hook after its backward.
     """
     params = {}
     for name, (param, group) in sequence_parameters(model).items():
@@ -85,7 +88,7 @@ def sum_sequence_gradients(model: nn.Module | list[nn.Module]) -> None:
         )
     grads = {}  # by group and parameter, which may have several names
     for param, group in params.values():
-        if param.grad is None:  # not used in this step, by any rank
+        if param.grad is None:  # no rank used it in this step
             param.grad = torch.zeros_like(param)
         grads.setdefault(group, {})[param] = param.grad
         if sum_of := _sum_of(param):
@@ -96,7 +99,7 @@ def sum_sequence_gradients(model: nn.Module | list[nn.Module]) -> None:
 
 
 def unsummed(model: nn.Module | list[nn.Module]) -> list[str]:
-    """Return the names of parameters whose gradient `sum_sequence_gradients` has yet to sum."""
+    """Return the names of parameters whose gradients `sum_sequence_gradients` has yet to sum."""
     return [
         name
         for name, (param, _) in sequence_parameters(model).items()
@@ -105,11 +108,11 @@ def unsummed(model: nn.Module | list[nn.Module]) -> list[str]:
 
 
 class _Sum:
-    """A hook of a parameter, the first: sums its gradient over the group if others will see it."""
+    """A parameter's first hook: sums its gradient over the group if other hooks will see it."""
 
     def __init__(self, name, param, group):
         self.name, self.param, self.group = name, param, group
-        self.left = False  # whether `param.grad` holds parts that are not summed
+        self.left = False  # whether `param.grad` holds partial gradients, not yet summed
 
     def is_due(self):
         return any(hook is not self for hook in hooks_of_parameter(self.param))

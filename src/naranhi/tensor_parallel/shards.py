@@ -1,9 +1,12 @@
-"""Which part of a parameter a rank of a tensor group holds; whole models cut up and put together.
+"""Which shard of a parameter a rank of a tensor group holds; sharding and unsharding whole models.
 
-A layer that holds parts of parameters says so in `splits`, {name of a parameter: Split}, beside
-`group`. What is not in it, a rank holds whole, as the other ranks do.
+A layer that holds shards of parameters lists them in `splits`, {name of a parameter: Split}, beside
+`group`. Parameters that are not in `splits` are whole on every rank.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -14,11 +17,14 @@ from naranhi.tensor_parallel.mappings import start_gather
 
 
 class Split(NamedTuple):
-    """How a tensor is cut: along `dim`, which is `size` long, among `ranks`.
+    """How a tensor is sharded. A size that the ranks do not divide is padded with zeros at the end.
 
-    parts: how many tensors lie there one after the other, such as the 3 of queries, keys and
-    values; each of them is cut, so that a rank has some of each. What the ranks do not divide is
-    filled up with zeros, at the end.
+    Args:
+        dim: the dimension along which the tensor is split.
+        size: the length of the whole tensor along `dim`, in elements.
+        ranks: the number of shards.
+        parts: how many tensors are concatenated along `dim`, such as 3 for queries, keys and
+            values. Each of them is split, so that a rank has a shard of each.
     """
 
     dim: int
@@ -26,9 +32,9 @@ class Split(NamedTuple):
     ranks: int
     parts: int = 1
 
-    def shard(self, whole, rank):
-        """A copy of the part of `whole` that is this rank's."""
-        each = -(-self.size // (self.parts * self.ranks))  # of a part, rounded up
+    def shard(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
+        """Return a copy of this rank's shard of `whole`."""
+        each = -(-self.size // (self.parts * self.ranks))  # elements of each part, rounded up
         pieces = []
         for part in whole.tensor_split(self.parts, self.dim):
             piece = part.tensor_split([each * rank, each * (rank + 1)], self.dim)[1]
@@ -37,27 +43,30 @@ class Split(NamedTuple):
             pieces += [piece, piece.new_zeros(missing)]
         return torch.cat(pieces, self.dim)
 
-    def join(self, shards):
-        """The whole of the ranks' shards: the inverse of `shard`."""
+    def join(self, shards: Iterable[torch.Tensor]) -> torch.Tensor:
+        """Return the whole tensor of all ranks' shards: the inverse of `shard`."""
         pieces = zip(*(one.chunk(self.parts, self.dim) for one in shards), strict=True)
         whole = torch.cat([piece for part in pieces for piece in part], self.dim)
         return whole.narrow(self.dim, 0, self.size)
 
 
 class ShardedModule(nn.Module):
-    """A layer of which this rank of `group` holds a part.
+    """A layer of which each rank of a group holds a shard.
 
-    sequence: whether activations outside are split along the sequence (sequence parallelism).
+    Args:
+        group: the process group; None for the default one.
+        sequence: whether activations outside are split along the sequence (sequence parallelism).
     """
 
-    def __init__(self, group, sequence=False):
+    def __init__(self, group: dist.ProcessGroup | None, sequence: bool = False):
         super().__init__()
-        self.group, self.sequence = group, sequence
+        # Named also where it is the default one: None stands for "on no other rank" elsewhere.
+        self.group = dist.group.WORLD if group is None else group
+        self.sequence = sequence
         self.rank, self.ranks, self.splits = dist.get_rank(group), dist.get_world_size(group), {}
 
-    def take(self, name, whole, split=None):
-        """Make a parameter of this rank's part of `whole`, a parameter or None; all of it where it
-        is not split."""
+    def take(self, name: str, whole: nn.Parameter | None, split: Split | None = None) -> None:
+        """Register this rank's shard of `whole` as a parameter; without `split`, all of `whole`."""
         if whole is not None and split:
             self.splits[name] = split
             shard = split.shard(whole.detach(), self.rank)
@@ -65,13 +74,13 @@ class ShardedModule(nn.Module):
         self.register_parameter(name, whole)
 
 
-def as_module(model):
-    """A module as it is; of a list of layers a module, with the layers' numbers as names."""
+def as_module(model: nn.Module | list[nn.Module]) -> nn.Module:
+    """Return a module as it is, or a list of layers as a module that names them by index."""
     return model if isinstance(model, nn.Module) else nn.ModuleList(model)
 
 
 def _splits(model):
-    """{name in the state_dict: (Split, group)} of all that is split."""
+    """Return {name in the state_dict: (Split, group)} of all sharded parameters."""
     split_of = {
         id(getattr(module, name)): (split, module.group)
         for module in model.modules()
@@ -83,11 +92,12 @@ def _splits(model):
 
 
 @torch.no_grad()
-def full_state_dict(model):
-    """The state_dict of the unsplit model, on every rank: parts gathered, padding stripped.
+def full_state_dict(model: nn.Module | list[nn.Module]) -> dict[str, torch.Tensor]:
+    """Return the unsplit model's state_dict on every rank: shards gathered, padding stripped.
 
-    model: a module, or a list of layers, that was given to `parallelize`, or some of its layers;
-    every rank of the tensor group calls this with the same ones.
+    Args:
+        model: a module, or a list of layers, split by `parallelize`, or some of its layers; every
+            rank of the tensor group calls this function with the same layers.
     """
     model = as_module(model)
     splits, state, done = _splits(model), dict(model.state_dict()), {}
@@ -101,11 +111,18 @@ def full_state_dict(model):
 
 
 @torch.no_grad()
-def load_full_state_dict(model, state):
-    """Load the state_dict of an unsplit model: each rank takes its parts of it.
+def load_full_state_dict(
+    model: nn.Module | list[nn.Module], state: Mapping[str, torch.Tensor]
+) -> None:
+    """Load the state_dict of an unsplit model: each rank copies its shards of it.
 
-    Raises ValueError, before anything is changed, for a name that is missing or not known, and
-    for a tensor of another shape than the unsplit model's.
+    Args:
+        model: a module, or a list of layers, split by `parallelize`, or some of its layers.
+        state: {name: whole tensor}.
+
+    Raises:
+        ValueError: a name is missing or unknown, or a tensor has a shape different from the unsplit
+            model's; raised before anything is changed.
     """
     model = as_module(model)
     splits, own = _splits(model), model.state_dict()

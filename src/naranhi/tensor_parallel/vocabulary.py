@@ -1,21 +1,25 @@
 """The vocabulary split over ranks: embedding, head, and a cross-entropy that never sees all logits.
 
-Logits are the largest activation of a language model, (batch, sequence, words). Each rank computes
-those of its own words, and of the others' it needs only three numbers for each token: the largest,
-the sum of the exponentials, and the target's.
+Logits are the largest activation of a language model, (batch, sequence, vocabulary). Each rank
+computes the logits of its own part of the vocabulary. From the logits of the other ranks it needs
+only three values for each position: the largest logit, the sum of the exponentials, and the
+target's logit.
 
-A vocabulary that the ranks do not divide (GPT-2's 50,257 is odd) is filled up, at the end: with
-weights of 0, whose logits are made -inf, so that they have no part in a softmax, and get no
-gradient. `full_state_dict` strips them.
+A vocabulary that the ranks do not divide (GPT-2's 50,257 is odd) is padded at the end with weights
+of 0. Their logits are set to -inf, so they have no part in a softmax and get no gradient.
+`full_state_dict` strips the padding.
 
 Source: Shoeybi et al. (2019), section 3.
 """
+
+from __future__ import annotations
 
 import math
 from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
@@ -33,17 +37,29 @@ from naranhi.tensor_parallel.shards import ShardedModule, Split
 
 
 class VocabularyParallelEmbedding(ShardedModule):
-    """An `nn.Embedding` of which this rank has some of the rows: (...) whole numbers to (...,
-    hidden), on every rank the same; with `sequence`, (batch, sequence / ranks, hidden).
+    """An `nn.Embedding` of which each rank has some rows: integers (...) to (..., hidden).
 
-    Its padding_idx is kept: that row gets no gradient.
+    The output is the same on every rank; with `sequence`, it is (batch, sequence / ranks, hidden).
+    The layer keeps its padding_idx: that row gets no gradient.
 
-    Raises ValueError for other options (max_norm and the like), and where hooks or a
-    parametrization would be lost; TypeError for another kind of layer, also a subclass. A token
-    that is not in the vocabulary raises RuntimeError in the forward, on a GPU later than that.
+    Args:
+        embedding: the unsplit embedding.
+        group: the process group; None for the default one.
+        sequence: whether outputs are split along the sequence.
+
+    Raises:
+        ValueError: the embedding has other options (max_norm and the like), or hooks or a
+            parametrization would be lost.
+        TypeError: another kind of layer, including a subclass.
+        RuntimeError: a token is not in the vocabulary; raised in the forward, on a GPU later.
     """
 
-    def __init__(self, embedding, group=None, sequence=False):
+    def __init__(
+        self,
+        embedding: nn.Embedding,
+        group: dist.ProcessGroup | None = None,
+        sequence: bool = False,
+    ):
         super().__init__(group, sequence)
         require_embedding(embedding)
         self.num_embeddings, self.embedding_dim = embedding.weight.shape
@@ -53,7 +69,8 @@ class VocabularyParallelEmbedding(ShardedModule):
         is_here = self.padding_idx is not None and self.padding_idx // each == self.rank
         self.padding_row = self.padding_idx % each if is_here else None
 
-    def forward(self, tokens):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the tokens' embeddings, summed over the ranks."""
         fine = ((tokens >= 0) & (tokens < self.num_embeddings)).all()
         torch._assert_async(fine, f"a token is not in the vocabulary of {self.num_embeddings}")
         row, here = _own(tokens, len(self.weight), self.rank)
@@ -63,28 +80,44 @@ class VocabularyParallelEmbedding(ShardedModule):
 
 
 class VocabularyParallelHead(ColumnParallelLinear):
-    """The head, a linear layer of which this rank has some of the words: (..., hidden) to logits
-    (..., words / ranks, rounded up), for `vocabulary_cross_entropy`. Those of the padding are -inf.
+    """Compute the logits of this rank's part of the vocabulary, for `vocabulary_cross_entropy`.
 
-    With `gather_output` every rank gets all logits, (..., words), as sampling and a loss of
-    somebody else's need them. Every rank has to go on alike with them: its gradients are those of
-    one loss, not a part of a sum.
+    The head maps (..., hidden) to (..., vocabulary / ranks, rounded up). The logits of the padding
+    are -inf.
 
-    Raises ValueError where hooks or a parametrization would be lost; TypeError for another kind of
-    layer, also a subclass.
+    With `gather_output` every rank gets all logits, (..., vocabulary), as sampling and a loss other
+    than ours need them. Every rank must then compute the same from them: a rank's gradients are
+    those of one loss, not a partial sum.
+
+    Args:
+        linear: the unsplit head.
+        group: the process group; None for the default one.
+        sequence: whether inputs are split along the sequence.
+        gather_output: whether to return the logits of the whole vocabulary.
+
+    Raises:
+        ValueError: hooks or a parametrization would be lost.
+        TypeError: another kind of layer, including a subclass.
     """
 
-    def __init__(self, linear, group=None, sequence=False, gather_output=False):
+    def __init__(
+        self,
+        linear: nn.Linear,
+        group: dist.ProcessGroup | None = None,
+        sequence: bool = False,
+        gather_output: bool = False,
+    ):
         require_head(linear)
         super().__init__(linear, group, sequence=sequence, pad=True)
         self.gather_output = gather_output
         words, each = self.splits["weight"].size, self.weight.shape[0]
         own = min(max(words - each * self.rank, 0), each)
-        # Added as a bias is, for which the product needs no second pass over the logits.
+        # Added like a bias, so the product needs no second pass over the logits.
         mask = F.pad(self.weight.detach().new_zeros(own), (0, each - own), value=-math.inf)
         self.register_buffer("mask", mask if own < each else None, persistent=False)
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the logits of this rank's vocabulary, or with `gather_output` all logits."""
         bias = self.bias
         if self.mask is not None:
             bias = self.mask if bias is None else bias + self.mask
@@ -94,11 +127,11 @@ class VocabularyParallelHead(ColumnParallelLinear):
         return logits
 
 
-def refuse_partial_logits(model):
-    """Let those parts of a model raise ValueError that would take a head's part for all logits.
+def refuse_partial_logits(model: nn.Module) -> None:
+    """Make those methods of a model raise ValueError that would take a rank's logits for all.
 
     These are the methods `generate` and `loss_function` of `transformers`' models: each rank would
-    choose among its own words, and so go on with other tokens than the others.
+    choose among its own part of the vocabulary, so the ranks would continue with different tokens.
     """
     for owner in model.modules():
         names = [
@@ -118,13 +151,25 @@ def _refuse_part(name, method, *_, **__):
     )
 
 
-def vocabulary_cross_entropy(logits, targets, group=None):
-    """Cross-entropy in nats, summed over the valid targets: the same scalar on every rank.
+def vocabulary_cross_entropy(
+    logits: torch.Tensor, targets: torch.Tensor, group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """Return the cross-entropy in nats, summed over the valid targets.
 
-    logits: this rank's, (..., words / ranks), as a VocabularyParallelHead makes them. targets:
-    (...), the same on every rank, -100 where there is none. Sends three numbers for each target
-    in the forward, and nothing in the backward. A target beyond the vocabulary gives an infinite
-    loss, or raises RuntimeError (on a GPU later). ValueError for shapes that do not fit.
+    The forward all-reduces three values for each target; the backward sends nothing.
+
+    Args:
+        logits: this rank's logits, (..., vocabulary / ranks), as a VocabularyParallelHead returns
+            them.
+        targets: (...), the same on every rank; -100 at positions without a target.
+        group: the process group; None for the default one.
+
+    Returns:
+        The same scalar on every rank. It is infinite for a target in the padding of the vocabulary.
+
+    Raises:
+        ValueError: the shapes do not fit.
+        RuntimeError: a target is beyond the padded vocabulary; on a GPU raised later.
     """
     if logits.shape[:-1] != targets.shape:
         raise ValueError(f"logits {tuple(logits.shape)} do not fit targets {tuple(targets.shape)}")
@@ -132,8 +177,13 @@ def vocabulary_cross_entropy(logits, targets, group=None):
 
 
 class CrossEntropyFunction(Function):
+    """The autograd function of `vocabulary_cross_entropy`."""
+
     @staticmethod
-    def forward(ctx, logits, targets, group):
+    def forward(
+        ctx, logits: torch.Tensor, targets: torch.Tensor, group: dist.ProcessGroup | None
+    ) -> torch.Tensor:
+        """Return the summed loss, and save this rank's part of the softmax."""
         ctx.dtype, logits = logits.dtype, logits.to(torch.promote_types(logits.dtype, torch.float))
         valid = targets != IGNORE_INDEX
         words = logits.shape[-1] * dist.get_world_size(group)
@@ -152,7 +202,8 @@ class CrossEntropyFunction(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, gradient):
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        """Return the gradient of this rank's logits, without communication."""
         softmax, column, here, valid = ctx.saved_tensors
         gradient = gradient * valid
         found = softmax * gradient.unsqueeze(-1)
@@ -161,8 +212,7 @@ class CrossEntropyFunction(Function):
 
 
 def _own(numbers, each, rank):
-    """Where the words with these numbers are among this rank's `each`, and whether they are: where
-    they are not, 0."""
+    """Return the index of each token among this rank's `each` (else 0), and whether it is there."""
     place = numbers - each * rank
     here = (place >= 0) & (place < each)
     return place.masked_fill(~here, 0), here

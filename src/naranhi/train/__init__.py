@@ -1,4 +1,4 @@
-"""GPT-2 on a mesh of ranks: ``torchrun ... -m naranhi.train``."""
+"""Train GPT-2 on a mesh of ranks: ``torchrun ... -m naranhi.train``."""
 
 from naranhi.train.cli import losses, parse, train
 from naranhi.train.trainer import Training, UsageError

@@ -1,4 +1,4 @@
-"""``python -m naranhi.train``, which `torchrun` runs on every rank."""
+"""Run ``python -m naranhi.train``, as `torchrun` does on every rank."""
 
 from naranhi.train.cli import main
 

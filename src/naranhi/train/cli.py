@@ -3,10 +3,12 @@
     torchrun --nproc-per-node 4 -m naranhi.train --schedule gpipe --balance 4,3,3,4 --microbatches 4
     torchrun --nproc-per-node 8 -m naranhi.train --dp 2 --tp 2 --pp 2
 
-Rank 0 prints the loss, that of the whole step whatever the mesh, and writes the log. What is done
-in a step is in naranhi.train.trainer. Where there is no network, or nobody knows this machine
-by its name, torchrun itself needs --local-addr=127.0.0.1.
+Rank 0 prints the loss of the whole step, whatever the mesh, and writes the log. The module
+naranhi.train.trainer describes what a step does. Without a network, or if the name of this machine
+does not resolve, torchrun itself needs --local-addr=127.0.0.1.
 """
+
+from __future__ import annotations
 
 import argparse
 import inspect
@@ -15,8 +17,11 @@ import re
 import shlex
 import signal
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter, sleep
+from typing import NoReturn
 
+import torch
 import torch.distributed as dist
 
 from naranhi import distributed, schedules
@@ -25,8 +30,8 @@ from naranhi.train.log import Log
 from naranhi.train.trainer import RATE, Training, UsageError, actions_of, raise_on_all
 
 EVERY = 10  # steps between two printed losses
-PATIENCE = 1800.0  # seconds; a rank may be fetching weights while the others wait for it
-LAUNCHER = 5.0  # seconds; a launcher that sees the first to end blames it, and then ends the others
+PATIENCE = 1800.0  # seconds; a rank may be downloading weights while the others wait for it
+LAUNCHER = 5.0  # seconds; the launcher blames the first rank that it sees end, then ends the others
 LOST = re.compile("closed by peer|reset by peer|[Bb]roken pipe|[Tt]imed out|[Tt]imeout")
 
 
@@ -45,7 +50,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Renamed(argparse.Action):
-    """An option that has another name now."""
+    """An option that has a new name."""
 
     def __init__(self, *names, new, **options):
         super().__init__(*names, **options)
@@ -55,8 +60,15 @@ class _Renamed(argparse.Action):
         parser.error(f"{option_string} is called {self.new} now")
 
 
-def parse(arguments=None):
-    """The options, or UsageError."""
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the options of a training.
+
+    Args:
+        arguments: the command-line arguments; None for those of this process.
+
+    Raises:
+        UsageError: the arguments are wrong.
+    """
     parser = _Parser(
         prog="naranhi.train",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -186,9 +198,12 @@ def parse(arguments=None):
     return parser.parse_args(arguments)
 
 
-def schedule_names():
-    """Those functions of `naranhi.schedules` that take stages and micro-batches, need no more, and
-    leave the weights alone during a step."""
+def schedule_names() -> Iterator[str]:
+    """Yield the names of the schedules that a training can use.
+
+    These are the functions of `naranhi.schedules` that require only stages and micro-batches, and
+    whose schedules do not update the weights during a step.
+    """
     for name in schedules.__all__:
         function = getattr(schedules, name)
         if inspect.isfunction(function):
@@ -202,7 +217,7 @@ def _schedule(name):
     try:
         return schedules.get(name).__name__
     except ValueError:
-        return name  # which is none of the choices
+        return name  # not one of the choices, so argparse rejects it
 
 
 def _whole(least):
@@ -230,14 +245,29 @@ def _probability(text):
     return probability
 
 
-def say_aloud(line):
-    """Print a line, also where nobody looks before the end."""
+def say_aloud(line: str) -> None:
+    """Print a line at once, even if standard output is buffered."""
     print(line, flush=True)
 
 
-def train(options, device=None, say=say_aloud):
-    """All the steps: the list of their losses, on every rank of the default group, all of which
-    call this. Rank 0 says how it goes. Raises UsageError on every rank."""
+def train(
+    options: argparse.Namespace,
+    device: torch.device | str | None = None,
+    say: Callable[[str], None] = say_aloud,
+) -> list[float]:
+    """Run all steps, on every rank of the default group, and return their losses.
+
+    Args:
+        options: as `parse` returns them.
+        device: this rank's device; by default that of the default group's backend.
+        say: called on rank 0 with each line about the progress.
+
+    Returns:
+        The loss of every step, on every rank.
+
+    Raises:
+        UsageError: see `Training`; raised on every rank.
+    """
     first, found = dist.get_rank() == 0, []
     with (
         Training(options, device) as training,
@@ -256,14 +286,17 @@ def train(options, device=None, say=say_aloud):
     return found
 
 
-def losses(arguments=""):
-    """What `torchrun -m naranhi.train ARGUMENTS` prints losses of, on the ranks that there are, as
-    a list: `world.run(train.losses, "--dp 2 --steps 20")` in a notebook."""
+def losses(arguments: str = "") -> list[float]:
+    """Train with these arguments on the current ranks, and return the loss of every step.
+
+    The losses are those of `torchrun -m naranhi.train ARGUMENTS`. In a notebook:
+    `world.run(train.losses, "--dp 2 --steps 20")`.
+    """
     return train(parse(shlex.split(arguments)), say=lambda line: None)
 
 
-def main(arguments=None):
-    """What `python -m naranhi.train` does on each rank."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Do on this rank what `python -m naranhi.train` does on each rank."""
     wrong = None
     try:
         options = parse(arguments)
@@ -282,8 +315,8 @@ def main(arguments=None):
         60.0 if wrong else options.silence,
         give_up=lambda cause: end(f"rank {dist.get_rank()} ends the training: {cause}", others),
     )
-    # Ctrl-C ends a rank at once and in silence, wherever it is: each line of the log is whole. A
-    # rank that is stopped does not hear it.
+    # Ctrl-C ends a rank at once, without a message, wherever it is: every line of the log is whole.
+    # A stopped rank does not receive the signal.
     peers.on_signals([signal.SIGINT, signal.SIGTERM], others.kill_stopped)
     try:
         raise_on_all(no_mistake)
@@ -295,7 +328,7 @@ def main(arguments=None):
         if dist.get_rank() == 0:
             for line in str(mistake).splitlines():
                 print(f"naranhi.train: error: {line}", file=sys.stderr, flush=True)
-        dist.barrier()  # the launcher ends all ranks as soon as one has left: first let it be told
+        dist.barrier()  # the launcher ends all ranks once one exits: print first
         sys.exit(1)
     except RuntimeError as error:
         if not LOST.search(str(error)):
@@ -307,9 +340,13 @@ def main(arguments=None):
     dist.destroy_process_group()
 
 
-def end(sentence, others):
-    """Say why this rank ends, and end: killed by the launcher, if it is quick to see the cause."""
+def end(sentence: str, others: peers.Peers) -> NoReturn:
+    """Print why this rank ends, and end it.
+
+    The rank first waits `LAUNCHER` seconds, so that a launcher that sees the cause in time kills
+    it.
+    """
     print(f"naranhi.train: {sentence}", file=sys.stderr, flush=True)
     others.kill_stopped()
     sleep(LAUNCHER)
-    os._exit(1)  # a thread may be waiting for what another rank will never take
+    os._exit(1)  # a thread may be waiting to send to a rank that will never receive

@@ -1,28 +1,35 @@
-"""The log of a training: a file with a JSON object for each step, a line each."""
+"""The log of a training: a file with one JSON object per step, each on its own line."""
+
+from __future__ import annotations
 
 import json
 import os
 import sys
+from typing import Any
 
 
 class Log:
-    """`log.write(step=0, loss=6.2)` adds a line. Whatever happens, each line in the file is whole.
+    """A log file: `log.write(step=0, loss=6.2)` adds a line, and every line in the file is whole.
 
-    A line is written at once and by one system call, so that nothing is lost with the process.
-    When the disk is full, the file ends with the last line that has room. That is told on stderr,
-    and later lines are dropped: a training is worth more than its log.
+    Each line is written immediately, by one system call, so nothing is lost if the process dies. If
+    the disk is full, the file ends with the last line that fits. A message on stderr says so, and
+    later lines are dropped: a training is worth more than its log.
 
-    path: replaced if it exists; None for a log that is written nowhere.
-    Raises OSError when the file cannot be opened. ValueError for a number that JSON does not know.
+    Args:
+        path: the file, replaced if it exists; None for a log that is not written.
+
+    Raises:
+        OSError: the file cannot be opened.
+        ValueError: a value is infinite or NaN, which JSON does not have; raised by `write`.
     """
 
-    def __init__(self, path):
+    def __init__(self, path: str | os.PathLike[str] | None):
         self.path, self.size = path, 0
         self.file = (
             None if path is None else os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         )
 
-    def write(self, **entries):
+    def write(self, **entries: Any) -> None:
         """Add a line."""
         if self.file is None:
             return
@@ -32,7 +39,7 @@ class Log:
             if written == len(line):
                 self.size += written
                 return
-            os.ftruncate(self.file, self.size)  # what there was room for is no whole line
+            os.ftruncate(self.file, self.size)  # remove the part of the line that fitted
             why = "no room for a whole line"
         except OSError as error:
             why = error.strerror
@@ -43,8 +50,8 @@ class Log:
         )
         self.close()
 
-    def close(self):
-        """No line will follow."""
+    def close(self) -> None:
+        """Close the file; later lines are dropped."""
         if self.file is not None:
             os.close(self.file)
             self.file = None

@@ -1,26 +1,30 @@
-"""The training of GPT-2 on a mesh of ranks: data, pipeline and tensor parallelism in one step.
+"""Train GPT-2 on a mesh of ranks: data, pipeline and tensor parallelism in one step.
 
-Every rank makes the same model from the same seed and goes through the same batches. Of the model
-it keeps its shard of its stage; of each batch it takes the rows of its pipeline. What a step does:
+Every rank builds the same model from the same seed and iterates over the same batches. It keeps
+only its shard of its stage of the model, and uses only its pipeline's rows of each batch. A step:
 
-    forwards and backwards         of the schedule, along the pipeline; in each, a tensor group adds
-                                   up activations; losses are divided by what is valid in the
-                                   *whole* batch
-    gradients of replicas          are added up, once the pipeline is empty
-    gradients of tied weights      are added up over first and last stage, which so stay equal
-    gradients outside the shards,  where the sequence is split, are added up in the tensor group
-    their norm is clipped          that of the whole model, if asked for
-    the optimizer's step           on each rank for what it keeps
+    forwards and backwards         follow the schedule, along the pipeline; in each, a tensor group
+                                   reduces activations; losses are divided by the number of valid
+                                   targets in the *whole* batch
+    gradients of replicas          are summed, once the pipeline is empty
+    gradients of tied weights      are summed over first and last stage, so the copies stay equal
+    gradients outside the shards,  with sequence parallelism, are summed in the tensor group
+    clipping, if requested,        uses the gradient norm of the whole model
+    the optimizer's step           updates on each rank the parameters that it keeps
 
-So the result is that of one process, whatever the mesh, but for the rounding of sums.
+So the result is that of one process, whatever the mesh, except for the rounding of sums.
 """
 
+from __future__ import annotations
+
+import argparse
 import math
 import random
+from collections.abc import Callable
 from functools import partial
 from itertools import islice
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -37,8 +41,11 @@ from naranhi.tensor_parallel import (
     vocabulary_cross_entropy,
 )
 
-RATE = {"random": 2e-3, "trained": 3e-5}  # Adam's; a model that is trained already needs far less
-MULTIPLE = 8  # of what lengths are multiples: the stages try their layers once for each length
+RATE = {
+    "random": 2e-3,
+    "trained": 3e-5,
+}  # Adam's learning rates; a trained model needs a far smaller one
+MULTIPLE = 8  # lengths are multiples of it: the stages do one dry run for each length
 
 
 class UsageError(Exception):
@@ -46,8 +53,15 @@ class UsageError(Exception):
 
 
 class Step(NamedTuple):
-    """What is known of a step, on every rank alike but for the seconds. tokens: how many targets
-    are valid. padding: how many tokens are padding."""
+    """The result of a step: the same on every rank, except for `seconds`.
+
+    Args:
+        step: the index of the step, from 0.
+        loss: the loss of the whole batch, in nats per valid target.
+        tokens: the number of valid targets.
+        padding: the number of padding tokens.
+        seconds: the duration of the step, on this rank.
+    """
 
     step: int
     loss: float
@@ -57,20 +71,29 @@ class Step(NamedTuple):
 
 
 class Training:
-    """Goes through the steps when it is iterated over, once: a `Step` for each.
+    """A training, which runs its steps when iterated over, once, and yields a `Step` for each.
 
         with Training(train.parse(["--dp", "2"])) as training:
             losses = [step.loss for step in training]
 
-    options: as `naranhi.train.parse` returns them. device: this rank's, by default that of the
-    default group's backend. Every rank of the default group makes it, and goes through it, at the
-    same time. Raises UsageError on every rank for what cannot be done, before the first step; and
-    in a step whose loss is no number.
+    Every rank of the default group constructs it, and iterates over it, at the same time.
 
-    Attributes: `about`, a line on model and corpus; `mesh`, `pipeline`, `optimizer`.
+    Args:
+        options: as `naranhi.train.parse` returns them.
+        device: this rank's device; by default that of the default group's backend.
+
+    Attributes:
+        about: a line about model and corpus.
+        mesh: the `Mesh` of ranks.
+        pipeline: this rank's `Pipeline`.
+        optimizer: the optimizer of this rank's parameters.
+
+    Raises:
+        UsageError: raised on every rank, before the first step if the options cannot be met, or in
+            a step whose loss, or clipped gradient norm, is not finite.
     """
 
-    def __init__(self, options, device=None):
+    def __init__(self, options: argparse.Namespace, device: torch.device | str | None = None):
         if device is None:
             gpu = dist.get_backend() == "nccl"
             device = torch.device("cuda", torch.cuda.current_device()) if gpu else "cpu"
@@ -92,7 +115,7 @@ class Training:
                 )
             )
             loss = partial(vocabulary_cross_entropy, group=self.mesh.tensor)
-        # Dropout: other numbers on each stage of each pipeline, the same in a tensor group.
+        # Dropout: different masks on each stage of each pipeline, the same in a tensor group.
         drawn = random.Random(f"{options.seed}/{place.data}/{place.pipeline}")
         torch.manual_seed(drawn.getrandbits(63))
         schedule = getattr(schedules, options.schedule)(sizes.pipeline, options.microbatches)
@@ -110,7 +133,7 @@ class Training:
                 replicas=self.mesh.data,
             )
         )
-        del layers  # the other stages' are not needed any more
+        del layers  # free the layers of the other stages
         rate = options.lr or RATE["trained" if options.model else "random"]
         self.optimizer = torch.optim.Adam(self.pipeline.parameters(), lr=rate)
         self._batches = data.stream(sequences, options.batch, options.seed, pad, MULTIPLE)
@@ -120,14 +143,14 @@ class Training:
             start = perf_counter()
             try:
                 loss = self._step(batch)
-            except FloatingPointError as error:  # of `clip_grad_norm_`, on every rank
+            except FloatingPointError as error:  # from `clip_grad_norm_`, on every rank
                 raise UsageError(f"step {step}: {error}: a lower --lr may help") from None
             if not math.isfinite(loss):
                 raise UsageError(f"the loss of step {step} is {loss}: a lower --lr may help")
             yield Step(step, loss, batch.count, batch.padding, round(perf_counter() - start, 6))
 
     def _step(self, batch):
-        """One step of the optimizer on a whole batch; its loss, a number."""
+        """Run one optimizer step on a whole batch, and return its loss as a float."""
         share = data.Batch(
             *(one.chunk(self.mesh.sizes.data)[self.mesh.place.data] for one in batch)
         ).to(self.device)
@@ -137,13 +160,15 @@ class Training:
         if self.options.clip:
             self.pipeline.clip_grad_norm_(self.options.clip)
         self.optimizer.step()
-        has_loss = loss is not None and self.mesh.place.tensor == 0  # once in a tensor group
+        has_loss = (
+            loss is not None and self.mesh.place.tensor == 0
+        )  # count it once in a tensor group
         total = loss.clone() if has_loss else torch.zeros((), device=self.device)
         dist.all_reduce(total)
         return total.item()
 
-    def close(self):
-        """Close the channels and groups, when every rank is done."""
+    def close(self) -> None:
+        """Close the channels and groups; call it when every rank is done."""
         self.pipeline.close()
         self.mesh.close()
 
@@ -154,8 +179,12 @@ class Training:
         self.close()
 
 
-def make_mesh(options):
-    """The Mesh; its pipelines are as long as the world allows, when `options` does not say."""
+def make_mesh(options: argparse.Namespace) -> Mesh:
+    """Return the Mesh; without `options.pp`, its pipelines are as long as the world allows.
+
+    Raises:
+        UsageError: the ranks cannot be divided, or `options` do not go together.
+    """
     ranks, across = dist.get_world_size(), options.dp * options.tp
     if options.pp is None and ranks % across:
         raise UsageError(
@@ -167,8 +196,14 @@ def make_mesh(options):
     return Mesh(options.dp, options.pp or ranks // across, options.tp)
 
 
-def build_model_and_data(options):
-    """The layers of the model, the passages as tokens, the padding token, and a line about them."""
+def build_model_and_data(
+    options: argparse.Namespace,
+) -> tuple[list[nn.Module], list[list[int]], int, str]:
+    """Return the model's layers, the passages as tokens, the padding token, and a line about them.
+
+    Raises:
+        UsageError: the batch cannot be divided, or model and tokenizer do not fit.
+    """
     if options.batch % (options.dp * options.microbatches):
         shares = f"{options.dp} shares of " * (options.dp > 1)
         raise UsageError(
@@ -198,17 +233,18 @@ def build_model_and_data(options):
     return layers, sequences, tokenizer.pad_token_id, about
 
 
-def actions_of(schedule, kind):
-    """The actions of a kind, "U" or "I" or another, in a schedule."""
+def actions_of(schedule: schedules.Schedule, kind: str) -> list[schedules.Action]:
+    """Return the actions of a kind, such as "U" or "I", in a schedule."""
     return [action for row in schedule for action in row if action.kind == kind]
 
 
-def raise_on_all(function):
-    """What `function()` returns, when it returns on every rank of the default group.
+def raise_on_all(function: Callable[[], Any]) -> Any:
+    """Return what `function()` returns, if it returns on every rank of the default group.
 
-    Where it raises on some what can be put right (UsageError, OSError, ValueError), UsageError is
-    raised on every rank, with a line for each that says on which ranks: none waits for one that has
-    gone.
+    Raises:
+        UsageError: `function` raised on some rank an error that the user can correct (UsageError,
+            OSError, ValueError). Raised on every rank, with one line per distinct error that names
+            its ranks, so that no rank waits for a rank that has left.
     """
     result = wrong = None
     try:

@@ -1,6 +1,6 @@
-"""Ranks in a notebook: a World of processes that live as long as the notebook.
+"""Run ranks from a notebook: a `World` of processes that live as long as the notebook.
 
-Imported on demand: helper processes use parts of it that need no torch.
+Its modules are imported on demand, because helper processes use those that need no torch.
 """
 
 import importlib

@@ -1,9 +1,11 @@
-"""What a rank prints, whoever prints it: Python, a library's C++, a child process, a late thread.
+"""Capture all output of a rank: Python, a library's C++, a child process, a thread of an old cell.
 
 Descriptors 1 and 2 of a rank lead to two files for as long as the rank lives. After each cell the
-notebook is given what they have grown by; what comes after a cell is shown below the next one. Of a
-rank that died the notebook reads the files itself (`last_words`, `unseen`).
+rank sends the notebook what these files have gained. Output that comes after a cell is shown below
+the next cell. If a rank died, the notebook reads the files itself (`last_words`, `unseen`).
 """
+
+from __future__ import annotations
 
 import contextlib
 import ctypes
@@ -15,18 +17,23 @@ import sys
 import tempfile
 from pathlib import Path
 
-LIMIT = 1 << 20  # bytes that a file may hold of what has been shown
+LIMIT = 1 << 20  # bytes of already shown output that a file may hold
 SUFFIXES = {1: "out", 2: "err"}
 
-# What C++ prints of an exception that nobody caught, less the place in gloo's sources.
+# What C++ prints about an uncaught exception, without the location in gloo's sources.
 LAST_WORDS = re.compile(r"what\(\):\s*(?:\[enforce fail at [^]]*\]\s*)?(.*)")
-_files = {}  # 1 or 2 -> the descriptor that the rank's file is kept by
-_shown = {1: 0, 2: 0}  # bytes of the file that the notebook has
+_files = {}  # 1 or 2 -> the descriptor that keeps the rank's file open
+_shown = {1: 0, 2: 0}  # bytes of each file that the notebook has received
 
 
-def start(folder):
-    """Lead descriptors 1 and 2 to files: the notebook's, or unnamed ones where it is elsewhere."""
-    # Before the first cell the engine's own log goes where the launcher has put it.
+def start(folder: str) -> None:
+    """Redirect descriptors 1 and 2 to files.
+
+    Args:
+        folder: the World's folder, where the files are made. If it does not exist here, because the
+            notebook is on another host, unnamed temporary files are used.
+    """
+    # The engine's own log keeps going to the launcher's file until the first cell.
     sys.stdout, sys.stderr = Stream(os.dup(1)), Stream(os.dup(2))
     for descriptor, suffix in SUFFIXES.items():
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
@@ -42,15 +49,19 @@ def start(folder):
 
 
 class Stream(io.TextIOWrapper):
-    """``sys.stdout`` or ``sys.stderr`` of a rank: each line goes to its descriptor at once."""
+    """Replace `sys.stdout` or `sys.stderr` of a rank: each line goes to its descriptor at once.
 
-    def __init__(self, descriptor):
+    Args:
+        descriptor: the file descriptor to write to; it is not closed with the stream.
+    """
+
+    def __init__(self, descriptor: int):
         file = io.BufferedWriter(io.FileIO(descriptor, "wb", closefd=False))
         super().__init__(file, "utf-8", "backslashreplace", line_buffering=True)
 
 
-def repair():
-    """Put back the streams and descriptors that the last cell has closed or replaced."""
+def repair() -> None:
+    """Restore the streams and descriptors that the last cell closed or replaced."""
     for descriptor, file in _files.items():
         os.dup2(file, descriptor)
         name = f"std{SUFFIXES[descriptor]}"
@@ -63,17 +74,17 @@ def _is_whole(stream, descriptor):
         return False
     try:
         stream.flush()
-    except OSError:  # the disk is full, and it would fail again with the same text
+    except OSError:  # the disk is full, and a retry would fail with the same text
         return False
     return stream.fileno() == descriptor
 
 
-def take():
-    """What has been printed since the last time: a pair of texts, stdout and stderr."""
+def take() -> tuple[str, str]:
+    """Return what has been printed since the last call: stdout and stderr, as text."""
     for name in ("stdout", "stderr", "__stdout__", "__stderr__"):
-        with contextlib.suppress(Exception):  # a cell may have put anything in its place
+        with contextlib.suppress(Exception):  # a cell may have replaced it by anything
             getattr(sys, name).flush()
-    ctypes.CDLL(None).fflush(None)  # what C and C++ keep until there is more
+    ctypes.CDLL(None).fflush(None)  # output that C and C++ still buffer
     return tuple(_grown(descriptor) for descriptor in SUFFIXES)
 
 
@@ -88,13 +99,23 @@ def _grown(descriptor):
     return b"".join(parts).decode(errors="replace")
 
 
-def shown():
-    """How many bytes of its files the notebook has: a pair."""
+def shown() -> tuple[int, int]:
+    """Return how many bytes of its two files the notebook has received."""
     return tuple(_shown.values())
 
 
-def unseen(folder, host, pid, shown):
-    """What a rank that died had printed since the notebook last had its output: a pair of texts."""
+def unseen(folder: str, host: str, pid: int, shown: tuple[int, int]) -> tuple[str, str]:
+    """Return what a dead rank printed after the last output that the notebook received.
+
+    Args:
+        folder: the World's folder.
+        host: the rank's host.
+        pid: its process id.
+        shown: bytes of stdout and stderr that the notebook has received.
+
+    Returns:
+        stdout and stderr, as text.
+    """
     texts = []
     for suffix, position in zip(SUFFIXES.values(), shown, strict=True):
         file = _path(folder, host, pid, suffix)
@@ -106,7 +127,7 @@ def _path(folder, host, pid, suffix):
     return Path(folder, f"{host}-{pid}.{suffix}")
 
 
-def last_words(text):
-    """The exception that ended a process, from what it had printed, or None."""
+def last_words(text: str) -> str | None:
+    """Return the message of the exception that ended a process, found in its output, or None."""
     words = LAST_WORDS.findall(text)
     return words[-1] if words else None

@@ -1,44 +1,51 @@
-"""One call on every rank of a World, until each has answered, has died or has been ended."""
+"""Run one call on every rank of a World, until each rank has answered, died or been killed."""
+
+from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from naranhi.world import interrupts, lifeline
 from naranhi.world.errors import BUSY, DEAF, FROZEN, UNREACHABLE, kind
 
-PAUSE = 0.4  # seconds without an answer after which the other ranks are taken to be waiting;
-LONGEST_PAUSE = 2.0  # longer, up to this, where already the first answer took longer
-GLANCE = 0.5  # seconds between two looks at whether processes are stopped
-GRACE = 2.0  # seconds beyond the deadline, so that ranks that wait for a stopped one speak first
+if TYPE_CHECKING:
+    from naranhi.world.launch import Launched
+
+PAUSE = 0.4  # seconds without an answer after which the other ranks are assumed to be waiting
+LONGEST_PAUSE = 2.0  # seconds; the pause grows up to this if the first answer was slow as well
+GLANCE = 0.5  # seconds between two checks for stopped processes
+GRACE = 2.0  # seconds beyond the deadline, so that ranks waiting for a stopped rank report first
 
 
 class Cell:
-    """What happens to one call.
+    """Hold the state of one call.
 
     Args:
-        ranks: the `launch.Launched` that it runs on.
-        timeout: after how many seconds a process that is stopped counts as frozen.
+        ranks: the `launch.Launched` to run it on.
+        timeout: seconds after which a stopped process counts as frozen.
 
     Attributes:
-        outcomes: rank -> outcome (see `outcome`), of the ranks that answered.
-        died: rank -> how its process ended, of those that are gone.
-        stuck: rank -> what it did, of those that were not waiting when others had failed.
-        pending: rank -> its result to come; at the end those whose processes were ended.
-        interrupted: whether the reader has interrupted it.
+        outcomes: rank -> outcome (see `outcome`), for the ranks that answered.
+        died: rank -> how its process ended, for the processes that are gone.
+        stuck: rank -> what it was doing, for ranks that were not waiting when others had failed.
+        pending: rank -> its future result; at the end, the ranks whose processes were killed.
+        interrupted: whether the user interrupted the call.
         severed: whether connections of the process group were shut down.
-        controller_died: whether no answer can come any more.
+        controller_died: whether the controller died, so that no more answers can arrive.
     """
 
-    def __init__(self, ranks, timeout):
+    def __init__(self, ranks: Launched, timeout: float):
         self._ranks, self._timeout = ranks, timeout
         self._start = self._glanced = time.monotonic()
-        self._stopped = {}  # rank -> since when its process has been seen stopped
+        self._stopped = {}  # rank -> when its process was first seen stopped
         self.outcomes, self.died, self.stuck, self.pending = {}, {}, {}, {}
         self.interrupted = self.severed = self.controller_died = False
 
-    def run(self, function, args):
-        """Call ``function(*args)`` of `process` on every rank."""
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        """Call `function(*args)`, a function of `engine`, on every rank."""
         try:
-            with interrupts.deferred():  # all ranks or none
+            with interrupts.deferred():  # submit to all ranks or to none
                 for rank, member in enumerate(self._ranks.members):
                     self.pending[rank] = self._ranks.submit(member, function, *args)
             self._collect()
@@ -48,8 +55,8 @@ class Cell:
             self.interrupted = True
             self._release(at_once=True)
 
-    def printed(self):
-        """What there is to show of each rank: also of those that never answered."""
+    def printed(self) -> dict[int, dict[str, Any]]:
+        """Return what to show of each rank, including the ranks that never answered."""
         shown = dict(self.outcomes)
         for rank in {*self.died, *self.pending}:
             stdout, stderr = self._ranks.unseen(self._ranks.members[rank])
@@ -57,7 +64,7 @@ class Cell:
         return shown
 
     def _collect(self, seconds=None, until_failure=True):
-        """Move what has finished from ``pending`` to ``outcomes``, and the dead to ``died``."""
+        """Move finished results from `pending` to `outcomes`, and dead ranks to `died`."""
         end = None if seconds is None else time.monotonic() + seconds
         while self.pending and (end is None or time.monotonic() < end):
             failed = self._look_for_answers()
@@ -70,7 +77,7 @@ class Cell:
                 next(iter(self.pending.values())).wait(0.02)
 
     def _look_for_answers(self):
-        """Whether a rank has failed or died since the last look."""
+        """Return whether a rank has failed or died since the last call."""
         failed = False
         for rank, result in list(self.pending.items()):
             member = self._ranks.members[rank]
@@ -85,7 +92,7 @@ class Cell:
         return failed
 
     def _look_for_frozen(self):
-        """Whether a process that is waited for has been stopped for too long."""
+        """Return whether a pending rank's process has been stopped for too long."""
         now = time.monotonic()
         if now - self._glanced > GLANCE:
             self._glanced = now
@@ -97,25 +104,25 @@ class Cell:
         return self._ranks.lifelines.stopped(self._ranks.members[rank].who)
 
     def _release(self, at_once=False):
-        """After a failure the others may wait for a peer that will not come: end their wait."""
+        """End the wait of the other ranks after a failure: their peer may never come."""
         if not at_once and self._others_fail_as_well():
             return
         self.severed = True
-        # First the connections: a rank that waits in C++ sees a signal only when that wait ends.
+        # Connections first: a rank waiting in C++ sees a signal only when that wait ends.
         failed = [rank for rank, outcome in self.outcomes.items() if outcome["error"]]
         silent = self._tell([*failed, *self.pending], lifeline.SEVER, 2.0)
         self._collect(1.0, until_failure=False)
         self.stuck = {rank: self._state(rank, silent) for rank in sorted(self.pending)}
         silent = self._tell(list(self.pending), lifeline.INTERRUPT, 1.0)
         self._collect(1.0, until_failure=False)
-        if set(self.pending) - set(silent):  # these have heard it, and a busy machine is slow
+        if set(self.pending) - set(silent):  # these have received it, and a busy machine is slow
             self._collect(4.0, until_failure=False)
         self._ranks.lifelines.kill([self._ranks.members[rank].who for rank in self.pending])
 
     def _others_fail_as_well(self):
-        """Give time to those about to fail by themselves; returns whether all have.
+        """Wait for ranks that are about to fail by themselves; return whether none is pending.
 
-        A slip that every rank makes alike shall not cost them their process group.
+        An error that every rank raises alike must not cost them their process group.
         """
         pause, last = PAUSE, time.monotonic()
         errors = [outcome["error"] for outcome in self.outcomes.values() if outcome["error"]]
@@ -129,7 +136,7 @@ class Cell:
         return not self.pending
 
     def _tell(self, ranks, command, seconds):
-        """Send a command; returns the ranks that have not obeyed."""
+        """Send a command; return the ranks that have not obeyed."""
         whos = {self._ranks.members[rank].who: rank for rank in ranks if not self._is_stopped(rank)}
         return [whos[who] for who in self._ranks.lifelines.tell(whos, command, seconds)]
 

@@ -1,36 +1,52 @@
-"""ipyparallel as a World uses it: a controller and engines of ours, with nothing left to chance."""
+"""Configure ipyparallel for a World: our controller and engines, with every setting explicit."""
+
+from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ipyparallel import Cluster
+    from ipyparallel.cluster.launcher import EngineLauncher
 
 HEARTBEAT_MS = 500
 CONTROLLER_ARGS = [
     "--IPController.use_threads=True",
     "--IPController.broadcast_scheduler_depth=0",
-    # Results are the notebook's; the controller would keep a gigabyte of them.
+    # Only the notebook needs results; the controller would keep a gigabyte of them.
     "--IPController.db_class=NoDB",
-    # Nobody without the keys of the World's folder can connect, or read what is sent.
+    # Only processes that hold the keys of the World's folder can connect, or read the traffic.
     "--IPController.enable_curve=True",
-    # A lifeline tells of a death. Missed heartbeats tell of a machine that was suspended.
+    # The lifeline reports a death. Missed heartbeats only mean that a machine was suspended.
     "--HeartMonitor.max_heartmonitor_misses=1000000000",
 ]
 ENGINE_ARGS = [
-    # The lifeline tells of a death sooner than a nanny process beside every rank would.
+    # The lifeline reports a death sooner than one nanny process per rank would.
     "--IPEngine.enable_nanny=False",
     "--IPEngine.max_heartbeat_misses=0",
     "--log-level=30",
 ]
 
 
-def make(size, host, folder, launcher, controller_cmd, engine_cmd):
-    """An ipyparallel.Cluster, not yet started.
+def make(
+    size: int,
+    host: str,
+    folder: str,
+    launcher: type[EngineLauncher],
+    controller_cmd: list[str],
+    engine_cmd: list[str],
+) -> Cluster:
+    """Return an `ipyparallel.Cluster` that is not yet started.
 
     Args:
-        size: how many engines.
+        size: the number of engines.
         host: the address that the controller listens on.
-        folder: where its connection files and its output are.
+        folder: the folder of its connection files and its output.
         launcher: the class that starts the engines.
-        controller_cmd, engine_cmd: what is started.
+        controller_cmd: the command that starts the controller.
+        engine_cmd: the command that starts an engine, or with `fork_launcher` all engines.
     """
     import ipyparallel
     from traitlets.config import Config
@@ -51,7 +67,7 @@ def make(size, host, folder, launcher, controller_cmd, engine_cmd):
         engines=launcher,
         controller_ip=host,
         controller_location=host,
-        # An engine counts as registered when its heart has beaten once.
+        # An engine counts as registered after its first heartbeat.
         controller_args=[*CONTROLLER_ARGS, f"--HeartMonitor.period={HEARTBEAT_MS}"],
         delay=0,
         shutdown_atexit=False,
@@ -59,11 +75,12 @@ def make(size, host, folder, launcher, controller_cmd, engine_cmd):
     )
 
 
-def fork_launcher():
+def fork_launcher() -> type[EngineLauncher]:
+    """Return ipyparallel's mpiexec launcher, changed to run `fork` without MPI."""
     from ipyparallel.cluster.launcher import MPIEngineSetLauncher
 
     class ForkEngineSetLauncher(MPIEngineSetLauncher):
-        """ipyparallel's launcher by mpiexec, with `fork` in its place and without MPI."""
+        """Launch the engines by `fork` instead of mpiexec."""
 
         def find_args(self):
             return [*self.engine_cmd, str(self.n), *self.program_args]
@@ -72,9 +89,13 @@ def fork_launcher():
 
 
 class environment:
-    """Environment variables for the processes started inside the block."""
+    """Set environment variables for the processes started inside the block.
 
-    def __init__(self, values):
+    Args:
+        values: the variables; their old values are restored at the end of the block.
+    """
+
+    def __init__(self, values: Mapping[str, str]):
         self._values = values
 
     def __enter__(self):

@@ -1,19 +1,25 @@
-"""Before a collective runs: are all ranks of the group there, and do they call the same one?
+"""Check, before a collective runs, that all ranks of the group call it, and with equal arguments.
 
-torch has such checks (TORCH_DISTRIBUTED_DEBUG=DETAIL), but with gloo they count sends and receives
-into the number that must agree, so a rank that has sent one message more than another fails its
-next collective (torch 2.13). A book on point-to-point communication cannot live with that. These
-checks do the same over the store and leave sends and receives alone. Groups made with
-``group_desc="unchecked"`` go without, as they must while something is timed.
+torch has such checks (TORCH_DISTRIBUTED_DEBUG=DETAIL). With gloo they include sends and receives
+in the sequence number that must agree, so a rank that has sent one message more than another fails
+its next collective (torch 2.13). That does not work for a book on point-to-point communication.
+These checks do the same over the store and ignore sends and receives. Groups made with
+`group_desc="unchecked"` are not checked; use such groups for timing.
 """
+
+from __future__ import annotations
 
 import functools
 import inspect
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-# What must agree between ranks: the arguments that are tensors of the same shape on every rank, and
-# the plain ones. The lists of all_to_all and the like may differ from rank to rank.
+if TYPE_CHECKING:
+    from naranhi.world.store import Store
+
+# What must agree between ranks: the tensor argument that has the same shape on every rank, and the
+# plain arguments. The lists of all_to_all and similar collectives may differ from rank to rank.
 SAME_TENSOR = {
     "all_reduce": "tensor",
     "broadcast": "tensor",
@@ -39,30 +45,39 @@ UNCHECKED = "unchecked"
 
 
 class CollectiveMismatch(RuntimeError):
-    """Ranks called different collectives; ``calls`` says which, by rank."""
+    """The ranks called different collectives.
 
-    def __init__(self, calls):
+    Args:
+        calls: rank -> the collective that it called.
+    """
+
+    def __init__(self, calls: dict[int, str]):
         super().__init__(f"the ranks called different collectives: {calls}")
         self.calls = calls
 
 
 class CollectiveTimeout(RuntimeError):
-    """``absent`` ranks did not call the collective before its deadline."""
+    """Some ranks did not call the collective before its deadline.
 
-    def __init__(self, call, absent):
+    Args:
+        call: the collective.
+        absent: the ranks that did not call it.
+    """
+
+    def __init__(self, call: str, absent: list[int]):
         super().__init__(f"waited in vain for ranks {absent} to call {call}")
         self.absent = absent
 
 
 class Checks:
-    """Puts the checks around the collectives of ``torch.distributed``, in this process.
+    """Wrap the collectives of `torch.distributed` in this process with the checks.
 
     Args:
-        store: the `store.Store` through which ranks tell each other what they call.
-        timeout: seconds to wait for the others.
+        store: the `store.Store` through which the ranks compare their calls.
+        timeout: seconds to wait for the other ranks.
     """
 
-    def __init__(self, store, timeout):
+    def __init__(self, store: Store, timeout: float):
         self.store, self.timeout = store, timeout
         self._count = {}
         for name in SAME_TENSOR:
@@ -87,7 +102,7 @@ class Checks:
 
     @staticmethod
     def _concerns(group):
-        # None: the cell has destroyed the default group, which torch's own words tell best.
+        # None: the cell has destroyed the default group; torch's own error says so best.
         if group is None or group is dist.GroupMember.NON_GROUP_MEMBER:
             return False
         return group.group_desc != UNCHECKED and dist.get_rank(group) >= 0

@@ -1,7 +1,9 @@
-"""What runs inside a rank: joining the process group, executing cells, severing connections.
+"""Run inside a rank: join the process group, execute cells, sever connections.
 
-``python -m naranhi.world.engine`` is an ipyparallel engine that holds a lifeline to its notebook.
+`python -m naranhi.world.engine` is an ipyparallel engine that holds a lifeline to its notebook.
 """
+
+from __future__ import annotations
 
 import builtins
 import datetime
@@ -10,6 +12,7 @@ import signal
 import socket
 import stat
 import sys
+from typing import Any
 
 from naranhi.world import capture, event_loop, lifeline, server
 
@@ -19,7 +22,7 @@ _at_hand = None
 _busy = False
 
 
-def main():
+def main() -> None:
     """Become an engine. Called once, in a process of its own."""
     if os.getpid() != os.getpgid(0):
         os.setpgid(0, 0)
@@ -30,13 +33,13 @@ def main():
 
     class Engine(IPEngine):
         def redirect_output(self, iopub_socket):
-            capture.repair()  # in place of streams that are messages, and are lost with the rank
+            capture.repair()  # ipyparallel's streams are messages, lost when the rank dies
 
     Engine.launch_instance()
 
 
-def introduce():
-    """Who this process is: host, pid, Slurm's task and step if any, GPUs it can see, cores."""
+def introduce() -> dict[str, str | int]:
+    """Return this process's host, pid, Slurm task and step (if any), visible GPUs, and cores."""
     import torch
 
     return {
@@ -49,14 +52,28 @@ def introduce():
     }
 
 
-def join(rank, world_size, local_rank, threads, epoch, backend, timeout):
-    """Join the process group number ``epoch`` of the World; leaves the one before it, if any.
+def join(
+    rank: int,
+    world_size: int,
+    local_rank: int,
+    threads: int,
+    epoch: int,
+    backend: str,
+    timeout: float,
+) -> list[str]:
+    """Join a process group of the World, after leaving the previous one, if any.
 
     Args:
+        rank: this process's rank.
+        world_size: the number of ranks.
+        local_rank: the rank among the processes of this host; with NCCL, the index of its GPU.
+        threads: the number of threads that torch may use.
+        epoch: the number of the process group, 1 for the World's first.
+        backend: `"nccl"` or `"gloo"`.
         timeout: deadline of every collective, in seconds.
 
     Returns:
-        The names of the variables that held groups of the past; they are deleted.
+        The names of the variables that held old groups; they are deleted.
     """
     global _store, _at_hand
     import torch
@@ -70,7 +87,7 @@ def join(rank, world_size, local_rank, threads, epoch, backend, timeout):
     names = _shell().user_ns
     lost = remove_groups(names)
     deadline = datetime.timedelta(seconds=timeout)
-    # Groups that the reader makes without a timeout would otherwise wait for half an hour.
+    # Groups that a cell makes without a timeout would otherwise wait for half an hour.
     dist.distributed_c10d.default_pg_timeout = deadline
     dist.distributed_c10d.default_pg_nccl_timeout = deadline
     if dist.is_initialized():
@@ -100,7 +117,7 @@ def join(rank, world_size, local_rank, threads, epoch, backend, timeout):
     )
     set_aside()
     if epoch == 1:
-        capture.take()  # what starting has printed is the reader's business only when it fails
+        capture.take()  # output of the start matters to the user only if the start fails
     return lost
 
 
@@ -112,7 +129,7 @@ def _prepare_shell():
 
 
 def _leave_it_to_the_notebook(*args, **kwargs):
-    """In place of the engine's own printing of errors."""
+    """Replace the engine's own printing of errors."""
 
 
 def _no_keyboard(prompt=""):
@@ -122,15 +139,15 @@ def _no_keyboard(prompt=""):
     )
 
 
-def execute(source):
-    """Run a cell's source in this rank's namespace; returns its outcome (see `outcome`)."""
+def execute(source: str) -> dict[str, Any]:
+    """Run a cell's source in this rank's namespace; return its outcome (see `outcome`)."""
     shell = _shell()
     values = []
     shell.display_trap.hook = values.append
 
     def run(displays):
         result = shell.run_cell(source, store_history=False)
-        shell.history_manager.outputs.clear()  # where IPython keeps what a cell has printed
+        shell.history_manager.outputs.clear()  # where IPython keeps a cell's output
         error = result.error_before_exec or result.error_in_exec
         if error is not None:
             raise error
@@ -142,8 +159,12 @@ def execute(source):
     return _outcome_of(run)
 
 
-def call(pickled):
-    """Call a function with its arguments (a cloudpickle of the three); returns its outcome."""
+def call(pickled: bytes) -> dict[str, Any]:
+    """Call a function; return its outcome (see `outcome`).
+
+    Args:
+        pickled: a cloudpickle of (function, args, kwargs).
+    """
     import cloudpickle
 
     def run(displays):
@@ -155,8 +176,8 @@ def call(pickled):
     return _outcome_of(run)
 
 
-def get(name):
-    """The outcome of looking up a variable of this rank."""
+def get(name: str) -> dict[str, Any]:
+    """Look up a variable of this rank; return the outcome (see `outcome`)."""
     import cloudpickle
 
     def run(displays):
@@ -168,7 +189,7 @@ def get(name):
 
 
 def _outcome_of(run):
-    """What comes of ``run(displays)``, which returns a pickled value or None."""
+    """Return the outcome of `run(displays)`, which returns a pickled value or None."""
     from IPython.utils.capture import capture_output
 
     from naranhi.world.outcome import outcome
@@ -183,7 +204,7 @@ def _outcome_of(run):
     displays[:0] = [(output.data, output.metadata) for output in captured.outputs]
     result = outcome(displays, error, value)
     result["put_back"], result["left_group"] = _at_hand.put_back(), _at_hand.left_group()
-    capture.repair()  # the engine itself writes to the streams next
+    capture.repair()  # the engine itself writes to these streams next
     return result
 
 
@@ -194,7 +215,7 @@ def _shell():
 
 
 def _synchronize():
-    # An error of a CUDA kernel or an NCCL collective belongs to the cell that launched it.
+    # Raise errors of CUDA kernels and NCCL collectives in the cell that launched them.
     import torch
 
     if torch.cuda.is_available():
@@ -202,7 +223,7 @@ def _synchronize():
 
 
 class _Busy:
-    """While inside, an INTERRUPT reaches the running code; outside, it would end the engine."""
+    """Mark running code: inside, an INTERRUPT reaches it; outside, it would end the engine."""
 
     def __enter__(self):
         global _busy
@@ -219,7 +240,7 @@ def _interrupt():
 
 
 def _sockets():
-    """The TCP sockets of this process, by file descriptor and inode."""
+    """Return the sockets of this process as (file descriptor, inode) pairs."""
     found = set()
     for entry in os.listdir("/proc/self/fd"):
         try:
@@ -231,11 +252,11 @@ def _sockets():
     return found
 
 
-def sever():
-    """Shut down every connection that process groups opened: all that wait on them fail at once.
+def sever() -> None:
+    """Shut down every connection that process groups opened, so that all waits on them fail.
 
-    gloo offers no way to abort a collective that waits for a peer (``ProcessGroup.abort`` does
-    nothing there in torch 2.13), and only the operating system can end such a wait early.
+    gloo cannot abort a collective that waits for a peer (`ProcessGroup.abort` does nothing there in
+    torch 2.13). Only the operating system can end such a wait early.
     """
     if _store is not None:
         _store.severed = True
@@ -243,11 +264,11 @@ def sever():
         try:
             with socket.socket(fileno=os.dup(descriptor)) as connection:
                 internet = connection.family in (socket.AF_INET, socket.AF_INET6)
-                # gloo ends the process when its listening socket fails.
+                # Keep listening sockets: gloo ends the process when its listening socket fails.
                 listening = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
                 if internet and not listening:
                     connection.shutdown(socket.SHUT_RDWR)
-        except OSError:  # closed by its owner or its peer since we looked, which is as good
+        except OSError:  # its owner or its peer has closed it, which is as good
             continue
     distributed = sys.modules.get("torch.distributed")
     joined = distributed is not None and distributed.is_initialized()
@@ -256,7 +277,8 @@ def sever():
 
 
 if __name__ == "__main__":
-    # Under -m this file is __main__; the notebook calls naranhi.world.engine. One set of globals.
+    # Under -m this file is __main__, but the notebook calls naranhi.world.engine: run that module,
+    # to have one set of globals.
     from naranhi.world import engine
 
     engine.main()

@@ -1,7 +1,11 @@
-"""From what each rank suffered to one sentence: which rank, and why."""
+"""Turn what each rank suffered into one sentence: which rank failed, and why."""
+
+from __future__ import annotations
 
 import linecache
 import re
+from collections.abc import Iterable
+from typing import Any
 
 CONSEQUENCE = re.compile(
     r"closed by peer|reset by peer|[Bb]roken pipe|Socket closed|connection abort"
@@ -21,32 +25,39 @@ class _Readable:
 class RankError(_Readable, RuntimeError):
     """Something failed on the ranks.
 
-    The message names the rank and the cause first, then what the other ranks suffered from it.
+    The message names the rank and the cause first, then how it affected the other ranks. `rank` and
+    `errors` are also attributes.
 
-    Attributes:
-        rank: the rank at fault, or None where no single rank is.
+    Args:
+        message: the text for the user.
+        rank: the rank at fault, or None if no single rank is.
         errors: for each rank that failed, its error's type name and message.
     """
 
-    def __init__(self, message, rank=None, errors=None):
+    def __init__(
+        self,
+        message: str,
+        rank: int | None = None,
+        errors: dict[int, tuple[str, str]] | None = None,
+    ):
         super().__init__(message)
         self.rank = rank
         self.errors = errors or {}
 
 
 class RankInterrupt(_Readable, KeyboardInterrupt):
-    """The reader interrupted a cell that was running on the ranks."""
+    """The user interrupted a cell that was running on the ranks."""
 
 
-# What a rank did that was not waiting when the others had failed.
+# The state of a rank that was not waiting when others had failed.
 BUSY = "still busy"
 FROZEN = "frozen (its process is stopped)"
 DEAF = "busy outside of Python (it holds the interpreter's lock and answers nobody)"
 UNREACHABLE = "out of reach (its host or the link to it is gone, or its process is stopped)"
 
 
-def unknown(name, message):
-    """The description of an error (see `outcome`) of which no more is known."""
+def unknown(name: str, message: str) -> dict[str, Any]:
+    """Describe an error (see `outcome`) of which only the type name and the message are known."""
     return {
         "type": name,
         "message": message,
@@ -57,8 +68,8 @@ def unknown(name, message):
     }
 
 
-def named(ranks):
-    """``[0, 1, 2, 5]`` as ``ranks 0-2, 5``; ``[3]`` as ``rank 3``."""
+def named(ranks: Iterable[int]) -> str:
+    """Write rank numbers as text: `[0, 1, 2, 5]` as `ranks 0-2, 5`; `[3]` as `rank 3`."""
     ranks = sorted(ranks)
     runs = []
     for rank in ranks:
@@ -70,10 +81,10 @@ def named(ranks):
     return f"rank{'s' if len(ranks) > 1 else ''} {text}"
 
 
-def kind(error):
-    """'consequence', 'deadline', 'mismatch' or 'cause', read off an error's message."""
+def kind(error: dict[str, Any]) -> str:
+    """Classify an error by its message: 'consequence', 'deadline', 'mismatch' or 'cause'."""
     if error["type"] in ("KeyboardInterrupt", "Severed"):
-        return "consequence"  # only the notebook sends these
+        return "consequence"  # only the notebook causes these
     if error["calls"] is not None:
         return "mismatch"
     if error["absent"] is not None:
@@ -85,15 +96,21 @@ def kind(error):
     return "cause"
 
 
-def diagnose(outcomes, died, stuck, timeout, cell):
-    """The RankError for what happened to the ranks.
+def diagnose(
+    outcomes: dict[int, dict[str, Any]],
+    died: dict[int, str],
+    stuck: dict[int, str],
+    timeout: float,
+    cell: list[tuple[int, str]] | None,
+) -> RankError:
+    """Return the RankError that describes what happened to the ranks.
 
     Args:
-        outcomes: rank -> outcome (see ``process._outcome``) of the ranks that answered.
-        died: rank -> how it ended, of those whose process is gone.
-        stuck: rank -> what it was doing, of those that were not waiting when others had failed.
+        outcomes: rank -> outcome (see `outcome`), for the ranks that answered.
+        died: rank -> how it ended, for the ranks whose process is gone.
+        stuck: rank -> what it was doing, for ranks that were not waiting when others had failed.
         timeout: the deadline of a collective, in seconds.
-        cell: the cell's lines (see ``numbered``), or None when a function was run.
+        cell: the cell's lines (see `numbered`), or None if a function was run.
     """
     errors = {r: o["error"] for r, o in outcomes.items() if o["error"]}
     kinds = {r: kind(e) for r, e in errors.items()}
@@ -113,7 +130,7 @@ def diagnose(outcomes, died, stuck, timeout, cell):
 
 
 def _cause(errors, of, where, died, stuck, timeout, outcomes):
-    """The first sentence, the rank at fault if it is one, and the ranks it has spoken of."""
+    """Return the first sentence, the single rank at fault or None, and the ranks it mentions."""
     if died:
         parts = [f"rank {r} died ({how})" for r, how in sorted(died.items())]
         return ", ".join(parts), min(died), []
@@ -141,9 +158,12 @@ def _cause(errors, of, where, died, stuck, timeout, outcomes):
 
 
 def _late(errors, of, where, stuck, timeout, outcomes):
-    """Who was waited for; who waited for a plain message cannot say, and then nobody is blamed."""
+    """Describe which ranks were waited for.
+
+    A rank that waits for a plain message cannot say for whom, so then no rank is blamed.
+    """
     waiting = of["deadline"]
-    # The first to time out breaks the connections of those about to.
+    # The first rank to time out breaks the connections of those about to time out.
     alike = sorted({*waiting, *of.get("consequence", ())})
     done = [r for r, o in outcomes.items() if not o["error"]]
     missed = {r for rank in waiting for r in errors[rank]["absent"] or ()} - set(waiting)
@@ -175,12 +195,12 @@ def _were(ranks):
 
 
 def _mismatch(calls, where):
-    """Who called what, the one that stands alone first."""
+    """Describe which ranks called what; a rank that differs from all others comes first."""
     groups = {}
     for rank, call in sorted(calls.items()):
         groups.setdefault(call, []).append(rank)
     ordered = sorted(groups.items(), key=lambda item: (len(item[1]), item[1]))
-    # Of two ranks that differ neither is the odd one.
+    # If only two ranks differ, neither of them is the odd one.
     alone = ordered[0][1][0] if len(ordered[0][1]) == 1 and len(calls) > 2 else None
     text = "the ranks called different collectives:" + "".join(
         f"\n  {named(group)} called {call}{where.get(group[0], '')}" for call, group in ordered
@@ -190,8 +210,13 @@ def _mismatch(calls, where):
     return text, alone, list(calls)
 
 
-def interruption(outcomes, died, stuck, cell):
-    """What the reader is told who has interrupted a cell."""
+def interruption(
+    outcomes: dict[int, dict[str, Any]],
+    died: dict[int, str],
+    stuck: dict[int, str],
+    cell: list[tuple[int, str]] | None,
+) -> str:
+    """Return the message for a user who interrupted a cell; arguments as for `diagnose`."""
     text = "the cell was interrupted"
     for rank, outcome in sorted(outcomes.items()):
         if outcome["error"]:
@@ -221,9 +246,15 @@ def _suffered(error, kind_):
     return f"lost its connection ({_first_line(error).lower()})"
 
 
-def place(error, cell):
-    """Where in the reader's code an error arose: ``at line 3 of the cell: dist.all_reduce(x)``, and
-    in which function that this line has called, if any."""
+def place(error: dict[str, Any], cell: list[tuple[int, str]] | None) -> str:
+    """Return where in the user's code an error arose: `at line 3 of the cell: dist.all_reduce(x)`.
+
+    If that line called a function, the text also names the place in that function.
+
+    Args:
+        error: the description of an error (see `outcome`).
+        cell: the cell's lines (see `numbered`), or None if a function was run.
+    """
     if error["syntax"]:
         return _line(error["syntax"], cell)
     inside = ""
@@ -248,10 +279,10 @@ def _line(number, cell):
     return f"\n    at line {shown} of the cell: {text.strip()}"
 
 
-def numbered(source):
-    """A cell's lines as the ranks count them, each with the number that the reader counts.
+def numbered(source: str) -> list[tuple[int, str]]:
+    """Return a cell's lines as the ranks count them, each with its line number in the notebook.
 
-    The reader's first line is %%ranks; IPython passes over the blank lines that follow it.
+    Line 1 in the notebook is %%ranks; IPython skips the blank lines that follow it.
     """
     lines = list(enumerate(source.splitlines(), start=2))
     while lines and not lines[0][1].strip():

@@ -1,13 +1,15 @@
-"""The ranks of one machine, forked from one process that has imported what all of them need.
+"""Fork the ranks of one machine from one process that has imported what all of them need.
 
-``python -m naranhi.world.fork 4`` becomes four ranks. To import torch keeps a core busy for
-seconds. Four ranks that do so by themselves wait for it as long as their cores take for all four;
-forked, they wait for one, and share the memory of what was imported.
+`python -m naranhi.world.fork 4` becomes four ranks. Importing torch costs seconds of CPU; four
+ranks importing it separately compete for the cores. Forked ranks wait for one import, and share
+the memory of what was imported.
 
-Beside its ranks this process only waits for their ends, and ends them when the notebook is gone: a
-rank that is stopped cannot do so by itself. Of each rank the World's folder has what it says while
-it starts (``PID.said``) and, when it has ended, its status (``PID.ended``), both read by `launch`.
+Afterwards this process only waits for its ranks to end, and kills them when the notebook is gone,
+because a stopped rank cannot end itself. For each rank the World's folder has its output during
+the start (`PID.said`) and, once it has ended, its status (`PID.ended`). `launch` reads both.
 """
+
+from __future__ import annotations
 
 import os
 import sys
@@ -18,10 +20,10 @@ from naranhi.distributed import processes
 from naranhi.world import engine, leftovers, lifeline, server
 
 
-def main():
-    """Fork the ranks, and end after the last. Called once, in a process of its own."""
+def main() -> None:
+    """Fork the ranks, and end after the last of them. Called once, in a process of its own."""
     folder = Path(os.environ[server.FOLDER])
-    # No thread may run yet: a fork has only the thread that called it.
+    # No thread may run yet: a forked child has only the thread that called fork.
     import ipyparallel.engine.app  # noqa: F401
     import torch.distributed  # noqa: F401
 
@@ -40,9 +42,9 @@ def main():
         try:
             note.write_text(str(os.waitstatus_to_exitcode(status)))
             note.rename(folder / f"{pid}.ended")
-        except FileNotFoundError:  # the World is closed, and its folder gone: nobody asks
+        except FileNotFoundError:  # the World is closed and its folder gone: nobody reads it
             continue
-    ending.acquire()  # else the thread that ends all has not yet tidied up
+    ending.acquire()  # wait for a thread that is ending all ranks to tidy up
     os._exit(0)
 
 
@@ -60,7 +62,7 @@ def _become_rank(folder, parent):
         os.dup2(said, stream)
     os.close(said)
     if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()  # what was forked would be the same on every rank
+        sys.modules["numpy"].random.seed()  # the forked state would be the same on every rank
     engine.main()
 
 

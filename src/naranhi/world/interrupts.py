@@ -1,19 +1,22 @@
-"""Ctrl-C while something must not be cut off in the middle: an import, the start of processes."""
+"""Defer Ctrl-C while something must not be cut off halfway: an import, the start of processes."""
+
+from __future__ import annotations
 
 import contextlib
 import signal
 import threading
+from collections.abc import Callable, Iterator
 
 
 @contextlib.contextmanager
-def deferred():
-    """Note Ctrl-C inside the block, and raise KeyboardInterrupt at its end.
+def deferred() -> Iterator[Callable[[], None]]:
+    """Record Ctrl-C inside the block, and raise KeyboardInterrupt at its end.
 
     Yields:
-        A function that raises KeyboardInterrupt at once if Ctrl-C was pressed: for the places of
-        the block that wait.
+        A function that raises KeyboardInterrupt at once if Ctrl-C was pressed. Call it where the
+        block waits.
     """
-    if threading.current_thread() is not threading.main_thread():  # where no signal arrives
+    if threading.current_thread() is not threading.main_thread():  # no signal arrives here
         yield lambda: None
         return
     pressed = []

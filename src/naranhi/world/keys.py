@@ -1,24 +1,28 @@
-"""The keys that the ranks of a World share while they form process groups and compare their calls.
+"""Hold the keys that the ranks of a World share to form process groups and to compare their calls.
 
-torch's TCPStore lets in whoever finds its port, and its FileStore serves one machine only. This one
-lives in the notebook, behind the World's secret. It can also do what neither can: a meeting tells
-every rank what all others call in one exchange, and the notebook can end a rank's wait for a key.
+torch's TCPStore accepts anyone who finds its port, and its FileStore serves one machine only. This
+store lives in the notebook, behind the World's secret. It also does what neither of them can: a
+meeting sends every rank the calls of all others in one exchange, and the notebook can end a rank's
+wait for a key.
 """
+
+from __future__ import annotations
 
 import contextlib
 import pickle
 import socket
 import struct
 import time
+from typing import Any
 
 LENGTH = struct.Struct("!I")
 
 
 class Keys:
-    """The notebook's end, a service of `server.Server`.
+    """Serve the store in the notebook, as a service of `server.Server`.
 
-    A request is the name of a method below, without its underscore, and its arguments. Its answer
-    is a pair: what was missing when its time was up, and, where nothing was, the result.
+    A request is the name of a method below, without its underscore, and its arguments. The answer
+    is a pair: the keys or ranks missing at the deadline, and, if none were, the result.
     """
 
     def __init__(self):
@@ -26,16 +30,24 @@ class Keys:
         self._waiting = []  # (connection, missing, result, deadline)
         self.clear()
 
-    def clear(self):
-        """Forget everything: a new process group begins."""
+    def clear(self) -> None:
+        """Forget everything, for a new process group."""
         self._values = {}
         self._meetings = {}  # name -> {rank: its call}
 
-    def accept(self, connection, hello, rest):
+    def accept(self, connection: socket.socket, hello: dict[str, Any], rest: bytes) -> None:
+        """Start to serve a connection.
+
+        Args:
+            connection: the new connection.
+            hello: its first message; not used.
+            rest: the bytes received after that message.
+        """
         self._received[connection] = bytearray()
         self._receive(connection, rest)
 
-    def read(self, connection):
+    def read(self, connection: socket.socket) -> bool:
+        """Read from a connection; return False at its end."""
         try:
             data = connection.recv(1 << 16)
         except OSError:
@@ -54,8 +66,8 @@ class Keys:
             name, *arguments = request
             getattr(self, f"_{name}")(connection, *arguments)
 
-    def tick(self):
-        """Answer those whose wait has ended: what they wait for is there, or their time is up."""
+    def tick(self) -> None:
+        """Answer the waits that have ended: the values have arrived, or the deadline has passed."""
         now, waiting, self._waiting = time.monotonic(), self._waiting, []
         for waiter in waiting:
             connection, missing, result, deadline = waiter
@@ -116,19 +128,19 @@ class Keys:
 def _answer(connection, missing=(), result=None):
     try:
         connection.sendall(packed((list(missing), result)))
-    except OSError:  # its process is gone, or does not read: the end of file will be read
+    except OSError:  # its process is gone, or does not read: `read` will see the end of file
         with contextlib.suppress(OSError):
             connection.shutdown(socket.SHUT_RDWR)
 
 
-def packed(value):
-    """A value as a message: its length, then its pickle."""
+def packed(value: Any) -> bytes:
+    """Pack a value into a message: its length, then its pickle."""
     data = pickle.dumps(value)
     return LENGTH.pack(len(data)) + data
 
 
-def cut(received):
-    """Take the first message off what was received, or return None when it is not complete."""
+def cut(received: bytearray) -> Any:
+    """Remove the first message from the received bytes and return it, or None if incomplete."""
     end = LENGTH.size
     if len(received) >= end:
         end += LENGTH.unpack_from(received)[0]

@@ -1,4 +1,6 @@
-"""Starting the processes of a World: on this machine, or on the nodes of a Slurm allocation."""
+"""Start the processes of a World, on this machine or on the nodes of a Slurm allocation."""
+
+from __future__ import annotations
 
 import dataclasses
 import os
@@ -6,7 +8,9 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from naranhi.distributed import processes
 from naranhi.world import (
@@ -24,12 +28,15 @@ from naranhi.world import (
 from naranhi.world.errors import RankError, named, unknown
 from naranhi.world.keys import Keys
 
+if TYPE_CHECKING:
+    from ipyparallel import AsyncResult
+
 START_SECONDS = 60
 
 
 @dataclasses.dataclass
 class Member:
-    """One process: where it is, how ipyparallel calls it, its place among those of its host."""
+    """Describe one rank process: its host, its ipyparallel id, its place among the host's ranks."""
 
     host: str
     pid: int
@@ -40,27 +47,28 @@ class Member:
     engine: int
     local_rank: int = 0
     threads: int = 1
-    shown: tuple = (0, 0)  # bytes of its output that the reader has seen
+    shown: tuple = (0, 0)  # bytes of its stdout and stderr that the notebook has shown
 
     @property
-    def who(self):
+    def who(self) -> tuple[str, int]:
+        """Return the (host, pid) by which `lifeline` knows the process."""
         return self.host, self.pid
 
 
 class Launched:
-    """``size`` rank processes with their controller, their lifelines and their keys.
+    """Hold `size` rank processes with their controller, their lifelines and their keys.
 
     Args:
-        size: how many.
-        backend: ``"nccl"``, ``"gloo"`` or None.
-        check: called while waiting; may raise to break off.
+        size: the number of ranks.
+        backend: `"nccl"` or `"gloo"`; None means NCCL if each rank can have a GPU of its own.
+        check: called while waiting; may raise to stop the start.
 
     Raises:
-        ValueError: NCCL is wanted and there is not one GPU for each rank.
-        RankError: the processes did not come up; says what they printed.
+        ValueError: NCCL is requested and there is not one GPU for each rank.
+        RankError: the processes did not start; the message quotes what they printed.
     """
 
-    def __init__(self, size, backend, check):
+    def __init__(self, size: int, backend: str | None, check: Callable[[], None]):
         self.in_slurm = slurm.is_here()
         self._several_nodes = slurm.several_nodes()
         self.host = slurm.own_address() if self._several_nodes else "127.0.0.1"
@@ -102,7 +110,7 @@ class Launched:
             self._check()
             pids = self._cluster.controller.pid, self._cluster.engine_set.pid
             Path(self.folder, leftovers.PIDS).write_text("{} {}".format(*pids))
-            import torch.distributed  # noqa: F401  (it takes a while, as it does in the ranks)
+            import torch.distributed  # noqa: F401  (slow: import it while the ranks do)
 
             self._client = self._cluster.connect_client_sync(ipython_dir=self.folder)
 
@@ -115,10 +123,10 @@ class Launched:
             "OMP_NUM_THREADS": "1",
             "TOKENIZERS_PARALLELISM": "false",
             "PYDEVD_DISABLE_FILE_VALIDATION": "1",
-            # Warnings of torch's C++ carry the time of day, and would be shown below the cells.
+            # Warnings of torch's C++ contain the time of day and would be shown below the cells.
             "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
         }
-        if not self._several_nodes:  # gloo's and NCCL's own sockets follow the interface they get
+        if not self._several_nodes:  # gloo and NCCL open their sockets on this interface
             values |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
         return values
 
@@ -133,7 +141,7 @@ class Launched:
             time.sleep(0.02)
         said = [self._client[i].apply_async(engine.introduce) for i in ids]
         members = [Member(engine=i, **s.get(timeout=30)) for i, s in zip(ids, said, strict=True)]
-        # Slurm numbers tasks node by node; ipyparallel by who came first.
+        # Slurm numbers tasks node by node; ipyparallel numbers engines in order of arrival.
         members.sort(key=lambda m: (m.task, m.pid))
         hosts = {}
         for member in members:
@@ -152,13 +160,13 @@ class Launched:
 
     # ---- while it runs ------------------------------------------------------------------------
 
-    def submit(self, member, function, *args):
-        """Call a function of `process` in one member; an AsyncResult, for `result`."""
+    def submit(self, member: Member, function: Callable[..., Any], *args: Any) -> AsyncResult:
+        """Call a function of `engine` in one member; return a pending result for `result`."""
         return self._client[member.engine].apply_async(function, *args)
 
     @staticmethod
-    def result(pending):
-        """The outcome that a call returned, also where its reply was an error."""
+    def result(pending: AsyncResult) -> dict[str, Any]:
+        """Return the outcome of a call, also if its reply was an error."""
         from ipyparallel.client.asyncresult import AsyncResult
         from ipyparallel.error import RemoteError
 
@@ -166,19 +174,23 @@ class Launched:
             return pending.get()
         except RemoteError as error:
             return unanswered(error.ename, error.evalue)
-        except Exception as error:  # what was sent cannot be read here
+        except Exception as error:  # the reply cannot be unpickled here
             return unanswered(type(error).__name__, str(error))
         finally:
-            AsyncResult.split.cache_clear()  # it would keep the last 128 results
+            AsyncResult.split.cache_clear()  # the cache would keep the last 128 results
 
-    def call(self, function, arguments):
-        """Call a function of `process` on every rank, each with its own arguments.
+    def call(self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Call a function of `engine` on every rank, each with its own arguments.
+
+        Args:
+            function: the function.
+            arguments: one tuple of arguments per rank, in rank order.
 
         Returns:
             The results in rank order.
 
         Raises:
-            RankError: a rank failed or died, or they took too long.
+            RankError: a rank failed or died, or the calls took longer than `START_SECONDS`.
         """
         pending = [
             self.submit(member, function, *own)
@@ -205,35 +217,36 @@ class Launched:
                 next(iter(waiting.values())).wait(0.05)
         return [result.get() for result in pending]
 
-    def gone(self):
-        """The names of the processes that have died, as in a sentence, or an empty text."""
+    def gone(self) -> str:
+        """Name the processes that have died, as in a sentence, or return an empty string."""
         ranks = [r for r, m in enumerate(self.members) if not self.lifelines.alive(m.who)]
         parts = [named(ranks)] if ranks else []
         return " and ".join([*parts, *([] if self.controller_alive() else ["the controller"])])
 
-    def controller_alive(self):
+    def controller_alive(self) -> bool:
+        """Return whether the controller still holds its lifeline."""
         return self.lifelines.alive((socket.gethostname(), self._cluster.controller.pid))
 
-    def how_controller_ended(self):
-        """A sentence for the reader."""
+    def how_controller_ended(self) -> str:
+        """Return a sentence for the user about the controller's death."""
         return (
             "the controller died, the process through which the notebook reaches its ranks; "
             "what they did in this cell is not known, and the next cell starts them anew"
         )
 
-    def unseen(self, member):
-        """What a member that died has printed in its last cell: stdout and stderr."""
+    def unseen(self, member: Member) -> tuple[str, str]:
+        """Return what a dead member printed in its last cell: stdout and stderr."""
         stdout, stderr = capture.unseen(self.folder, member.host, member.pid, member.shown)
         return stdout, stderr.partition("terminate called")[0]
 
-    def how_it_ended(self, member):
-        """How a member's process ended, and the last words of a library that gave up in it."""
+    def how_it_ended(self, member: Member) -> str:
+        """Describe how a member's process ended, and quote a library that aborted it."""
         if self.in_slurm:
             return f"its process on {member.host} ended"
         ended = Path(self.folder, f"{member.pid}.ended")
         deadline = time.monotonic() + 2
         while not ended.exists() and time.monotonic() < deadline:
-            time.sleep(0.01)  # its parent is about to know
+            time.sleep(0.01)  # its parent is about to write the status
         status = int(ended.read_text()) if ended.exists() else None
         if status is not None and status < 0:
             how = f"killed by {signal.Signals(-status).name}"
@@ -247,19 +260,19 @@ class Launched:
         return [self._cluster.controller, *self._cluster.engines.values()] if self._cluster else []
 
     def _said(self):
-        """The ends of what the processes have printed so far."""
+        """Return the ends of what the processes have printed so far."""
         files = [Path(launcher.output_file) for launcher in self._launchers()]
         files += Path(self.folder).glob("*.said")
         return "\n".join(f.read_text(errors="replace")[-2000:] for f in files if f.exists())
 
-    def close(self):
+    def close(self) -> None:
         """Kill the processes, close the sockets, remove the folder."""
         left = self.lifelines.kill()
-        step = self.members[0].step if self.members else ""  # "" outside of an allocation
+        step = self.members[0].step if self.members else ""  # "" outside an allocation
         if left and step:
             slurm.kill_step(step)
         for launcher in self._launchers():
-            if launcher.state == "running":  # it may not have come to hold its lifeline yet
+            if launcher.state == "running":  # its lifeline may not be connected yet
                 processes.kill(launcher.pid)
         if self._client is not None:
             self._client.close()
@@ -267,7 +280,7 @@ class Launched:
         leftovers.remove(self.folder)
 
 
-def unanswered(name, message):
-    """The outcome of a rank whose reply was an error, or cannot be read: it cannot go on."""
+def unanswered(name: str, message: str) -> dict[str, Any]:
+    """Return the outcome of a rank that cannot go on: its reply was an error or is unreadable."""
     error = unknown(name, message)
     return {"stdout": "", "stderr": "", "displays": [], "error": error, "exhausted": True}

@@ -1,7 +1,9 @@
-"""What a World leaves to be tidied up when its notebook is gone: the folder, and stopped processes.
+"""Clean up after a notebook that is gone: the World's folder, and stopped processes.
 
-The controller and the process that has started the ranks do so both, for either may be stopped.
+The controller and the parent of the ranks both do it, because either of them may be stopped.
 """
+
+from __future__ import annotations
 
 import os
 import shutil
@@ -11,11 +13,14 @@ from pathlib import Path
 from naranhi.distributed import processes
 from naranhi.world import server
 
-PIDS = "pids"  # the file of the folder with the process ids of these two
+PIDS = "pids"  # the file in the folder with the process ids of these two
 
 
-def tidy_up(folder):
-    """Kill those of the two that are stopped, which cannot see that the notebook is gone."""
+def tidy_up(folder: str | Path) -> None:
+    """Kill the controller and the ranks' parent if they are stopped, and remove the World's folder.
+
+    A stopped process cannot notice by itself that the notebook is gone.
+    """
     pids = Path(folder, PIDS)
     for pid in map(int, pids.read_text().split() if pids.exists() else ()):
         ours = processes.environment(pid).get(server.FOLDER) == str(folder)
@@ -24,8 +29,8 @@ def tidy_up(folder):
     remove(folder)
 
 
-def remove(folder):
-    """Remove the World's folder; again where meanwhile the ranks' parent has left a note in it."""
+def remove(folder: str | Path) -> None:
+    """Remove the World's folder; retry if the ranks' parent writes a file into it meanwhile."""
     for _ in range(100):
         shutil.rmtree(folder, ignore_errors=True)
         if not os.path.exists(folder):

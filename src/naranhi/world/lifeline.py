@@ -1,13 +1,15 @@
-"""A TCP connection from every process of a World to the notebook that started it.
+"""Connect every process of a World by TCP to the notebook that started it.
 
-It serves three ends. When the notebook dies, however it dies, the kernel closes its sockets and
-every process at the other end reads an end of file and kills its own process group. When a process
-dies, the notebook notices at once, without waiting for missed heartbeats. And the notebook can
-reach a rank that is busy or stuck inside a collective, which the rank's message queue cannot.
+The connection serves three purposes. When the notebook dies, in whatever way, the kernel closes its
+sockets; every process at the other end reads an end of file and kills its own process group. When a
+process dies, the notebook notices at once, without waiting for missed heartbeats. And the notebook
+can reach a rank that is busy or stuck inside a collective, which the rank's message queue cannot.
 
-A process that is stopped, or busy in C with the interpreter's lock held, obeys nothing. On this
-machine it is killed by its process id; elsewhere by whoever started it there.
+A process that is stopped, or busy in C while it holds the interpreter's lock, does not obey. On
+this machine such a process is killed by its process id; on another host, by whoever started it.
 """
+
+from __future__ import annotations
 
 import collections
 import contextlib
@@ -16,6 +18,8 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from naranhi.distributed import processes
 from naranhi.world import server
@@ -24,20 +28,27 @@ INTERRUPT, SEVER, KILL, DONE = b"I", b"S", b"K", b"D"
 
 
 class Lifelines:
-    """The notebook's end, a service of `server.Server`: who is alive, and a way to reach each.
+    """Serve the notebook's end, as a service of `server.Server`: track and reach every process.
 
-    A process is known by ``who``, its (host, pid).
+    A process is identified by `who`, its (host, pid).
     """
 
     def __init__(self):
         self._namespace = processes.namespace()
         self._connections = {}  # who -> connection
         self._names = {}  # connection -> who
-        self._here = set()  # those whose process ids are this machine's
+        self._here = set()  # the processes in this machine's process id namespace
         self._done = collections.Counter()  # who -> commands obeyed
         self._changed = threading.Condition()
 
-    def accept(self, connection, hello, rest):
+    def accept(self, connection: socket.socket, hello: dict[str, Any], rest: bytes) -> None:
+        """Register the process at the other end of a connection.
+
+        Args:
+            connection: the new connection.
+            hello: its first message, with `host`, `pid` and `namespace`.
+            rest: the bytes received after that message; not used.
+        """
         who = (hello["host"], hello["pid"])
         with self._changed:
             self._names[connection] = who
@@ -46,7 +57,8 @@ class Lifelines:
                 self._here.add(who)
             self._changed.notify_all()
 
-    def read(self, connection):
+    def read(self, connection: socket.socket) -> bool:
+        """Read from a connection; return False at its end."""
         try:
             answer = connection.recv(1)
         except OSError:
@@ -61,26 +73,33 @@ class Lifelines:
             self._changed.notify_all()
         return answer == DONE
 
-    def tick(self):
-        """Nothing here depends on time."""
+    def tick(self) -> None:
+        """Do nothing: this service has no deadlines."""
 
-    def alive(self, who):
-        """Whether the process still holds its end."""
+    def alive(self, who: tuple[str, int]) -> bool:
+        """Return whether the process still holds its end."""
         return who in self._connections
 
-    def is_here(self, who):
-        """Whether it is a process of this machine."""
+    def is_here(self, who: tuple[str, int]) -> bool:
+        """Return whether the process runs on this machine."""
         return who in self._here
 
-    def stopped(self, who):
-        """Whether the process is known to be stopped, which can be told on this machine only."""
+    def stopped(self, who: tuple[str, int]) -> bool:
+        """Return whether the process is known to be stopped; visible on this machine only."""
         return who in self._here and processes.is_stopped(who[1])
 
-    def tell(self, whos, command, seconds):
-        """Send INTERRUPT or SEVER to these processes, and wait until they have obeyed.
+    def tell(
+        self, whos: Iterable[tuple[str, int]], command: bytes, seconds: float
+    ) -> list[tuple[str, int]]:
+        """Send a command to processes, and wait until they have obeyed.
+
+        Args:
+            whos: the processes.
+            command: `INTERRUPT` or `SEVER`.
+            seconds: how long to wait.
 
         Returns:
-            Those that live and had not obeyed after ``seconds``.
+            The processes that are alive and had not obeyed after `seconds`.
         """
         with self._changed:
             goals = {}
@@ -94,11 +113,17 @@ class Lifelines:
             self._changed.wait_for(lambda: not silent(), timeout=seconds)
             return silent()
 
-    def kill(self, whos=None, seconds=5.0):
-        """Kill these processes, by default all.
+    def kill(
+        self, whos: Iterable[tuple[str, int]] | None = None, seconds: float = 5.0
+    ) -> list[tuple[str, int]]:
+        """Kill processes.
+
+        Args:
+            whos: the processes; default: all.
+            seconds: how long to wait for their end.
 
         Returns:
-            Those that had not ended after ``seconds``: on other hosts, and stopped or cut off.
+            The processes that had not ended after `seconds`: on other hosts, stopped or cut off.
         """
         with self._changed:
             whos = list(self._connections if whos is None else whos)
@@ -113,16 +138,19 @@ class Lifelines:
     def _send(self, who, command):
         connection = self._connections.get(who)
         if connection is not None:
-            with contextlib.suppress(OSError):  # gone since we looked: its end of file is under way
+            with contextlib.suppress(OSError):  # gone since: its end of file is in flight
                 connection.sendall(command)
 
 
-def hold(handlers, on_end=None):
-    """The other end: connect to the notebook named in the environment and obey it.
+def hold(
+    handlers: dict[bytes, Callable[[], None]], on_end: Callable[[bool], object] | None = None
+) -> None:
+    """Hold the process's end: connect to the notebook named in the environment and obey it.
 
     Args:
-        handlers: what to call on INTERRUPT and on SEVER.
-        on_end: called before this process group is killed, with whether the notebook is lost.
+        handlers: command -> the function to call, for `INTERRUPT` and `SEVER`.
+        on_end: called before this process group is killed; its argument says whether the notebook
+            is lost.
     """
     connection = server.connect(
         "lifeline",
@@ -130,7 +158,8 @@ def hold(handlers, on_end=None):
         pid=os.getpid(),
         namespace=processes.namespace(),
     )
-    # A forked child that outlives this process would keep it alive in the notebook's eyes.
+    # A forked child that outlives this process would keep the connection open, so that the
+    # notebook would think that this process is alive.
     os.register_at_fork(after_in_child=connection.close)
 
     def obey():
@@ -142,7 +171,7 @@ def hold(handlers, on_end=None):
             if command in handlers:
                 handlers[command]()
                 connection.sendall(DONE)
-            else:  # KILL, or the end of file of a notebook that is gone
+            else:  # KILL, or the end of file from a notebook that is gone
                 if on_end is not None:
                     on_end(command == b"")
                 end_process_group()
@@ -150,7 +179,7 @@ def hold(handlers, on_end=None):
     threading.Thread(target=obey, name="naranhi-lifeline", daemon=True).start()
 
 
-def end_process_group():
-    """Kill this process and what it started, leaving it no say in the matter."""
+def end_process_group() -> None:
+    """Kill this process and what it started, by a signal that they cannot handle."""
     os.killpg(os.getpgid(0), signal.SIGKILL)
     time.sleep(60)

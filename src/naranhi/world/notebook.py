@@ -1,13 +1,20 @@
-"""What a World changes in a notebook: ``%%ranks``, and no process group in its own process."""
+"""Change a notebook for its World: add `%%ranks`, and allow no process group in its own process."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from naranhi.world.errors import RankError
+
+if TYPE_CHECKING:
+    from naranhi.world.world import World
 
 current = None  # the notebook's one World
 _original_init = None
 
 
-def enter(world):
-    """Make this World the one that ``%%ranks`` runs on."""
+def enter(world: World) -> None:
+    """Make this World the one that `%%ranks` runs on."""
     global current, _original_init
     current = world
     from IPython import get_ipython
@@ -23,8 +30,8 @@ def enter(world):
         dist.init_process_group = _not_here
 
 
-def leave(world):
-    """Undo `enter`, if this World is still the one."""
+def leave(world: World) -> None:
+    """Undo `enter`, if this World is still the current one."""
     global current, _original_init
     if current is not world:
         return

@@ -1,24 +1,27 @@
-"""What came of a cell on one rank, as plain data that always reaches the notebook.
+"""Report what happened to a cell on one rank, as plain data that always reaches the notebook.
 
-Whatever a cell raises, closes, replaces or exhausts, its outcome can be told: an exception that
-cannot be turned into text, a stream that is closed, a rank whose memory has run out.
+The report is possible whatever a cell raises, closes, replaces or exhausts: an exception that
+cannot be converted to text, a closed stream, a rank that has run out of memory.
 """
+
+from __future__ import annotations
 
 import gc
 import mmap
 import traceback
+from typing import Any
 
 from naranhi.world import capture
 from naranhi.world.collective_checks import CollectiveMismatch, CollectiveTimeout
 from naranhi.world.errors import unknown
 
-RESERVE = 16 << 20  # bytes set aside, with which a failure can be told when no others are left
-ROOM = 64 << 20  # bytes beyond these without which a rank cannot go on: threads, buffers, sockets
+RESERVE = 16 << 20  # bytes set aside, to report a failure when no other memory is left
+ROOM = 64 << 20  # bytes that a rank needs besides, to go on: threads, buffers, sockets
 _reserve = None
 
 
-def set_aside():
-    """Set the reserve aside; returns whether there is memory left to go on with."""
+def set_aside() -> bool:
+    """Set the reserve aside; return whether there is enough memory left to go on."""
     global _reserve
     try:
         _reserve = _reserve or _address_space(RESERVE)
@@ -29,19 +32,26 @@ def set_aside():
 
 
 def _address_space(size):
-    """Memory that counts against a limit and is never touched, so it costs microseconds."""
+    """Map memory that counts against a limit but is never touched, so it costs microseconds."""
     return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
-def outcome(displays, error, value=None):
-    """Plain data: what was printed and displayed, the error or None, the pickled value or None.
-
-    ``exhausted`` says that this rank has no memory left to go on with.
+def outcome(
+    displays: list[tuple[dict[str, Any], dict[str, Any]]],
+    error: BaseException | None,
+    value: bytes | None = None,
+) -> dict[str, Any]:
+    """Return the outcome of a cell as plain data.
 
     Args:
         displays: pairs of data and metadata, as IPython displays them.
         error: what was raised, or None.
-        value: the result, pickled.
+        value: the pickled result, or None.
+
+    Returns:
+        A dict of: `stdout` and `stderr`, what was printed; `shown`, see `capture.shown`; `displays`
+        and `value`, as passed; `error`, None or a description as `errors.unknown` makes it;
+        `exhausted`, whether this rank has too little memory left to go on.
     """
     global _reserve
     if error is not None:
@@ -50,11 +60,11 @@ def outcome(displays, error, value=None):
             _reserve = None
         try:
             error = _described(error)
-        except BaseException:  # its class is as odd as that
+        except BaseException:  # its class is that odd
             error = unknown("Exception", "<an error that cannot be described>")
     stdout, stderr = capture.take()
     exhausted = not set_aside()
-    if exhausted:  # only then: where torch is imported, a collection takes half a second
+    if exhausted:  # only then, because with torch imported a collection takes half a second
         gc.collect()
         exhausted = not set_aside()
     return {
@@ -84,10 +94,10 @@ def _described(error):
 def _message(error):
     try:
         return _text(str(error))
-    except BaseException as second:  # its own __str__ failed, be it by SystemExit
+    except BaseException as second:  # its own __str__ failed, even by SystemExit
         return f"<an error without words: its __str__ raised {_text(type(second).__name__)}>"
 
 
 def _text(text):
-    """A plain str of these characters: not of a class, nor with surrogates, that cannot travel."""
+    """Return a plain str: a subclass of str, or surrogates, may not survive the transfer."""
     return "".join(["", text]).encode(errors="backslashreplace").decode()

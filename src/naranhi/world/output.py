@@ -1,12 +1,19 @@
-"""What the ranks printed and displayed, as a reader sees it below the cell."""
+"""Show what the ranks printed and displayed, as the user sees it below the cell."""
+
+from __future__ import annotations
 
 import sys
+from typing import Any
 
 from naranhi.world.errors import named
 
 
-def show(outcomes):
-    """Show what ranks printed and displayed: in rank order, equal neighbours folded."""
+def show(outcomes: dict[int, dict[str, Any]]) -> None:
+    """Show the output of ranks in rank order; neighbours with equal output are shown once.
+
+    Args:
+        outcomes: rank -> outcome (see `outcome`).
+    """
     ordered = sorted(outcomes.items())
     folded = []
     for rank, outcome in ordered:

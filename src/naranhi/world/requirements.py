@@ -1,4 +1,6 @@
-"""What a World needs of its machine, asked before anything is started: else one clear sentence."""
+"""Check what a World needs of its machine before anything starts, with a clear error."""
+
+from __future__ import annotations
 
 import os
 import resource
@@ -7,13 +9,16 @@ import tempfile
 
 from naranhi.world.errors import RankError
 
-ROOM = 2 << 20  # bytes for temporary files, beside what the ranks print
+ROOM = 2 << 20  # bytes for temporary files, besides what the ranks print
 
 
-def open_files(ranks):
-    """Enough open files for the notebook, the controller and each rank.
+def open_files(ranks: int) -> None:
+    """Allow enough open files for the notebook, the controller and each rank.
 
-    Measured: the controller holds 70 and 8 more for each rank, a rank 60 and 5 for each other one.
+    Measured: the controller holds 70 plus 8 per rank; a rank holds 60 plus 5 per other rank.
+
+    Raises:
+        RankError: the hard limit is too low.
     """
     needed = 160 + 16 * ranks
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -26,8 +31,12 @@ def open_files(ranks):
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
-def loopback():
-    """An interface over which ranks on one machine can talk."""
+def loopback() -> None:
+    """Check that an interface exists over which ranks on one machine can communicate.
+
+    Raises:
+        RankError: the loopback interface does not answer.
+    """
     try:
         server = socket.create_server(("127.0.0.1", 0))
         socket.create_connection(server.getsockname(), timeout=5).close()
@@ -39,8 +48,12 @@ def loopback():
         ) from None
 
 
-def current_folder():
-    """A current folder, in which the ranks can start."""
+def current_folder() -> None:
+    """Check that the current folder exists, because the ranks start in it.
+
+    Raises:
+        RankError: the current folder has been removed.
+    """
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -50,8 +63,15 @@ def current_folder():
         ) from None
 
 
-def folder():
-    """A new folder, readable by this user only, for connection files, output and notes."""
+def folder() -> str:
+    """Make a folder, readable by this user only, for connection files, output and notes.
+
+    Returns:
+        Its path.
+
+    Raises:
+        RankError: no folder can be made, or its disk has less than `ROOM` bytes left.
+    """
     advice = "set TMPDIR to a folder that can be written, before starting Python"
     try:
         made = tempfile.mkdtemp(prefix="naranhi-")
@@ -70,15 +90,20 @@ def folder():
     return made
 
 
-def gpus(ranks):
-    """A GPU for each rank."""
+def gpus(ranks: int) -> None:
+    """Check that each rank can have a GPU of its own.
+
+    Raises:
+        ValueError: there are fewer GPUs than ranks.
+    """
     import torch
 
     if torch.cuda.device_count() < ranks:
         raise ValueError(gpus_short(ranks, torch.cuda.device_count()))
 
 
-def gpus_short(ranks, count):
+def gpus_short(ranks: int, count: int) -> str:
+    """Return the message for too few GPUs: `count` for `ranks`."""
     return (
         f"backend 'nccl' needs one GPU for each of the {ranks} ranks, and there "
         f"{'is' if count == 1 else 'are'} {count}; leave out backend= to use gloo"

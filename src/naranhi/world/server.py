@@ -1,9 +1,11 @@
-"""The notebook's listening socket: it lets in only processes that know the World's secret.
+"""Listen in the notebook, and accept only processes that know the World's secret.
 
 A connection begins with one line of JSON: the secret, who connects, and the service it wants. Until
 that line is complete the connection is a stranger. A stranger may send `HELLO_BYTES` and has
-`HELLO_SECONDS`; it is never waited for, so it delays nobody.
+`HELLO_SECONDS`; the server never waits for a stranger, so a stranger delays nobody.
 """
+
+from __future__ import annotations
 
 import json
 import os
@@ -13,28 +15,29 @@ import socket
 import threading
 import time
 import weakref
+from typing import Any
 
 ADDRESS = "NARANHI_ADDRESS"  # environment variables of a World's processes
 FOLDER = "NARANHI_FOLDER"
 HELLO_BYTES = 1024
 HELLO_SECONDS = 5.0
-SEND_SECONDS = 5.0  # a process that is stopped does not read
-STRANGERS = 64  # at a time; the oldest gives way
+SEND_SECONDS = 5.0  # a stopped process does not read, and must not block the server for longer
+STRANGERS = 64  # at a time; beyond that the oldest is closed
 TICK = 0.2
 _servers = weakref.WeakSet()
 
 
 class Server:
-    """One thread that accepts connections and hands what they send to services.
+    """Run one thread that accepts connections and passes what they send to services.
 
     Args:
-        host: the address to listen on; the port is the system's choice.
-        services: by name. A service has ``accept(connection, hello, rest)``, where ``rest`` are
-            bytes that came behind the first line; ``read(connection)``, called when there is
-            something to read, which returns False at the end; and ``tick()``, called often.
+        host: the address to listen on; the system chooses the port.
+        services: by name. A service has `accept(connection, hello, rest)`, where `rest` are the
+            bytes that followed the first line; `read(connection)`, called when there is something
+            to read, which returns False at the end; and `tick()`, called often.
     """
 
-    def __init__(self, host, **services):
+    def __init__(self, host: str, **services: Any):
         self._services = services
         self._secret = secrets.token_hex(16)
         self._listener = socket.create_server((host, 0), backlog=128)
@@ -48,11 +51,11 @@ class Server:
         _servers.add(self)
         threading.Thread(target=self._serve, name="naranhi-server", daemon=True).start()
 
-    def close(self):
+    def close(self) -> None:
         """Stop listening and close every connection."""
         self._open = False
 
-    def forget(self):
+    def forget(self) -> None:
         """Close the sockets in this process."""
         self._open = False
         for connection in [self._listener, *self._strangers, *self._connections]:
@@ -71,7 +74,7 @@ class Server:
     def _accept(self, listener):
         try:
             connection, _ = listener.accept()
-        except OSError:  # gone again; or no descriptor is left, which closing a stranger frees
+        except OSError:  # the peer is gone; or no descriptor is left, so close a stranger
             self._close_stranger()
             return
         connection.setblocking(False)
@@ -105,7 +108,7 @@ class Server:
         service.accept(connection, hello, rest)
 
     def _authenticated(self, line):
-        """The hello of a process of ours, or None."""
+        """Return the hello of one of our processes, or None."""
         try:
             hello = json.loads(line)
             ours = secrets.compare_digest(hello.pop("secret"), self._secret)
@@ -129,7 +132,7 @@ class Server:
                 self._close_stranger(connection)
 
     def _close_stranger(self, connection=None):
-        """Close this stranger, by default the oldest, if there is one."""
+        """Close this stranger, by default the oldest, if any."""
         connection = connection or next(iter(self._strangers), None)
         if connection is not None:
             del self._strangers[connection]
@@ -137,12 +140,12 @@ class Server:
             connection.close()
 
 
-def connect(service, **who):
-    """Connect to the server named in the environment; returns the connection.
+def connect(service: str, **who: Any) -> socket.socket:
+    """Connect to the server named in the environment; return the connection.
 
     Args:
         service: the name of the service.
-        who: what the service is to know of this process.
+        who: what the service must know about this process.
     """
     host, port, secret = os.environ[ADDRESS].rsplit(":", 2)
     connection = socket.create_connection((host, int(port)), timeout=30)
@@ -153,7 +156,7 @@ def connect(service, **who):
     return connection
 
 
-def tune(connection):
+def tune(connection: socket.socket) -> None:
     """Send at once, and notice within 15 s that the other host or the link to it is gone."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -1,22 +1,29 @@
-"""What differs inside a Slurm allocation: ranks are started by srun, also on other nodes."""
+"""Handle what differs inside a Slurm allocation: srun starts the ranks, also on other nodes."""
+
+from __future__ import annotations
 
 import os
 import shutil
 import socket
 import subprocess
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ipyparallel.cluster.launcher import EngineLauncher
 
 
-def is_here():
-    """Whether this process runs in an allocation that can start tasks."""
+def is_here() -> bool:
+    """Return whether this process runs in an allocation that can start tasks."""
     return "SLURM_JOB_ID" in os.environ and shutil.which("srun") is not None
 
 
-def several_nodes():
+def several_nodes() -> bool:
+    """Return whether the allocation has more than one node."""
     return is_here() and int(os.environ.get("SLURM_JOB_NUM_NODES", 1)) > 1
 
 
-def own_address():
-    """The address by which the other nodes of the allocation reach this one."""
+def own_address() -> str:
+    """Return the address by which the other nodes of the allocation reach this one."""
     name = os.environ.get("SLURMD_NODENAME", socket.gethostname())
     command = ["scontrol", "show", "node", name, "--oneliner"]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=30).stdout
@@ -24,8 +31,8 @@ def own_address():
     return socket.gethostbyname(fields.get("NodeAddr", name))
 
 
-def srun_launcher():
-    """ipyparallel's launcher by mpiexec, with srun in its place and without MPI."""
+def srun_launcher() -> type[EngineLauncher]:
+    """Return ipyparallel's mpiexec launcher, changed to run srun without MPI."""
     from ipyparallel.cluster.launcher import MPIEngineSetLauncher
 
     class SrunEngineSetLauncher(MPIEngineSetLauncher):
@@ -34,14 +41,14 @@ def srun_launcher():
             return self.engine_cmd
 
         def find_args(self):
-            # The ranks share the allocation's cores with the notebook's own step, and one another.
+            # The ranks share the allocation's cores with the notebook's own step and each other.
             command = ["srun", "--overlap", "--overcommit", "--kill-on-bad-exit=0"]
             return [*command, f"--ntasks={self.n}", *self.program, *self.program_args]
 
     return SrunEngineSetLauncher
 
 
-def kill_step(step):
-    """Have Slurm kill the tasks of a step, which reaches those that obey nothing."""
+def kill_step(step: str) -> None:
+    """Make Slurm kill the tasks of a step, including tasks that obey no command."""
     command = ["scancel", "--signal=KILL", f"{os.environ['SLURM_JOB_ID']}.{step}"]
     subprocess.run(command, capture_output=True, timeout=30)

@@ -1,67 +1,105 @@
-"""A rank's end of the keys that the ranks of a World share (see `keys`)."""
+"""Access, from a rank, the keys that the ranks of a World share (see `keys`)."""
+
+from __future__ import annotations
 
 import os
 import threading
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from naranhi.world import server
 from naranhi.world.keys import cut, packed
 
+if TYPE_CHECKING:
+    import datetime
+
 
 class Severed(RuntimeError):
-    """The notebook ended the wait, because another rank has failed."""
+    """The notebook ended the wait because another rank has failed."""
 
 
 class Store(dist.Store):
-    """A rank's end: a store for ``init_process_group``, and `meet`.
+    """Connect a rank to the keys: a store for `init_process_group`, and `meet`.
 
-    Each thread has a connection of its own, so that one that waits holds up no other.
+    Each thread has its own connection, so a thread that waits does not block another.
 
     Args:
         seconds: how long to wait for a key.
     """
 
-    def __init__(self, seconds):
+    def __init__(self, seconds: float):
         super().__init__()
         self._seconds = seconds
         self.renew()
 
-    def renew(self):
-        """Begin anew: `sever` has shut down the connections there were."""
+    def renew(self) -> None:
+        """Start with new connections, because `sever` has shut down the old ones."""
         self._connections = threading.local()
         self.severed = False
 
-    def meet(self, name, rank, ranks, call, seconds):
-        """Tell the others what this rank calls, and wait for what they call.
+    def meet(
+        self, name: str, rank: int, ranks: list[int], call: str, seconds: float
+    ) -> tuple[list[int], dict[int, str] | None]:
+        """Send this rank's call to the other ranks, and wait for theirs.
+
+        Args:
+            name: the name of the meeting, the same on all its ranks.
+            rank: this rank.
+            ranks: all ranks that take part.
+            call: what this rank calls.
+            seconds: how long to wait.
 
         Returns:
-            The ranks that had not come after ``seconds``, and, where all had, their calls by rank.
+            The ranks that had not come after `seconds`, and, if all had, their calls by rank.
         """
         return self._ask("meet", name, rank, ranks, call, seconds)
 
-    def set(self, key, value):
+    def set(self, key: str, value: str | bytes) -> None:
+        """Set the value of a key."""
         self._ask("set", key, _bytes(value))
 
-    def get(self, key):
+    def get(self, key: str) -> bytes:
+        """Wait for a key and return its value.
+
+        Raises:
+            DistStoreError: the key was not set in time.
+        """
         return self._wait([key], None)[0]
 
-    def wait(self, keys, timeout=None):
+    def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
+        """Wait until all keys are set.
+
+        Args:
+            keys: the keys.
+            timeout: how long to wait; default: the store's own time.
+
+        Raises:
+            DistStoreError: a key was not set in time.
+        """
         self._wait(list(keys), timeout)
 
-    def check(self, keys):
+    def check(self, keys: list[str]) -> bool:
+        """Return whether all keys are set."""
         return self._ask("check", list(keys))[1]
 
-    def add(self, key, amount):
+    def add(self, key: str, amount: int) -> int:
+        """Add to the number under a key, 0 if it is not set; return the sum."""
         return self._ask("add", key, amount)[1]
 
-    def compare_set(self, key, expected, desired):
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        """Set a key if its value is `expected`; return its value, or `expected` if it is not set.
+
+        An unset key counts as an empty value.
+        """
         return self._ask("compare_set", key, _bytes(expected), _bytes(desired))[1]
 
-    def delete_key(self, key):
+    def delete_key(self, key: str) -> bool:
+        """Delete a key; return whether it was set."""
         return self._ask("delete", key)[1]
 
-    def num_keys(self):
+    def num_keys(self) -> int:
+        """Return the number of keys."""
         return self._ask("count")[1]
 
     def _wait(self, keys, timeout):
@@ -82,7 +120,7 @@ class Store(dist.Store):
                     raise ConnectionResetError("the notebook closed the connection to its store")
                 received += data
         except BaseException as error:
-            self._drop()  # an answer may be under way that nobody waits for now
+            self._drop()  # an answer that nobody waits for may still be in flight
             if self.severed and isinstance(error, OSError):
                 raise Severed("the wait for the other ranks was ended") from None
             raise

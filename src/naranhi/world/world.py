@@ -1,12 +1,16 @@
-"""Ranks in a notebook: a World of processes that live as long as the notebook.
+"""Run ranks from a notebook: a `World` of processes that live as long as the notebook.
 
-Built on ipyparallel. A cell that begins with ``%%ranks`` runs on every rank; ``world.run`` calls a
-function on every rank. Output comes in rank order, a failure is one ``RankError``, and nothing
+Built on ipyparallel. A cell that begins with `%%ranks` runs on every rank; `world.run` calls a
+function on every rank. Output is shown in rank order, a failure is one `RankError`, and no process
 outlives the notebook.
 """
 
+from __future__ import annotations
+
 import atexit
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 from naranhi.world import engine, interrupts, notebook, output
 from naranhi.world.cell import Cell
@@ -25,24 +29,26 @@ LONGEST = 1e6  # seconds, the longest deadline: eleven days
 
 
 class World:
-    """``ranks`` processes, each a rank of one process group.
+    """Start `ranks` processes, each a rank of one process group.
 
-    Ranks start on this machine, or by ``srun`` on the nodes of the Slurm allocation that the
-    notebook runs in. A cell ``%%ranks`` finds ``rank``, ``world_size``, ``device``, ``torch`` and
-    ``dist`` at hand.
+    The ranks start on this machine, or by `srun` on the nodes of the Slurm allocation that the
+    notebook runs in. In a `%%ranks` cell the names `rank`, `world_size`, `device`, `torch` and
+    `dist` are defined.
 
     Args:
-        ranks: how many, at least 1.
-        backend: ``"nccl"`` or ``"gloo"``; by default NCCL where each rank can have a GPU of its
-            own, else gloo.
+        ranks: the number of ranks, at least 1.
+        backend: `"nccl"` or `"gloo"`; by default NCCL if each rank can have a GPU of its own,
+            otherwise gloo.
         timeout: the deadline of every collective, in seconds.
 
     Raises:
-        TypeError, ValueError: an argument that makes no sense, before anything is started.
-        RankError: the ranks did not come up.
+        TypeError: an argument has the wrong type; raised before anything is started.
+        ValueError: an argument is out of range; raised before anything is started. Also: NCCL is
+            requested and there is not one GPU for each rank.
+        RankError: the ranks did not start.
     """
 
-    def __init__(self, ranks, *, backend=None, timeout=20.0):
+    def __init__(self, ranks: int, *, backend: str | None = None, timeout: float = 20.0):
         if isinstance(ranks, bool) or not isinstance(ranks, int):
             raise TypeError(f"World needs a whole number of ranks, not {ranks!r}")
         if ranks < 1:
@@ -60,7 +66,7 @@ class World:
         self._ranks = None
         self._closed = False
         if notebook.current is not None:
-            notebook.current.close()  # a notebook has one World; a cell run twice starts it anew
+            notebook.current.close()  # a notebook has one World; a cell run twice restarts it
         self._start()
         atexit.register(self.close)
         notebook.enter(self)
@@ -72,20 +78,25 @@ class World:
 
     # ---- running ---------------------------------------------------------------------------
 
-    def run(self, function, *args, **kwargs):
-        """Call ``function(*args, **kwargs)`` on every rank.
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Call `function(*args, **kwargs)` on every rank.
 
-        What it prints is shown in rank order. The function and its arguments travel by
-        cloudpickle, so a function defined in the notebook will do. Results travel whole, pickled
+        What the function prints is shown in rank order. The function and its arguments are sent by
+        cloudpickle, so a function defined in the notebook works. Results are sent whole, pickled
         and encrypted: 1 GiB from one rank took 20 s on two busy cores, twice its size in the
         notebook's memory and three times in the rank's. Return what is small; leave what is large
         on the ranks, or in a file.
+
+        Args:
+            function: the function to call.
+            args: its positional arguments, the same on every rank.
+            kwargs: its keyword arguments.
 
         Returns:
             The list of results, in rank order.
 
         Raises:
-            RankError: on failure of any rank.
+            RankError: a rank failed.
         """
         import cloudpickle
 
@@ -93,16 +104,16 @@ class World:
         outcomes = self._everywhere(engine.call, pickled)
         return [cloudpickle.loads(outcome.pop("value")) for outcome in outcomes]
 
-    def execute(self, source):
+    def execute(self, source: str) -> None:
         """Run a cell's source on every rank, in the namespace that its cells share.
 
         Raises:
-            RankError: on failure of any rank.
+            RankError: a rank failed.
         """
         self._everywhere(engine.execute, source, cell=numbered(source))
 
-    def __getitem__(self, name):
-        """The variable ``name`` of the ranks' namespace: a list of its values in rank order.
+    def __getitem__(self, name: str) -> list[Any]:
+        """Return the variable `name` of every rank's namespace, as a list in rank order.
 
         Raises:
             RankError: a rank has no variable of that name.
@@ -112,8 +123,8 @@ class World:
         outcomes = self._everywhere(engine.get, name)
         return [cloudpickle.loads(outcome.pop("value")) for outcome in outcomes]
 
-    def close(self):
-        """End every process of this World; without effect on one already closed."""
+    def close(self) -> None:
+        """End every process of this World; does nothing if the World is already closed."""
         if not self._closed:
             self._closed = True
             self._end()
@@ -140,7 +151,7 @@ class World:
             ranks.close()
 
     def _join(self):
-        """Form a process group; returns the names of variables that held groups, by rank."""
+        """Form a process group; return the names of variables that held old groups, by rank."""
         self._epoch += 1
         self._ranks.keys.clear()
         arguments = [
@@ -166,7 +177,7 @@ class World:
         try:
             with interrupts.deferred():
                 lost = sorted(set(itertools.chain(*self._join())))
-        except Exception as failure:  # a process group beyond repair: said, and begun anew
+        except Exception as failure:  # the group is beyond repair: say so, restart the ranks
             print(f"the process group could not be rebuilt ({type(failure).__name__})")
             self._restart()
             return
@@ -185,7 +196,7 @@ class World:
 
     def _everywhere(self, function, *args, cell=None):
         self._ready()
-        self._dead = True  # until we know better: whatever cuts this off leaves ranks at work
+        self._dead = True  # until the end: an interruption of this method leaves ranks busy
         run = Cell(self._ranks, self.timeout)
         run.run(function, args)
         output.show(run.printed())
@@ -198,8 +209,8 @@ class World:
             self._broken = ", because a cell had left it (destroy_process_group)"
         if not (errors or run.died or run.pending or run.interrupted):
             return [outcomes[rank] for rank in range(self.size)]
-        # A slip that all ranks made alike, and before any message was late, leaves none ahead of
-        # another, and the process group as good as before.
+        # An error that all ranks raise alike, before any message was late, leaves no rank ahead of
+        # another, and the process group intact.
         alike = len(errors) == self.size and len({_what(e) for e in errors}) == 1
         alike = alike and kind(errors[0]) == "cause"
         if self._broken is None and (run.severed or not alike):

@@ -1,19 +1,27 @@
-"""A gradient that is not where torch would look for it.
+"""A stand-in for a gradient that is not where torch would look for it.
 
-Under ZeRO, `.grad` of a model's parameter is not the gradient once it is summed: each rank has a
+Under ZeRO, `.grad` of a model's parameter is not the gradient once that is reduced: each rank has a
 shard of the sum. With None in `.grad`, `torch.nn.utils.clip_grad_norm_` would return a norm of 0.0
-and clip nothing, silently. What stands in `.grad` instead has the shape, dtype and device of a
-gradient, takes no memory, and raises an error when it is used.
+and clip nothing, silently. The stand-in in `.grad` has the shape, dtype and device of a gradient,
+takes no memory, and raises an error when it is used.
 """
+
+from __future__ import annotations
 
 import torch
 
 
 class Elsewhere(torch.Tensor):
-    """`Elsewhere(parameter, text)`: any operation on it raises RuntimeError(text)."""
+    """A tensor without memory, on which any operation raises RuntimeError(text).
+
+    Args:
+        parameter: Whose shape, dtype and device the stand-in has.
+        text: The error message.
+    """
 
     @staticmethod
-    def __new__(cls, parameter, text):
+    def __new__(cls, parameter: torch.Tensor, text: str) -> Elsewhere:
+        """Create a tensor that has the parameter's metadata and no storage."""
         self = torch.Tensor._make_wrapper_subclass(
             cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
         )

@@ -1,13 +1,16 @@
 """Save the state of a sharded training, and load it on another number of ranks.
 
-A folder with a file from each rank, which holds its shards, and a manifest, `manifest.json`. The
-manifest is written last and replaced in one piece, and files are called by their digests: a save
-that is interrupted leaves the one before it as it was. The folder has to be one for all ranks.
+A checkpoint is a folder with one file from each rank, which holds the rank's shards, and a
+manifest, `manifest.json`. The manifest is written last and replaced atomically, and files are named
+after their digests: a save that is interrupted leaves the previous checkpoint intact. All ranks
+must see the same folder.
 
-A shard is a piece of a row of numbers (`flat_param.FlatParam`), and so is what an element-wise
-optimizer keeps for it. On other ranks the row is cut elsewhere, and each rank puts its piece
-together from the files that have a part of it.
+A shard is a slice of a flat parameter (`flat_param.FlatParam`), and so is what an element-wise
+optimizer keeps for it. On another number of ranks the flat parameter is cut elsewhere, and each
+rank assembles its shard from the files that hold a part of it.
 """
+
+from __future__ import annotations
 
 import hashlib
 import io
@@ -17,36 +20,46 @@ import pickle
 import re
 from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from naranhi.zero.flat_param import shard_size
 
+if TYPE_CHECKING:
+    from naranhi.zero.zero import Zero
+
 FORMAT = 1
 OWN = re.compile(r"rank-\d+-[0-9a-f]{16}\.pt(\.part)?")  # the files that save() writes
 
 
 class StateError(ValueError):
-    """A state that is not there, not whole, or not this model's."""
+    """A saved state that is missing, incomplete, or not of this model."""
 
 
-def save(zero, folder, optimizer):
+def save(zero: Zero, folder: str | os.PathLike[str], optimizer: torch.optim.Optimizer) -> None:
     """Write the state of a `zero.Zero` and its optimizer; every rank calls it, between steps.
 
-    Deletes the files of earlier saves, and touches nothing else in the folder.
+    It deletes the files of earlier saves, and touches nothing else in the folder.
 
-    Raises StateError on every rank, and leaves what was saved there before, where a rank cannot
-    write, keeps something that `load` could not read, or finds a manifest that is not a save's.
+    Args:
+        zero: The sharded model.
+        folder: The same folder for all ranks; created if it does not exist.
+        optimizer: The optimizer of its shards.
+
+    Raises:
+        StateError: On every rank, if any rank cannot write, has a state that `load` could not read,
+            or finds a manifest that `save` did not write. What was saved there before stays.
     """
     folder = Path(folder)
     files = _on_all_ranks(zero, lambda: _write_shards(zero, folder, optimizer))
-    # No rank goes on before the state is there.
+    # No rank continues before the state is saved.
     _on_all_ranks(zero, lambda: _write_manifest(zero, folder, optimizer, files))
 
 
 def _write_shards(zero, folder, optimizer):
-    """This rank's file; its name and digest."""
+    """Write this rank's file; return its name and digest."""
     folder.mkdir(parents=True, exist_ok=True)
     _require_own(folder / "manifest.json")
     rank, flats = dist.get_rank(zero.group), _flats(zero)
@@ -78,7 +91,7 @@ def _write_shards(zero, folder, optimizer):
 
 
 def _write_manifest(zero, folder, optimizer, files):
-    """On rank 0, which has all ranks' files; and what other saves have left goes."""
+    """Write the manifest of all ranks' files on rank 0, and delete the files of other saves."""
     if dist.get_rank(zero.group) == 0:
         manifest = {
             "format": FORMAT,
@@ -94,7 +107,7 @@ def _write_manifest(zero, folder, optimizer, files):
 
 
 def _require_own(manifest):
-    """StateError if there is a manifest that `save` has not written, which would be overwritten."""
+    """Raise StateError rather than overwrite a manifest that `save` has not written."""
     if manifest.exists():
         try:
             own = json.loads(manifest.read_text()).keys() >= {"format", "model", "files"}
@@ -107,12 +120,14 @@ def _require_own(manifest):
 
 
 def _on_all_ranks(zero, function):
-    """What function() returns on each rank; StateError on every rank, where it fails on any."""
+    """Return what function() returns on each rank; StateError on all ranks if it fails on any."""
     answer = error = None
     try:
         answer = function()
     except (StateError, OSError) as one:
         error = str(one)
+    except Exception as one:  # whatever it is, the other ranks would wait for this one
+        error = f"on rank {dist.get_rank(zero.group)} {type(one).__name__}: {one}"
     told = [None] * dist.get_world_size(zero.group)
     dist.all_gather_object(told, (answer, error), group=zero.group)
     error = next((one for _, one in told if one), None)
@@ -121,11 +136,18 @@ def _on_all_ranks(zero, function):
     return [one for one, _ in told]
 
 
-def load(zero, folder, optimizer):
+def load(zero: Zero, folder: str | os.PathLike[str], optimizer: torch.optim.Optimizer) -> None:
     """Read what `save` has written into a `zero.Zero` of the same model, and its optimizer.
 
-    Raises StateError on every rank, and changes nothing on any, where the state is of another
-    model, other units or groups, another optimizer, or where a file is missing or not as written.
+    Args:
+        zero: The sharded model, on any number of ranks.
+        folder: The folder of the save.
+        optimizer: The optimizer of its shards.
+
+    Raises:
+        StateError: On every rank, before anything is changed on any, if the state is of another
+            model, other units or groups, or another optimizer, or if a file is missing or not as
+            written.
     """
     found = []
     _on_all_ranks(zero, lambda: found.extend(_read(zero, Path(folder), optimizer)))
@@ -156,11 +178,11 @@ def load(zero, folder, optimizer):
         flat.master[: len(master)].copy_(master)
     for one, saved in zip(zero.model.buffers(), buffers, strict=True):
         one.copy_(saved)
-    zero.follow(flats)  # what is frozen, too
+    zero.follow(flats)  # frozen parameters, too
 
 
 def _read(zero, folder, optimizer):
-    """What this rank is to have: (masters, states, options, buffers)."""
+    """Return the state that this rank is to have: (masters, states, options, buffers)."""
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
         version, saved, kind = manifest["format"], manifest["model"], manifest["optimizer"]
@@ -222,7 +244,7 @@ def _content(path, digest):
 
 
 def _overlay(target, target_start, source, source_start):
-    """Copy what two pieces of a row have in common; each begins at its place in the row."""
+    """Copy the overlap of two slices of a flat parameter, each given with its start there."""
     first = max(target_start, source_start)
     last = min(target_start + len(target), source_start + len(source))
     if first < last:
@@ -232,7 +254,7 @@ def _overlay(target, target_start, source, source_start):
 
 
 def _layout(zero):
-    """What has to be the same in the saved model: its rows, the shapes in them, its buffers."""
+    """Return what must be equal in the saved model: flat parameters, their shapes, buffers."""
     layout = {}
     for unit in zero.units:
         for flat in unit.flats:
@@ -249,7 +271,7 @@ def _layout(zero):
 
 
 def _compare(saved, here):
-    """StateError, naming the first difference."""
+    """Raise StateError, naming the first difference."""
     for name in {**saved, **here}:
         if name not in saved or name not in here:
             raise StateError(f"the {'model' if name in saved else 'state'} has no {name}")
@@ -267,12 +289,12 @@ def _flats(zero):
 
 
 def _used(flat):
-    """How many numbers of a shard lie before the end of the row's parameters."""
+    """Return how many elements of a shard lie before the end of the flat parameter."""
     return min(max(flat.length - flat.mine.start, 0), flat.size)
 
 
 def _state(optimizer, piece):
-    """What the optimizer keeps for a piece: for each number of it, or for all of them together."""
+    """Return what the optimizer keeps for a shard, per element or for the shard as a whole."""
     state = optimizer.state.get(piece, {})
     for key, one in state.items():
         if torch.is_tensor(one) and one.dim() and one.shape != piece.shape:
@@ -293,12 +315,12 @@ def _options(group):
 
 
 def _copy(tensor):
-    """Without what else lies in its memory, which would be written too."""
+    """Copy a tensor without the rest of its storage, which would be written too."""
     return tensor.detach().clone()
 
 
 def _write(path, data):
-    """In one piece: under another name until it is all there."""
+    """Write a file atomically: under another name until it is complete."""
     unfinished = path.with_name(path.name + ".part")
     with unfinished.open("wb") as file:
         file.write(data)

@@ -1,13 +1,16 @@
-"""Some parameters of a model as one row of numbers, of which each rank keeps a piece.
+"""Some parameters of a model as one flat parameter, of which each rank keeps a shard.
 
-    | weight ............. | bias .. | weight ............. | bias .. | 0 |    the row, and padding
+    | weight ............. | bias .. | weight ............. | bias .. | 0 |    whole, with padding
     | shard of rank 0            | shard of rank 1                        |
 
-Cutting the row and not the parameters makes all shards equally long, and moves a whole row in one
-message for each pair of ranks. The price: an optimizer sees a shard without its shapes, so that it
-has to treat each number by itself ("element-wise").
+Sharding the flat parameter instead of each parameter makes all shards equally long, and moves the
+whole in one message for each pair of ranks. The price: an optimizer sees a shard without the
+parameters' shapes, so it has to treat each element by itself ("element-wise").
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
 import torch
@@ -17,29 +20,44 @@ from torch import nn
 from naranhi.collectives import chunks, ring
 from naranhi.zero.absent_gradient import Elsewhere
 
-ALIGN = 8  # numbers: parameters begin where a processor loads 16 bytes (in bf16) at once
+ALIGN = 8  # elements: parameters begin where a processor loads 16 bytes (in bf16) at once
 
 
 class FlatParam:
-    """The row of some parameters, in four forms: whole and shard, parameters and gradients.
+    """A flat parameter in four forms: whole and shard, parameters and gradients.
 
-    named: [(name, parameter)], of one dtype, all trained or none; those of a parameter group side
-        by side, in the order of the groups.
-    group_of: the number of each parameter's group.
-    stage: of ZeRO. Below 3 the parameters stay whole; at 1 the gradients do.
-    tag: a number of its own, above 0.
-    dtype: what is computed with; where it is not that of the parameters, `master` keeps theirs.
+    Args:
+        named: [(name, parameter)], of one dtype, either all trained or all frozen; those of a
+            parameter group are adjacent, in the order of the groups.
+        group_of: The number of each parameter's group.
+        stage: The stage of ZeRO. Below 3 the parameters stay whole; at 1 the gradients do, too.
+        dtype: The dtype of the computation; if the parameters have another, `master` keeps theirs.
+        group: The process group.
+        tag: The message tag of this flat parameter alone, above 0.
 
-    whole, gradients: the rows. A parameter is a view of the first; its gradient is moved into the
-        second. What is freed is the memory under them: a view that autograd keeps would keep it.
-    shard, master: this rank's piece, in `dtype` and in the parameters' own.
-    pieces: {group's number: its part of the master, as a parameter for an optimizer}; empty where
-        the group lies in other ranks' shards. spans: where these lie in the shard; starts: where
-        their groups begin in the row.
-    gradient: this rank's piece of the sum over the ranks; None until there is one.
+    Attributes:
+        whole: The flat parameter, padded. Each parameter is a view of it. To free it is to free the
+            storage under it: a view that autograd keeps would otherwise keep the memory.
+        gradients: The flat gradients, into which each parameter's gradient is moved; freed in the
+            same way.
+        shard: This rank's slice of `whole`, in `dtype`.
+        master: The same slice in the parameters' own dtype.
+        pieces: {group's number: its part of the master, as a parameter for an optimizer}, without
+            the groups that lie in other ranks' shards.
+        spans: {group's number: where its part lies in the shard}.
+        starts: {group's number: where the group begins in the flat parameter}.
+        gradient: This rank's shard of the sum over the ranks; None until it is reduced.
     """
 
-    def __init__(self, named, group_of, stage, dtype, group, tag):
+    def __init__(
+        self,
+        named: Sequence[tuple[str, nn.Parameter]],
+        group_of: Mapping[nn.Parameter, int],
+        stage: int,
+        dtype: torch.dtype,
+        group: dist.ProcessGroup,
+        tag: int,
+    ) -> None:
         self.group, self.stage, self.group_of, self.tag = group, stage, group_of, tag
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.names = [name for name, _ in named]
@@ -82,7 +100,7 @@ class FlatParam:
 
         self.gradient = None
         self.seen = set()  # parameters that got a gradient in this step, on this rank
-        self._stand_ins = {}  # by parameter, for `.grad` when the gradients are summed
+        self._stand_ins = {}  # by parameter, for `.grad` once the gradients are reduced
         if self.trained:
             self.gradients = torch.zeros_like(self.whole)
             self._gradient_of = dict(zip(self.parameters, self.cut(self.gradients), strict=True))
@@ -95,31 +113,31 @@ class FlatParam:
             ]
             _free(self.gradients)
 
-    def numbers(self, start, stop):
-        """How many numbers of a part of the row are not padding."""
+    def numbers(self, start: int, stop: int) -> int:
+        """Return how many elements from `start` to `stop` are not padding."""
         return sum(max(0, min(place.stop, stop) - max(place.start, start)) for place in self.places)
 
-    def cut(self, row):
-        """Views of a row, one for each parameter and of its shape."""
+    def cut(self, row: torch.Tensor) -> list[torch.Tensor]:
+        """Return views of a flat tensor, one for each parameter and of its shape."""
         return [
             row[place].view(shape) for place, shape in zip(self.places, self.shapes, strict=True)
         ]
 
     # --- parameters ------------------------------------------------------------------------------
 
-    def gathering(self):
-        """A kernel (see `collectives`) that fills the row from all ranks' shards: it may be used
-        when that has ended.
+    def gathering(self) -> Iterator[None]:
+        """Return a kernel (see `collectives`) that all-gathers `whole`, which is valid at its end.
 
-        Each rank sends its shard to every other. That is as much as on a ring, and nothing has to
-        be sent on while a unit computes. Messages have the row's own tag, where the backend knows
-        tags: ranks that gather different rows wait in vain, and take none for another.
+        Each rank sends its shard to every other rank: as many bytes as on a ring, but nothing has
+        to be forwarded while a unit computes. Messages carry this flat parameter's own tag, if the
+        backend supports tags: ranks that gather different ones hang, and never mistake one for
+        another.
         """
         if self.stage == 3:
             _allocate(self.whole)
             self._rows[self.rank].copy_(self.shard)
         others = [(self.rank + distance) % self.ranks for distance in range(1, self.ranks)]
-        # Sends before receives: on gloo a step of many small units is a tenth shorter so.
+        # Sends before receives: on gloo this makes a step of many small units a tenth shorter.
         messages = [(dist.isend, self._rows[self.rank], other) for other in others]
         messages += [(dist.irecv, self._rows[other], other) for other in reversed(others)]
         works = (
@@ -135,33 +153,36 @@ class FlatParam:
         yield
         chunks.finish(works)
 
-    def show(self, row=None):
-        """Let the parameters be views of a row; by default of `whole`, which has been gathered."""
+    def show(self, row: torch.Tensor | None = None) -> None:
+        """Make the parameters views of a flat tensor.
+
+        Args:
+            row: The flat tensor; by default `whole`, which has been gathered.
+        """
         views = self._views if row is None else self.cut(row)
         for one, view in zip(self.parameters, views, strict=True):
             one.data = view
 
-    def hide(self):
-        """Let the parameters be what they are between two steps: at stage 3, nothing."""
+    def hide(self) -> None:
+        """Put the parameters into their state between two steps: at stage 3, empty."""
         self.show()
-        # Autograd's nodes for the parameters remember a shape and a dtype: made now, they last.
+        # Autograd's nodes for the parameters remember shape and dtype: make and keep them now.
         self._nodes = [
             torch.autograd.graph.get_gradient_edge(one) for one in self.parameters if self.trained
         ]
         if self.stage == 3:
             self.free()
 
-    def free(self):
-        """Give the row's memory back. Parameters become empty, so any use fails with an error about
-        their shape."""
+    def free(self) -> None:
+        """Free `whole`. Parameters become empty tensors: any use fails with a shape error."""
         for one in self.parameters:
             one.data = self._nothing
         _free(self.whole)
 
     # --- gradients -------------------------------------------------------------------------------
 
-    def take(self):
-        """Move the parameters' gradients into the row. A missing one counts as zeros."""
+    def take(self) -> None:
+        """Move the parameters' gradients into the flat gradients. A missing one counts as zeros."""
         _allocate(self.gradients)
         for gap in self._gaps:
             gap.zero_()
@@ -173,10 +194,10 @@ class FlatParam:
                 param.grad = None
                 self.seen.add(param)
 
-    def reducing(self):
-        """Kernels that add the ranks' rows up, each rank its own piece; then call `reduced`.
+    def reducing(self) -> list[Iterator[None]]:
+        """Return kernels that reduce-scatter the flat gradients; then call `reduced`.
 
-        Sums replace what has been sent on already, which takes the least memory.
+        Sums overwrite what has already been sent, which takes the least memory.
         """
         return [
             ring.reduce_scatter(
@@ -185,8 +206,8 @@ class FlatParam:
             for piece in chunks.cut(self._gradient_rows[self.rank])
         ]
 
-    def reduced(self):
-        """The sum is there: keep it, and free the row (at stage 1 it is a part of that)."""
+    def reduced(self) -> None:
+        """Keep the reduced shard; free the flat gradients, unless it is part of them (stage 1)."""
         total = self._gradient_rows[self.rank]
         if self.gradient is not None:
             self.gradient += total
@@ -195,14 +216,14 @@ class FlatParam:
         if self.stage > 1:
             _free(self.gradients)
 
-    def gradient_parts(self):
-        """This rank's part of each parameter's gradient, in order, as a view; it may be empty."""
+    def gradient_parts(self) -> Iterator[torch.Tensor]:
+        """Yield a view of this rank's part of each parameter's gradient, in order; may be empty."""
         for place in self.places:
             start, stop = (max(one - self.mine.start, 0) for one in (place.start, place.stop))
             yield self.gradient[start:stop]
 
-    def not_finite(self):
-        """The names of parameters in this rank's piece whose gradient is infinite or no number."""
+    def not_finite(self) -> Iterator[str]:
+        """Yield the names of parameters with an infinite or NaN gradient in this rank's shard."""
         if not self.gradient.isfinite().all():
             for name, part in zip(self.names, self.gradient_parts(), strict=True):
                 if not part.isfinite().all():
@@ -210,9 +231,12 @@ class FlatParam:
 
     # --- the optimizer's step --------------------------------------------------------------------
 
-    def give_gradients(self):
-        """To the pieces, in the master's dtype; None to one of whose group nothing has a gradient
-        in this step. (A parameter without one beside others that have one gets zeros.)"""
+    def give_gradients(self) -> None:
+        """Set `.grad` of each of the `pieces`, in the master's dtype.
+
+        It is None if no parameter of the group has a gradient in this step. (A parameter without a
+        gradient beside others that have one gets zeros.)
+        """
         with_gradient = {self.group_of[one] for one in self.seen}
         for number, piece in self.pieces.items():
             piece.grad = (
@@ -221,8 +245,8 @@ class FlatParam:
                 else None
             )
 
-    def hide_gradients(self):
-        """Let every use of `.grad` fail: the sums are in `gradient`, a shard on each rank."""
+    def hide_gradients(self) -> None:
+        """Make every use of `.grad` raise: the sums are in `gradient`, a shard on each rank."""
         for param in self.seen:
             stand_in = self._stand_ins.get(param)
             if stand_in is None or stand_in.shape != param.shape:
@@ -236,8 +260,8 @@ class FlatParam:
                 )
             param.grad = stand_in
 
-    def forget_gradients(self):
-        """After a step: none anywhere."""
+    def forget_gradients(self) -> None:
+        """Discard all gradients after a step."""
         for one in [*self.pieces.values(), *self.parameters]:
             one.grad = None
         self.gradient = None
@@ -245,14 +269,14 @@ class FlatParam:
         if self.trained:
             _free(self.gradients)
 
-    def refresh(self):
-        """Let the shard follow the master, which the optimizer has changed."""
+    def refresh(self) -> None:
+        """Copy the master, which the optimizer has changed, into the shard."""
         if self.shard is not self.master:
             self.shard.copy_(self.master)
 
 
-def shard_size(length, ranks):
-    """The numbers of a shard, the last rank's with the padding."""
+def shard_size(length: int, ranks: int) -> int:
+    """Return the number of elements of each shard, including the padding of the last rank's."""
     return -(-length // (ALIGN * ranks)) * ALIGN
 
 

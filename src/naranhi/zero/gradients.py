@@ -1,32 +1,61 @@
-"""The gradients of ZeRO's units, summed and scattered one unit after the other."""
+"""Reduce-scatter the gradients of ZeRO's units, one unit after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from naranhi.data_parallel.sync import have_gradients
 
+if TYPE_CHECKING:
+    from torch import nn
+
+    from naranhi.zero.units import Unit
+
 
 class Reductions:
-    """Sums in one order on all ranks, at most one in flight: that of a unit whose backward is over,
-    while the next unit computes.
+    """Reductions in one order on all ranks, of which at most one is in flight.
 
-    units: all of the model, the root last. names: {trained parameter: its name}. stage, group and
-    tell: as in `zero.Zero`.
-    seen: after the last sum of a step, a row for each rank: which parameters have a gradient.
+    It is that of a unit whose backward is over, while the next unit computes.
+
+    Args:
+        units: All units of the model, the root last.
+        names: {trained parameter: its name}.
+        stage: As in `zero.Zero`.
+        group: As in `zero.Zero`, and not None.
+        tell: As in `zero.Zero`, and not None.
+
+    Attributes:
+        seen: After the last reduction of a step, a row for each rank: which parameters have a
+            gradient.
     """
 
-    def __init__(self, units, names, stage, group, tell):
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        names: Mapping[nn.Parameter, str],
+        stage: int,
+        group: dist.ProcessGroup,
+        tell: Callable[[str, str], object],
+    ) -> None:
         self.order = [unit for unit in (*units[-2::-1], units[-1]) if unit.trained]
         self.flats = [flat for unit in units for flat in unit.trained]
         self.names, self.stage, self.group, self.tell = names, stage, group, tell
         self.seen = self._in_flight = None  # the latter: a unit and its Transfer
         self.reset()
 
-    def reset(self):
-        """Ready for another backward."""
-        self._started = 0  # how many of `order` in this one
+    def reset(self) -> None:
+        """Prepare for another backward."""
+        self._started = 0  # how many of `order` in this backward
 
-    def start(self, last):
-        """Sum the gradients of units that are done; last: whether they are the step's last."""
+    def start(self, last: bool) -> None:
+        """Reduce the gradients of units that are done.
+
+        Args:
+            last: Whether this is the last backward of the step.
+        """
         while self._started < len(self.order) and self.order[self._started].done:
             unit = self.order[self._started]
             self._started += 1
@@ -36,7 +65,7 @@ class Reductions:
             self._in_flight = unit, unit.reduce(*self._telling(last))
 
     def _telling(self, last):
-        """Kernels beside a sum: beside a step's last, that tells who has which gradient."""
+        """Yield, beside a step's last reduction, the kernel that gathers who has which gradient."""
         if last and self._started == len(self.order):
             seen = {param for flat in self.flats for param in flat.seen}
             self.seen, kernel = have_gradients(
@@ -44,17 +73,20 @@ class Reductions:
             )
             yield kernel
 
-    def advance(self):
-        """Go on with a sum while another unit computes. When all but its last message have come, it
-        is finished: its row is freed before the other unit has all its gradients."""
+    def advance(self) -> None:
+        """Advance the reduction in flight while another unit computes.
+
+        Once all but its last message have arrived, finish it, so that its flat gradients are freed
+        before the other unit has all its gradients.
+        """
         if self._in_flight:
             if self._in_flight[1].steps < dist.get_world_size(self.group) - 1:
                 self._in_flight[1].advance()
             elif self.stage > 1:
                 self.finish()
 
-    def finish(self):
-        """Wait for the sum in flight."""
+    def finish(self) -> None:
+        """Wait for the reduction in flight."""
         if self._in_flight:
             unit, transfer = self._in_flight
             transfer.finish()

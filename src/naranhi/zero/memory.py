@@ -1,20 +1,30 @@
-"""What a rank holds of a model sharded by ZeRO, counted as the memory that there is."""
+"""Model state that a rank holds under ZeRO, measured as the memory that is allocated."""
+
+from __future__ import annotations
 
 from collections import Counter
+from typing import TYPE_CHECKING
 
 import torch
 
 from naranhi.zero.absent_gradient import Elsewhere
 
+if TYPE_CHECKING:
+    from naranhi.zero.zero import Zero
 
-def held(zero, optimizer=None):
-    """{kind: bytes} of the model state on this rank now, each piece of memory counted once.
 
-    "parameters": as they are computed with, whole or a shard. "master": the shard's copy in fp32,
-    in mixed precision. "gradients": in the dtype in which they are summed. "casts": gradients in
-    the master's dtype, which there are while the optimizer works. "optimizer": its state.
-    "padding": what of the memory of all these has nothing in it. Buffers and activations are not
+def held(zero: Zero, optimizer: torch.optim.Optimizer | None = None) -> dict[str, int]:
+    """Return {kind: bytes} of the model state on this rank now, counting each storage once.
+
+    "parameters": as the computation uses them, whole or a shard. "master": the shard's copy in
+    fp32, in mixed precision. "gradients": in the dtype in which they are reduced. "casts":
+    gradients in the master's dtype, alive only while the optimizer works. "optimizer": its state.
+    "padding": what is allocated for any of these, and unused. Buffers and activations are not
     counted.
+
+    Args:
+        zero: The sharded model.
+        optimizer: The optimizer of its shards; None leaves its state out.
     """
     count, seen = (
         Counter(
@@ -24,7 +34,7 @@ def held(zero, optimizer=None):
     )
 
     def add(kind, tensor, numbers):
-        """A tensor of which so many numbers are not padding."""
+        """Count a tensor of which `numbers` elements are not padding."""
         memory = tensor.untyped_storage()
         if memory.nbytes() and memory.data_ptr() not in seen:
             seen.add(memory.data_ptr())

@@ -1,25 +1,39 @@
-"""The parameters of ZeRO's units at stage 3: gathered in time, the next unit's ahead, and freed."""
+"""All-gather the parameters of ZeRO's units at stage 3, the next unit's ahead, and free them."""
+
+from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from naranhi.zero.prefetch import Prefetch
 
+if TYPE_CHECKING:
+    from naranhi.zero.units import Unit
+
 
 class Gathering:
-    """Which units are gathered now, and which one is on its way.
+    """Which units are gathered now, and which unit's all-gather is in flight.
 
-    units: all of the model. stage: of ZeRO; below 3 every unit is whole at any time.
-    tell: as in `zero.Zero`.
+    Args:
+        units: All units of the model.
+        stage: The stage of ZeRO; below 3 every unit is whole at any time.
+        tell: As in `zero.Zero`, and not None.
     """
 
-    def __init__(self, units, stage, tell):
+    def __init__(
+        self, units: Sequence[Unit], stage: int, tell: Callable[[str, str], object]
+    ) -> None:
         self.units, self.sharded, self.tell = units, stage == 3, tell
         self.order = Prefetch()
 
-    def need(self, unit, first=True, whole=False):
-        """Have a unit's parameters here; if it begins, those of the next one on their way.
+    def need(self, unit: Unit, first: bool = True, whole: bool | str | None = False) -> None:
+        """Have a unit's parameters gathered, and the next unit's all-gather in flight.
 
-        whole: whether the model is whole for the time being (`whole.Whole`).
+        Args:
+            unit: The unit that computes now.
+            first: Whether it begins to compute; otherwise nothing is prefetched.
+            whole: Whether the model is whole for the time being (`whole.Whole`).
         """
         if self.sharded and unit.flats and not whole:  # the root may have none
             if not unit.held:
@@ -32,20 +46,22 @@ class Gathering:
                 self._wait(unit)
         if first:
             self.tell("compute", unit.name)
-            # The backend's threads may wait for a core, and other ranks for what they would send.
+            # Yield: the backend's threads may need this core to send what other ranks wait for.
             _give_way()
 
-    def free(self, unit):
+    def free(self, unit: Unit) -> None:
+        """Free a unit's parameters, if they are gathered or their all-gather is in flight."""
         if self.sharded and unit.held:
             unit.free()
             self.tell("free", unit.name)
 
-    def free_all(self):
+    def free_all(self) -> None:
+        """Free all units."""
         for unit in self.units:
             self.free(unit)
 
-    def end_pass(self):
-        """A forward alone, or a backward, is over."""
+    def end_pass(self) -> None:
+        """End a forward without a backward, or a backward."""
         self.order.end()
         self.free_all()
 
@@ -64,4 +80,4 @@ class Gathering:
         self.tell("gathered", unit.name)
 
 
-_give_way = getattr(os, "sched_yield", lambda: None)  # which Windows lacks
+_give_way = getattr(os, "sched_yield", lambda: None)  # Windows has no sched_yield

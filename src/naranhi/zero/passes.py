@@ -1,8 +1,15 @@
-"""What ZeRO does at the units of a model on the way through a forward and a backward."""
+"""What ZeRO does at the units of a model during a forward and a backward."""
 
 import torch
 
-from naranhi.autograd.containers import _map, _tensors, _to_bf16, _to_fp32, _watch, _write_back
+from naranhi.autograd.containers import (
+    map_tensors,
+    tensors_of,
+    to_bf16,
+    to_fp32,
+    watch_backward,
+    write_back,
+)
 from naranhi.autograd.hooks import Backward, Handles, Hook, ModuleHook
 from naranhi.data_parallel.supported import require_gradient, require_same_parameters
 from naranhi.zero.gradients import Reductions
@@ -23,14 +30,14 @@ class Passes:
         self._complete = False  # whether this step's gradients are sums over the ranks
         self._met = False  # whether all ranks know that each has a forward in this step
         self._whole = Whole(self)
-        self._copies = []  # of what modules are given that are in their forward now
+        self._copies = []  # of the inputs of modules that are in their forward now
         self._handles = Handles(others=self._whole.hooks())
         self._listen(copying=self._whole.require_readable)
 
     def _listen(self, **options):
         for unit in self.units:
             for module in unit.modules:
-                keep = unit is self.root  # the model keeps this object, until it is closed
+                keep = unit is self.root  # the model keeps this object alive until close()
                 self._handles.first.append(
                     module.register_forward_pre_hook(
                         ModuleHook(self._before_forward, unit, keep=keep, **options),
@@ -56,19 +63,19 @@ class Passes:
             self._begin_forward(torch.is_grad_enabled())
         inputs, copies = (args, kwargs), []
         if self.precision == "mixed" and not self._whole.state:
-            inputs = _map(_to_bf16, inputs, copies)
+            inputs = map_tensors(to_bf16, inputs, copies)
         self._gathering.need(unit, module is unit.modules[0], self._whole.state)
-        if self._backward.running:  # computed again; if not recorded before, nothing else tells
+        if self._backward.running:  # recomputed; if unrecorded before, only this marks the end
             if torch.is_grad_enabled() and unit.hidden[module]:
                 unit.hidden[module] -= 1
-                # Also what is frozen, whose gradient never comes: then the unit stays to the end.
+                # Frozen parameters too: their gradient never arrives, so the unit stays to the end.
                 own = set(module.parameters())
                 unit.awaited.update(
                     one for flat in unit.flats for one in flat.parameters if one in own
                 )
         elif torch.is_grad_enabled() and unit is not self.root:
             used = Hook(self._used, unit.number, module is unit.modules[0])
-            inputs = _watch(used, inputs, copies)
+            inputs = watch_backward(used, inputs, copies)
         self._copies.append(copies)
         return inputs
 
@@ -76,23 +83,23 @@ class Passes:
         self._whole.require_forward(recording)
         self._handles.order()
         self._gathering.order.begin(recording)
-        self._copies.clear()  # of a forward that has failed
+        self._copies.clear()  # left by a forward that has failed
         if self._sync and recording and not self._complete:
             self._meet(True)
 
     def _after_forward(self, unit, module, args, kwargs, output):
-        _write_back(self._copies.pop())
+        write_back(self._copies.pop())
         if self._backward.running:
             return output
         recorded = watched = False
         if torch.is_grad_enabled():
             before = Hook(self._before_backward, unit.number, module is unit.modules[-1])
-            for one in _tensors(output):
+            for one in tensors_of(output):
                 if one.grad_fn is not None:
                     one.register_hook(before)
                     recorded = True
             watched = unit is not self.root and any(
-                one.requires_grad for one in _tensors((args, kwargs))
+                one.requires_grad for one in tensors_of((args, kwargs))
             )
         unit.uses += recorded or watched
         unit.hidden[module] += self._gathering.order.recording and not torch.is_grad_enabled()
@@ -103,7 +110,7 @@ class Passes:
         if not recorded:
             self._gathering.end_pass()
         mixed = self.precision == "mixed" and not self._whole.state
-        return _map(_to_fp32, output) if mixed else output
+        return map_tensors(to_fp32, output) if mixed else output
 
     # --- backward --------------------------------------------------------------------------------
 
@@ -124,7 +131,7 @@ class Passes:
         self._backward.begin(self._end_backward)
 
     def _arrived(self, number, parameter):
-        """The backward has a parameter's gradient."""
+        """Note that the backward has accumulated a parameter's gradient."""
         self._begin_backward()
         if self._complete:
             raise RuntimeError(
@@ -145,7 +152,7 @@ class Passes:
                 self._finish(unit)
 
     def _used(self, number, first):
-        """One use of a module of a unit has been gone back through."""
+        """Note that the backward of one use of a unit's module is over."""
         unit = self.units[number]
         unit.uses -= 1
         if unit.over:
@@ -154,13 +161,13 @@ class Passes:
             self._gathering.free(unit)
 
     def _finish(self, unit):
-        """A unit's backward is over."""
+        """End a unit's backward."""
         unit.done = True
         self._gathering.free(unit)
         self._sum()
 
     def _sum(self):
-        """Sum the gradients of units that are done. At stage 1, in a step's last backward only."""
+        """Reduce gradients of units that are done; at stage 1, in a step's last backward only."""
         if not self._complete and (self.stage > 1 or self._last):
             self._reductions.start(self._last)
 
@@ -181,8 +188,11 @@ class Passes:
     # --- checks ----------------------------------------------------------------------------------
 
     def _meet(self, here):
-        """At stage 3, before the messages of a step's last forward: a rank without one is told to
-        all, who would wait for its shards."""
+        """Raise on all ranks, at stage 3, if only some ranks have a forward in this step.
+
+        This precedes the messages of a step's last forward, as the others would wait for the shards
+        of a rank without one.
+        """
         if self.stage == 3:
             require_all(here, self.group, self.flats[0].shard.device)
             self._met = True

@@ -1,16 +1,33 @@
-"""What a step of ZeRO makes sure of before it goes on, on all ranks."""
+"""What a step of ZeRO checks on all ranks before it continues."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from naranhi.collectives import all_gather
 
-# Optimizers, of torch and of others, that see more of a parameter than single elements.
+if TYPE_CHECKING:
+    from naranhi.zero.flat_param import FlatParam
+
+# Optimizers, from torch and elsewhere, that use more of a parameter than single elements.
 OF_A_SHAPE = {"Adafactor", "LBFGS", "Muon", "SparseAdam", "Lamb", "LAMB", "LARS", "Shampoo", "SOAP"}
 
 
-def require_all(here, group, device):
-    """RuntimeError on every rank unless all ranks, or none, have said that they are `here`."""
+def require_all(here: bool, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Raise on every rank if `here` is true on some ranks only.
+
+    Args:
+        here: Whether this rank has a forward in this step.
+        group: The process group.
+        device: Where messages are sent from.
+
+    Raises:
+        RuntimeError: Naming the ranks without a forward.
+    """
     mine = torch.tensor([here], dtype=torch.uint8, device=device)
     table = mine.new_empty(dist.get_world_size(group), 1)
     all_gather(table, mine, group)
@@ -22,9 +39,17 @@ def require_all(here, group, device):
         )
 
 
-def require_trained(flats):
-    """RuntimeError for a parameter that was frozen after Zero was made: beside others that have a
-    gradient, its own would be zero, and its weight decay."""
+def require_trained(flats: Iterable[FlatParam]) -> None:
+    """Raise if a parameter was frozen after Zero was made.
+
+    Beside others that have a gradient, its own would be zero, and its weight would decay.
+
+    Args:
+        flats: The flat parameters of the trained parameters.
+
+    Raises:
+        RuntimeError: Naming the parameter.
+    """
     for flat in flats:
         busy = {flat.group_of[param] for param in flat.seen}
         for param in flat.parameters:
@@ -35,8 +60,17 @@ def require_trained(flats):
                 )
 
 
-def require_finite(flats, group):
-    """FloatingPointError, on every rank, where a gradient is infinite or NaN."""
+def require_finite(flats: Iterable[FlatParam], group: dist.ProcessGroup) -> None:
+    """Raise on every rank if a gradient is infinite or NaN.
+
+    Args:
+        flats: The flat parameters, after their reduction.
+        group: The process group.
+
+    Raises:
+        FloatingPointError: Naming a parameter, and the ranks in whose shards there is such a
+            gradient.
+    """
     bad = next((name for flat in flats for name in flat.not_finite()), None)
     names = [None] * dist.get_world_size(group)
     dist.all_gather_object(names, bad, group=group)
@@ -48,8 +82,17 @@ def require_finite(flats, group):
         )
 
 
-def require_own(optimizer, flats):
-    """RuntimeError or TypeError unless the optimizer works on these shards, by element."""
+def require_own(optimizer: torch.optim.Optimizer, flats: Iterable[FlatParam]) -> None:
+    """Raise unless the optimizer works on these shards, element by element.
+
+    Args:
+        optimizer: A torch optimizer.
+        flats: The flat parameters of the trained parameters.
+
+    Raises:
+        TypeError: If the optimizer needs the shapes of parameters.
+        RuntimeError: If the optimizer's parameters are not these shards.
+    """
     of_shape = next(
         (kind.__name__ for kind in type(optimizer).__mro__ if kind.__name__ in OF_A_SHAPE), None
     )

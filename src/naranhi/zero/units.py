@@ -1,70 +1,82 @@
-"""A model cut into units for ZeRO: modules whose parameters are moved together.
+"""A model split into units for ZeRO: modules whose parameters move together.
 
-What belongs to no unit, or to several (tied embeddings), belongs to the root, the last unit, which
-is the model itself.
+Parameters of no unit, or of several (tied embeddings), belong to the root, the last unit, which is
+the model itself.
 """
 
+from __future__ import annotations
+
 from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from naranhi.distributed import agree
 from naranhi.zero.flat_param import FlatParam
 
-SMALL = 2**15  # numbers: of fewer, a message costs its start rather than its length
+SMALL = 2**15  # elements: a shorter message costs its start rather than its length
 
 
 class Unit:
-    """Modules and their parameters, in one `FlatParam` for each of their dtypes, and apart where
-    frozen.
+    """Modules and their parameters, in one `FlatParam` for each dtype, frozen ones apart.
 
-    number: its place among the units. The rest is the state of a step; `zero.Zero` says what it
-    means.
+    The other attributes are the state of a step, which `passes.Passes` updates.
+
+    Args:
+        number: The unit's index among the units.
+        name: Its name, for messages and events.
+        modules: Its modules, in the order in which they run.
+        flats: Its flat parameters.
     """
 
-    def __init__(self, number, name, modules, flats):
+    def __init__(
+        self, number: int, name: str, modules: Sequence[nn.Module], flats: Sequence[FlatParam]
+    ) -> None:
         self.number, self.name, self.modules, self.flats = number, name, modules, flats
         self.trained = [flat for flat in flats if flat.trained]
         self.flat_of = {one: flat for flat in self.trained for one in flat.parameters}
         self.gathered, self._arriving = False, None
         self.settle()
 
-    def settle(self):
-        """Ready for another backward."""
-        self.uses = 0  # in forwards that autograd has recorded and not gone back through
-        self.hidden = Counter()  # by module: in such as autograd has not recorded, and which may be
-        # computed again
-        self.awaited = set()  # parameters whose gradients tell when all is done
-        self.done = False  # in this backward
+    def settle(self) -> None:
+        """Prepare for another backward."""
+        self.uses = 0  # in recorded forwards whose backward has not run yet
+        self.hidden = Counter()  # per module: forwards under no_grad that may be recomputed
+        self.awaited = set()  # parameters whose gradients must arrive before all is done
+        self.done = False  # whether its part of this backward is over
 
     @property
-    def over(self):
-        """Whether nothing of a backward under way is still to come."""
+    def over(self) -> bool:
+        """Return whether the backward in progress has nothing left to do in this unit."""
         return not (self.uses or any(self.hidden.values()) or self.awaited)
 
     # --- parameters, at stage 3 ------------------------------------------------------------------
 
     @property
-    def held(self):
-        """Whether there is memory for all its parameters here."""
+    def held(self) -> bool:
+        """Return whether memory for all its parameters is allocated on this rank."""
         return self.gathered or self._arriving is not None
 
-    def gather(self):
-        """Start to."""
+    def gather(self) -> None:
+        """Start the all-gather of its parameters."""
         self._arriving = Transfer(flat.gathering() for flat in self.flats)
 
-    def wait(self):
+    def wait(self) -> None:
+        """Wait for the all-gather, and make the parameters views of its result."""
         self._arriving.finish()
         self._arriving = None
         for flat in self.flats:
             flat.show()
         self.gathered = True
 
-    def free(self):
+    def free(self) -> None:
+        """Free its parameters, after the all-gather in flight, if any."""
         if self._arriving:
-            self._arriving.finish()  # it is written into until then
+            self._arriving.finish()  # which writes into the memory until then
             self._arriving = None
         for flat in self.flats:
             flat.free()
@@ -72,40 +84,54 @@ class Unit:
 
     # --- gradients -------------------------------------------------------------------------------
 
-    def take(self):
+    def take(self) -> None:
+        """Move its parameters' gradients into the flat gradients."""
         for flat in self.trained:
             flat.take()
 
-    def reduce(self, *beside):
-        """Start to: a Transfer, also of the kernels `beside`."""
+    def reduce(self, *beside: Iterator[None]) -> Transfer:
+        """Start to reduce-scatter its gradients and run the kernels `beside`; return a Transfer."""
         return Transfer([*(kernel for flat in self.trained for kernel in flat.reducing()), *beside])
 
-    def reduced(self):
+    def reduced(self) -> None:
+        """Keep the reduced shards of its gradients."""
         for flat in self.trained:
             flat.reduced()
 
 
 class Transfer:
-    """Messages under way: kernels of `collectives`, started together and taken on in turn."""
+    """Messages in flight: kernels of `collectives`, started together and advanced in turn.
 
-    def __init__(self, kernels):
+    Args:
+        kernels: The kernels to run; each makes its first step at once.
+    """
+
+    def __init__(self, kernels: Iterable[Iterator[None]]) -> None:
         self._kernels, self.steps = list(kernels), 0
         self.advance()
 
-    def advance(self):
-        """A step further, when the one under way has arrived."""
+    def advance(self) -> None:
+        """Wait for the messages in flight, and start those of the next step."""
         self._kernels = [one for one in self._kernels if next(one, "ended") != "ended"]
         self.steps += 1
 
-    def finish(self):
+    def finish(self) -> None:
+        """Run the kernels to their ends."""
         while self._kernels:
             self.advance()
 
 
-def cut(model, units, groups, stage, precision, group):
-    """The units of a model, the root last, and the options of each parameter group.
+def cut(
+    model: nn.Module,
+    units: Iterable[nn.Module | Iterable[nn.Module]] | None,
+    groups: Iterable[dict[str, Any]] | None,
+    stage: int,
+    precision: str,
+    group: dist.ProcessGroup,
+) -> tuple[list[Unit], list[dict[str, Any]]]:
+    """Return the units of a model, the root last, and the options of each parameter group.
 
-    Arguments as in `zero.Zero`, which tells what is refused.
+    The arguments, and which of them raise an error, are as in `zero.Zero`.
     """
     named = dict(model.named_parameters())
     name_of = {one: name for name, one in named.items()}
@@ -139,19 +165,34 @@ def cut(model, units, groups, stage, precision, group):
     return units, options
 
 
-def children(model):
-    """The model's children; of one without a forward of its own (a list of modules), its children:
-    it is not called, so it could not be gathered in time."""
-    found = {}  # each once
+def children(model: nn.Module) -> list[nn.Module]:
+    """Return the model's children, each container without a forward replaced by its own children.
+
+    Such a container (a list of modules) is not called, so it could not be gathered in time.
+
+    Args:
+        model: The module whose children become units.
+    """
+    found = {}  # each child once
     for child in model.children():
         bare = type(child).forward is nn.Module.forward
         found.update(dict.fromkeys(children(child) if bare else [child]))
     return list(found)
 
 
-def joined(modules, small=SMALL):
-    """Units of these modules: one of fewer than `small` numbers is joined with small ones beside it
-    until together they have as many."""
+def joined(modules: Iterable[nn.Module], small: int = SMALL) -> Iterator[tuple[nn.Module, ...]]:
+    """Join small modules that are adjacent into units.
+
+    A module of fewer than `small` elements is joined with small ones beside it until together they
+    have as many.
+
+    Args:
+        modules: Modules in the order in which they run.
+        small: The size, in elements, below which a module is joined.
+
+    Yields:
+        The units, as tuples of modules.
+    """
     run, size = (), 0
     for module in modules:
         own = sum(one.numel() for one in module.parameters())
@@ -168,7 +209,7 @@ def _as_run(unit):
 
 
 def _owners(runs, root):
-    """{parameter: the run it is moved with}; the root, if several have it."""
+    """Return {parameter: the run it moves with}, which is the root if several runs have it."""
     owner = {}
     for run in runs:
         for one in {one for module in run for one in module.parameters()}:
@@ -177,7 +218,7 @@ def _owners(runs, root):
 
 
 def _names(model, runs):
-    """{run: its name}, or ValueError."""
+    """Return {run: its name}, or raise ValueError."""
     where = {one: name for name, one in model.named_modules()}
     names, taken = {}, {}
     for run in runs:
@@ -200,7 +241,7 @@ def _names(model, runs):
 
 
 def _groups(groups, named, name_of):
-    """({parameter: number of its group}, options of each), or ValueError."""
+    """Return ({parameter: number of its group}, options of each group), or raise ValueError."""
     trained = [one for one in named.values() if one.requires_grad]
     groups = [{"params": trained}] if groups is None else [dict(one) for one in groups]
     group_of = {}
@@ -219,7 +260,7 @@ def _groups(groups, named, name_of):
 
 
 def _require_mixed(model):
-    """ValueError for what cannot compute in bf16 with buffers in fp32."""
+    """Raise ValueError for modules that cannot compute in bf16 with buffers in fp32."""
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine:
             mean = module.running_mean

@@ -1,30 +1,44 @@
-"""A sharded model made whole for a while, to be read or written; at other times that is refused.
+"""Make a sharded model whole for a while, to read or write it; at other times that is an error.
 
 While it is whole, its parameters are views of new memory with the values that the optimizer works
 on (in mixed precision the masters, in fp32). Nobody frees that memory: what is taken out of it, a
-`state_dict` or a detached tensor, keeps it for as long as it is needed.
+`state_dict` or a detached tensor, keeps it alive for as long as it is needed.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from naranhi.autograd.hooks import ModuleHook
 from naranhi.collectives import ring
 from naranhi.collectives.chunks import overlap
 from naranhi.distributed import agree
 
+if TYPE_CHECKING:
+    import torch
+    from torch.utils.hooks import RemovableHandle
+
+    from naranhi.zero.flat_param import FlatParam
+    from naranhi.zero.zero import Zero
+
 
 class Whole:
     """How a `zero.Zero` makes its model whole; `state` is "read" or "written" while it is, or None.
 
-    Raises RuntimeError where the model's state would be read, loaded or copied and is not there: at
-    stage 3 there are shards, in mixed precision copies in bf16 of what is trained.
+    Its hooks raise RuntimeError if the model's state is read, loaded or copied while it is not
+    there: at stage 3 there are shards, in mixed precision bf16 copies of what is trained.
+
+    Args:
+        zero: The sharded model.
     """
 
-    def __init__(self, zero):
+    def __init__(self, zero: Zero) -> None:
         self.zero, self.state = zero, None
 
-    def hooks(self):
-        """Handles of hooks of all modules: also a part's state may be asked for."""
+    def hooks(self) -> Iterator[RemovableHandle]:
+        """Yield the handles of hooks of all modules, since a submodule's state may be read, too."""
         for module in self.zero.model.modules():
             yield module.register_state_dict_pre_hook(ModuleHook(self._before_reading))
             yield module.register_load_state_dict_pre_hook(ModuleHook(self._before_loading))
@@ -32,8 +46,12 @@ class Whole:
     # --- whole for a while -----------------------------------------------------------------------
 
     @contextmanager
-    def gathered(self, write):
-        """The kernel of `Zero.gathered`, which says what it does."""
+    def gathered(self, write: bool) -> Iterator[None]:
+        """Implement `Zero.gathered`.
+
+        Args:
+            write: As in `Zero.gathered`.
+        """
         if self.state:
             if write and self.state != "written":
                 raise RuntimeError("this model is gathered to be read: leave that block first")
@@ -50,10 +68,13 @@ class Whole:
             for flat in rows:
                 flat.hide()
         if write:
-            self.zero.follow(list(rows))  # what is frozen, too
+            self.zero.follow(list(rows))  # frozen parameters, too
 
-    def gather(self):
-        """Make the model whole; {flat: its row}. Stages 1 and 2 have it whole in fp32."""
+    def gather(self) -> dict[FlatParam, torch.Tensor]:
+        """Make the model whole; return {flat parameter: its whole values, in one flat tensor}.
+
+        At stages 1 and 2 in fp32 it is whole already.
+        """
         self.zero.free()
         flats = [flat for unit in self.zero.units for flat in unit.flats]
         if self._is_itself:
@@ -70,8 +91,12 @@ class Whole:
         return rows
 
     def _keep(self, rows):
-        """Put what was written into the masters. ValueError on every rank, and they stay as they
-        were, unless all have written the same. (At stages 1 and 2 in fp32 it is there already.)"""
+        """Copy what was written into the masters.
+
+        Unless all ranks have written the same, raise ValueError on every rank and leave the masters
+        as they were. (At stages 1 and 2 in fp32 the parameters are the masters and are written
+        already.)
+        """
         values = {}
         for flat, row in rows.items():
             views = flat.cut(row)
@@ -83,11 +108,11 @@ class Whole:
         for flat, row in rows.items():
             flat.master.copy_(row[flat.mine])
 
-    # --- refused otherwise -----------------------------------------------------------------------
+    # --- an error otherwise ----------------------------------------------------------------------
 
     @property
     def _is_itself(self):
-        """Whether parameters and what is trained are the same memory, and whole, at any time."""
+        """Return whether the parameters share memory with what is trained, and are always whole."""
         return self.zero.stage < 3 and self.zero.precision == "fp32"
 
     @property
@@ -98,20 +123,31 @@ class Whole:
             else "this model's parameters are copies in bf16 of the masters in fp32"
         )
 
-    def require_readable(self):
+    def require_readable(self) -> None:
+        """Raise RuntimeError unless the model's parameters hold its state."""
         if not (self.state or self._is_itself):
             raise RuntimeError(
                 f"{self._what}: read it inside of Zero.gathered(), or use Zero.save()"
             )
 
-    def require_forward(self, recording):
+    def require_forward(self, recording: bool) -> None:
+        """Raise RuntimeError for a forward to be trained in a `gathered` block in mixed precision.
+
+        Args:
+            recording: Whether autograd records the forward.
+        """
         if self.state and self.zero.precision == "mixed" and recording:
             raise RuntimeError(
                 "inside of gathered() parameters are the masters in fp32: leave the "
                 "block before a forward that is to be trained"
             )
 
-    def require_outside(self, what):
+    def require_outside(self, what: str) -> None:
+        """Raise RuntimeError inside a `gathered` block.
+
+        Args:
+            what: What was called, for the message.
+        """
         if self.state:
             raise RuntimeError(f"{what} inside of a gathered() block: leave the block first")
 

@@ -1,8 +1,8 @@
-"""ZeRO: data parallelism in which each rank keeps a piece of the model's state instead of a copy.
+"""ZeRO: data parallelism in which each rank keeps a shard of the model's state instead of a copy.
 
 Stage 1 shards the optimizer's state, stage 2 the gradients as well, stage 3 the parameters as well.
 Every rank still computes with the whole model on its share of the batch, as in `data_parallel`
-(whose rule for the loss holds here); what it does not keep is sent to it when it needs it.
+(whose rule for the loss holds here); what a rank does not keep is sent to it when it needs it.
 
     zero = Zero(model, stage=3)
     optimizer = torch.optim.AdamW(zero.param_groups, lr=1e-3)    # after sharding, over the shards
@@ -10,28 +10,32 @@ Every rank still computes with the whole model on its share of the batch, as in 
         for inputs, targets in shares[:-1]:
             (loss(model(inputs), targets) / count).backward()
     (loss(model(inputs), targets) / count).backward()      # the last
-    zero.clip_grad_norm_(1.0)                                         # if wanted
-    zero.step(optimizer)                                   # or zero.zero_grad(), to leave one out
+    zero.clip_grad_norm_(1.0)                              # optional
+    zero.step(optimizer)                                   # or zero.zero_grad(), to skip the step
 
-The model is cut into *units*, each of them moved as one row of numbers (`flat_param.FlatParam`). At
-stage 3:
+The model is split into *units*; each of them moves as one flat parameter (`flat_param.FlatParam`).
+At stage 3:
 
-    forward    gather a unit just before it computes, and the next while it does; free it after
-    backward   the same from the last to the first; what a unit's backward has put into its row of
-               gradients is reduce-scattered while the unit before it computes
-    step       each rank changes its own shards
+    forward    all-gather a unit just before it computes, and the next unit meanwhile; free it after
+    backward   the same from the last unit to the first; reduce-scatter the flat gradients of a unit
+               whose backward is over while the unit before it computes
+    step       each rank updates its own shards
 
-At stage 2 parameters stay whole, and are gathered once, after the step; at stage 1 gradients stay
-whole too, and are summed by the last backward of a step only. That is any backward that begins
-outside of `no_sync()`; there is one in a step. Messages match by order: all ranks have to run the
-same units in the same order.
+At stage 2 parameters stay whole, and are all-gathered once, after the step; at stage 1 gradients
+stay whole too, and are reduced by the last backward of a step only. The last backward is the one
+that begins outside of `no_sync()`; there is one in a step. Messages match by order: all ranks must
+run the same units in the same order.
 
 Sources: Rajbhandari et al., "ZeRO: Memory optimizations toward training trillion parameter models"
 (2020); Zhao et al., "PyTorch FSDP: Experiences on scaling fully sharded data parallel" (2023), for
-the hooks and for gathering ahead. In production: `fully_shard`, and DeepSpeed.
+the hooks and the prefetch. In production: `fully_shard`, and DeepSpeed.
 """
 
-from contextlib import contextmanager
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -47,31 +51,43 @@ from naranhi.zero.passes import Passes
 from naranhi.zero.step_checks import require_finite, require_own, require_trained
 from naranhi.zero.units import cut
 
+if TYPE_CHECKING:
+    import os
+
+    import torch
+    from torch import nn
+
+    from naranhi.zero.flat_param import FlatParam
+
 
 class Zero(Passes):
-    """The model sharded over the ranks; see the module for how a step goes.
+    """A model sharded over the ranks; see the module for how a step goes.
 
-    model: made on every rank alike; construction calls `broadcast_parameters`.
-    stage: 1, 2 or 3.
-    units: modules to be moved as one, none inside of another; by default the model's children
-        (and those of its lists of modules). The rest, and what several units share, is the root's,
-        which at stage 3 stays gathered from the forward to the end of the backward. A unit may be a
-        tuple of modules that run one after the other, none of which calls another: small ones are
-        quicker so (`units.joined`).
-    groups: parameter groups as a torch optimizer takes them, of the model's parameters.
-    precision: "fp32" computes in the dtype that the parameters have; "mixed" in bf16, in which
-        gradients are summed too, while an optimizer works on a copy in fp32. The model then still
-        takes and returns fp32.
-    buffers: whether `broadcast_buffers` ends each step.
-    finite: whether the last backward of a step raises FloatingPointError, naming a parameter, where
-        a gradient is infinite or NaN. (`clip_grad_norm_` finds that out in any case.)
-    tell: called as tell(event, name of the unit): "gather" and "gathered" when it begins and when
-        it is known to have been, "compute" before its forward and before its backward, "free";
-        "reduce" and "reduced" when its gradients begin to be summed and are known to have been.
+    Args:
+        model: Built alike on every rank; construction calls `broadcast_parameters`.
+        stage: 1, 2 or 3.
+        units: Modules that each move as one, none inside another; by default the model's children
+            (and those of its lists of modules). Other parameters, and those that several units
+            share, belong to the root, which at stage 3 stays gathered from the forward to the end
+            of the backward. A unit may be a tuple of modules that run one after the other, none of
+            which calls another: small modules are faster that way (`units.joined`).
+        groups: Parameter groups of the model's parameters, in the form that torch optimizers
+            expect.
+        precision: "fp32" computes in the parameters' dtype. "mixed" computes in bf16, and reduces
+            gradients in bf16 too, while the optimizer works on a copy in fp32. The model's inputs
+            and outputs are still fp32.
+        group: The process group; None for the default one.
+        tell: Called as tell(event, name of the unit): "gather" and "gathered" when its all-gather
+            starts and when it is known to have ended, "compute" before its forward and before its
+            backward, "free"; "reduce" and "reduced" when the reduction of its gradients starts and
+            when it is known to have ended.
+        buffers: Whether each step ends with `broadcast_buffers`.
+        finite: Whether the last backward of a step raises FloatingPointError, naming a parameter,
+            if a gradient is infinite or NaN. (`clip_grad_norm_` detects that in any case.)
 
-    A parameter that gets no gradient in a step, on any rank, is left alone by the optimizer if the
-    others of its unit and parameter group get none either; else its gradient is zero (so that its
-    weight decays, and goes on with the momentum it had).
+    The optimizer skips a parameter that has no gradient in a step, on any rank, if no other
+    parameter of its unit and parameter group has one; otherwise its gradient is zero (so its weight
+    decays, and its momentum continues).
 
     Whole weights are read, saved, copied and loaded in a block:
 
@@ -80,26 +96,27 @@ class Zero(Passes):
         with zero.gathered(write=True):
             model.load_state_dict(state)
 
-    Hooks of others see what they would see without ZeRO: a module's run while its unit is gathered,
-    a gradient's before it is summed. After that `.grad` is no gradient, and says so when it is used
-    (`absent_gradient`): `torch.nn.utils.clip_grad_norm_` would be wrong, and Zero's own is right.
+    Other hooks see what they would see without ZeRO: a module's hooks run while its unit is
+    gathered, a gradient's before it is reduced. After that `.grad` is not a gradient, and raises
+    when it is used (`absent_gradient`): `torch.nn.utils.clip_grad_norm_` would be wrong, and Zero's
+    own is right.
 
-    What a unit takes and gives back may be nested in tuples, lists, dicts and dataclasses. Tensors
-    in other objects are not seen: at stage 3 a backward through them finds no parameters.
+    A unit's inputs and outputs may be nested in tuples, lists, dicts and dataclasses. Tensors in
+    other objects are not seen: at stage 3 a backward through them finds no parameters.
     """
 
     def __init__(
         self,
-        model,
-        stage,
-        units=None,
-        groups=None,
-        precision="fp32",
-        group=None,
-        tell=None,
-        buffers=True,
-        finite=False,
-    ):
+        model: nn.Module,
+        stage: int,
+        units: Iterable[nn.Module | Iterable[nn.Module]] | None = None,
+        groups: Iterable[dict[str, Any]] | None = None,
+        precision: str = "fp32",
+        group: dist.ProcessGroup | None = None,
+        tell: Callable[[str, str], object] | None = None,
+        buffers: bool = True,
+        finite: bool = False,
+    ) -> None:
         if stage not in (1, 2, 3):
             raise ValueError(f"stage must be 1, 2 or 3, not {stage!r}")
         if precision not in ("fp32", "mixed"):
@@ -121,9 +138,12 @@ class Zero(Passes):
         super().__init__()
 
     @property
-    def param_groups(self):
-        """The shards as parameter groups, for an element-wise optimizer of torch's. New dicts each
-        time, because an optimizer writes its defaults into those that it is given."""
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Return the shards as parameter groups, for an element-wise optimizer of torch's.
+
+        The dicts are new each time, because an optimizer writes its defaults into the ones it
+        receives.
+        """
         return [
             {
                 "params": [flat.pieces[number] for flat in self.flats if number in flat.pieces],
@@ -135,19 +155,27 @@ class Zero(Passes):
     # --- gradients -------------------------------------------------------------------------------
 
     @contextmanager
-    def no_sync(self):
-        """Backwards that begin inside add to this step's gradients, and are not its last. At stage
-        1 they send nothing; at stages 2 and 3 sums are due all the same, as no rank keeps more."""
+    def no_sync(self) -> Iterator[None]:
+        """Let backwards that begin inside add to this step's gradients without being its last.
+
+        At stage 1 they send nothing; at stages 2 and 3 they are reduced all the same, because no
+        rank keeps more than its shard.
+        """
         before, self._sync = self._sync, False
         try:
             yield
         finally:
             self._sync = before
 
-    def synchronize(self):
-        """End the step's sums, if that is still to be done, since all its backwards were in
-        `no_sync()` (or, on a rank, there was none). `clip_grad_norm_` and `step` call it, on every
-        rank."""
+    def synchronize(self) -> None:
+        """End the step's reductions, unless its last backward has done so.
+
+        That is needed if all its backwards were in `no_sync()` (or a rank had none).
+        `clip_grad_norm_` and `step` call it, on every rank.
+
+        Raises:
+            RuntimeError: If no parameter has a gradient in this step, on any rank.
+        """
         self._require_end()
         if not self._complete:
             self._last = True
@@ -161,9 +189,9 @@ class Zero(Passes):
             )
 
     def _end_of_sums(self):
-        """All ranks know by now who has which gradient."""
+        """Check the step's gradients; by now all ranks know which rank has which."""
         require_same_gradients(self.names.values(), self._reductions.seen)
-        if not any(flat.seen for flat in self.flats):  # torch.autograd.grad, say: nobody has any
+        if not any(flat.seen for flat in self.flats):  # after torch.autograd.grad, for example
             self._forget()
             return
         require_trained(self.flats)
@@ -177,23 +205,36 @@ class Zero(Passes):
 
     # --- step ------------------------------------------------------------------------------------
 
-    def shard_gradients(self):
-        """The gradients of this rank's shards, sums over the ranks: scaled in place, they are what
-        `step` works with. Every element of a gradient is in one shard of one rank of `group`."""
+    def shard_gradients(self) -> list[torch.Tensor]:
+        """Return the gradients of this rank's shards, which are sums over the ranks.
+
+        `step` works with these tensors, so they can be scaled in place. Every element of a gradient
+        is in one shard of one rank of `group`.
+        """
         self.synchronize()
         return [flat.gradient for flat in self.flats]
 
-    def norm_power(self, norm_type=2.0):
-        """What this rank's shards add to the norm of all: see `gradient_norm.norm_power`."""
+    def norm_power(self, norm_type: float = 2.0) -> torch.Tensor:
+        """Return what this rank's shards add to the norm of all: see `gradient_norm.norm_power`.
+
+        Args:
+            norm_type: The order of the norm; `inf` for the largest absolute value.
+        """
         return norm_power(self.shard_gradients(), norm_type)
 
-    def clip_grad_norm_(self, max_norm, norm_type=2.0):
-        """Scale the gradients down to a global norm of at most `max_norm`; the norm they had.
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
+        """Scale the gradients to a global norm of at most `max_norm`; return the norm they had.
 
-        The norm of the whole model, as `torch.nn.utils.clip_grad_norm_` has it in one process: over
-        all ranks' shards, and over the tensor groups whose ranks hold parts of a layer, all ranks
-        of which call this too. Raises FloatingPointError on every rank, before anything is scaled,
-        where it is not finite.
+        The norm is that of the whole model, as `torch.nn.utils.clip_grad_norm_` computes it in one
+        process: over all ranks' shards, and over the tensor groups whose ranks hold parts of a
+        layer, all ranks of which call this too.
+
+        Args:
+            max_norm: The largest norm that the gradients may keep, above 0.
+            norm_type: The order of the norm; `inf` for the largest absolute value.
+
+        Raises:
+            FloatingPointError: On every rank, before anything is scaled, if the norm is not finite.
         """
         split, gradients = split_over(self.model), self.shard_gradients()
         parts = {None: [] if split else gradients, **{group: [] for group in split.values()}}
@@ -205,8 +246,8 @@ class Zero(Passes):
         scale_to(gradients, max_norm, norm)
         return norm
 
-    def step(self, optimizer):
-        """Let the optimizer change this rank's shards, and the model follow."""
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let the optimizer update this rank's shards, then update the model from them."""
         require_own(optimizer, self.flats)
         self._whole.require_outside("step()")
         self.synchronize()
@@ -216,9 +257,11 @@ class Zero(Passes):
         self._forget()
         self.follow()
 
-    def zero_grad(self):
-        """Forget the gradients of this step, and what a forward or backward that has failed left
-        behind. Call it on every rank, at the same point of the step."""
+    def zero_grad(self) -> None:
+        """Discard the gradients of this step, and what a failed forward or backward left behind.
+
+        Call it on every rank, at the same point of the step.
+        """
         self._reductions.finish()
         self._forget()
         for unit in self.units:
@@ -233,13 +276,16 @@ class Zero(Passes):
             flat.forget_gradients()
         self._complete = self._met = False
 
-    def free(self):
-        """Let no unit be gathered: there may be the root, of a forward without a backward."""
+    def free(self) -> None:
+        """Free every unit; after a forward without a backward, the root may still be gathered."""
         self._gathering.free_all()
 
-    def follow(self, flats=None):
-        """Let the model follow the masters of these flats, by default all trained ones, which have
-        changed."""
+    def follow(self, flats: Sequence[FlatParam] | None = None) -> None:
+        """Update the model from the masters of flat parameters, which have changed.
+
+        Args:
+            flats: The changed flat parameters; by default all trained ones.
+        """
         flats = self.flats if flats is None else flats
         for flat in flats:
             flat.refresh()
@@ -249,35 +295,57 @@ class Zero(Passes):
 
     # --- between steps ---------------------------------------------------------------------------
 
-    def save(self, folder, optimizer):
-        """Write the state of model and optimizer; see `checkpoint.save`."""
+    def save(self, folder: str | os.PathLike[str], optimizer: torch.optim.Optimizer) -> None:
+        """Write the state of model and optimizer; see `checkpoint.save`.
+
+        Args:
+            folder: The same folder for all ranks.
+            optimizer: The optimizer of these shards.
+        """
         require_own(optimizer, self.flats)
         checkpoint.save(self, folder, optimizer)
 
-    def load(self, folder, optimizer):
-        """Read it, also on another number of ranks; see `checkpoint.load`."""
+    def load(self, folder: str | os.PathLike[str], optimizer: torch.optim.Optimizer) -> None:
+        """Read the state that `save` wrote, also on another number of ranks; see `checkpoint.load`.
+
+        Args:
+            folder: The folder of the save.
+            optimizer: The optimizer of these shards.
+        """
         require_own(optimizer, self.flats)
         self._whole.require_outside("load()")
         checkpoint.load(self, folder, optimizer)
 
-    def held(self, optimizer=None):
-        """{kind: bytes of model state that this rank holds now}; see `memory.held`."""
+    def held(self, optimizer: torch.optim.Optimizer | None = None) -> dict[str, int]:
+        """Return {kind: bytes of model state that this rank holds now}; see `memory.held`.
+
+        Args:
+            optimizer: The optimizer of these shards; None leaves its state out.
+        """
         return held(self, optimizer)
 
-    def gathered(self, write=False):
-        """A block in which the model's parameters are whole. Call it on every rank.
+    def gathered(self, write: bool = False) -> AbstractContextManager[None]:
+        """Return a context in which the model's parameters are whole. Call it on every rank.
 
-        In mixed precision they are the masters then, in fp32. What is taken out (a `state_dict`, a
-        copy of the model) stays valid. With `write`, what the block changes in them is kept; all
-        ranks have to change the same, or ValueError names a parameter. Otherwise, and after that
-        error, changes are lost. (At stages 1 and 2 in fp32 parameters are always whole, in memory
-        of their own: changes are made at once.)
+        In mixed precision they are the masters there, in fp32. What is taken out (a `state_dict`, a
+        copy of the model) stays valid. (At stages 1 and 2 in fp32 parameters are always whole, in
+        memory of their own: changes take effect at once.)
+
+        Args:
+            write: Whether to keep what the block changes in the parameters; otherwise changes are
+                lost.
+
+        Raises:
+            ValueError: At the end of the block, with `write`, unless all ranks have made the same
+                changes; it names a parameter, and the changes are lost.
         """
         return self._whole.gathered(write)
 
-    def close(self):
-        """Leave the model alone from now on, with all its parameters whole and as they were trained
-        (in mixed precision, in fp32 again). Call it on every rank."""
+    def close(self) -> None:
+        """Detach from the model, and leave all its parameters whole and as they were trained.
+
+        In mixed precision they are in fp32 again. Call it on every rank.
+        """
         self._whole.gather()
         self._handles.remove()
         self._forget()
