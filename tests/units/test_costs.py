@@ -72,6 +72,8 @@ def test_the_fastest_algorithm_turns_where_the_lines_cross():
     assert fastest("all_reduce", 601, 3, among=kernels) == "ring"
     assert fastest("all_reduce", 8, 2) == "doubling"  # a tree takes as long, and comes after it
     assert fastest("all_gather", 8, 4) == "doubling" and fastest("all_gather", 8, 3) == "ring"
+    with pytest.raises(ValueError, match="none of doubling runs all_gather on 3 ranks"):
+        fastest("all_gather", 8, 3, among=("doubling",))
     assert fastest("reduce_scatter", 8, 8) == "halving" and fastest("broadcast", 8, 8) == "tree"
     with pytest.raises(ValueError, match="needs a power of two of ranks, not 6"):
         costs.bytes_sent("all_gather", 8, 6, "doubling")

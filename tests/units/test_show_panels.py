@@ -41,3 +41,9 @@ def test_numbers_stand_right_of_bar_and_point():
 def test_what_no_bar_can_show_is_refused(options, named):
     with pytest.raises(ValueError, match=named):
         drawn(**options)
+
+
+def test_there_may_be_more_panels_than_colours():
+    measures = {f"measure {k}": ((k, k, k), None, None) for k in range(1, 7)}
+    axes = show.panels(ROWS, measures).axes
+    assert [ax.patches[0].get_width() for ax in axes] == [1, 2, 3, 4, 5, 6]

@@ -7,9 +7,10 @@ written back to the original.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import fields, is_dataclass
+from typing import Any
 
 import torch
 
@@ -36,7 +37,7 @@ class AfterBackward(torch.autograd.Function):
         return None, *gradients
 
 
-def watch_backward(call, value, copies):
+def watch_backward(call: Callable[[], None], value: Any, copies: list | None) -> Any:
     """Return the pytree, its tensors that require a gradient passed through `AfterBackward`."""
     inputs = [one for one in tensors_of(value) if one.requires_grad]
     if not inputs:
@@ -46,7 +47,7 @@ def watch_backward(call, value, copies):
     return map_tensors(lambda one: new.get(id(one), one), value, copies)
 
 
-def tensors_of(value):
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in a pytree of tuples, lists, dicts and dataclasses."""
     if isinstance(value, torch.Tensor):
         yield value
@@ -58,7 +59,9 @@ def tensors_of(value):
             yield from tensors_of(getattr(value, field.name, None))
 
 
-def map_tensors(function, value, copies=None):
+def map_tensors(
+    function: Callable[[torch.Tensor], Any], value: Any, copies: list | None = None
+) -> Any:
     """Return the pytree with function(tensor) in place of each tensor.
 
     A container in which no tensor changes stays the same object. For any other container, and for
@@ -82,7 +85,7 @@ def map_tensors(function, value, copies=None):
     return new
 
 
-def write_back(copies):
+def write_back(copies: list) -> None:
     """Apply what was changed in copied containers (see `map_tensors`) to the originals as well."""
     original = {id(new): value for value, new, _ in copies}
     for value, new, items in reversed(copies):
@@ -126,13 +129,16 @@ def _same(one, other):
     )
 
 
-def is_dataclass_object(value):
+def is_dataclass_object(value: object) -> bool:
+    """Whether the value is an object of a dataclass."""
     return is_dataclass(value) and not isinstance(value, type)
 
 
-def to_bf16(tensor):
+def to_bf16(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an fp32 tensor in bf16, any other as it is."""
     return tensor.to(torch.bfloat16) if tensor.dtype == torch.float32 else tensor
 
 
-def to_fp32(tensor):
+def to_fp32(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a bf16 tensor in fp32, any other as it is."""
     return tensor.to(torch.float32) if tensor.dtype == torch.bfloat16 else tensor

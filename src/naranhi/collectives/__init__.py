@@ -1,17 +1,22 @@
-"""The collectives, each written from send and receive.
+"""The collectives, each written with send and receive.
 
-Every function takes its tensors first and the process group last (`None` is the default group) and
-works on any number of ranks, any shape and any dtype that can be added. A *root* is a rank within
-the group. What a function writes into must be contiguous; what it only reads need not be. Arguments
-that cannot be right are refused with a ValueError (TypeError for a dtype without a sum) on the rank
-that passed them, before that rank sends anything. Sums are taken in another order than torch's, so
-their last bits may differ from torch's; they are the same bits on every rank.
+Every function takes its tensors before the process group (`None` is the default group), and works
+on any number of ranks, any shape and any dtype that can be added. A *root* is a rank within the
+group. A tensor that a function writes must be contiguous; a tensor that it only reads need not be.
+Wrong arguments raise a ValueError (TypeError for a dtype without a sum) on the rank that passed
+them, before that rank sends anything. Sums are taken in a different order from torch's, so their
+last bits may differ from torch's; they are the same bits on every rank.
 
-The algorithms are in `tree`, `ring` and `halving_doubling`; how their messages overlap is in
-`chunks`. Where there are several, a tensor that fits into one message takes the one for which the
-alpha-beta model of `naranhi.costs` gives the fewest seconds, and a longer one goes round the ring,
-cut into chunks.
+The algorithms are in `tree`, `ring` and `halving_doubling`; `chunks` overlaps their messages. If a
+collective has several algorithms, a tensor that fits into one message uses the one that is fastest
+in the alpha-beta model of `naranhi.costs`. A longer tensor is cut into chunks that go round the
+ring.
 """
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
 
 from naranhi import costs
 from naranhi.collectives import chunks, halving_doubling, ring, tree
@@ -35,8 +40,8 @@ __all__ = [
     "scatter",
 ]
 
-# Starting a message takes as long as sending this many bytes: alpha over beta, as chapter 03
-# measures it for gloo on one machine. (10 µs at 50 GB/s, a network's figures, give the same.)
+# Starting a message takes as long as sending this many bytes: alpha / beta, as chapter 03 measures
+# it for gloo on one machine. (The figures of a network, 10 µs and 50 GB/s, give the same.)
 START = 2**19
 
 _ALL_REDUCE = {
@@ -51,8 +56,8 @@ _ALGORITHMS = {
 }
 
 
-def broadcast(tensor, root=0, group=None):
-    """Copy the root's `tensor` into everyone's, in place, down a binomial tree."""
+def broadcast(tensor: torch.Tensor, root: int = 0, group: dist.ProcessGroup | None = None) -> None:
+    """Copy the root's `tensor` into every rank's `tensor`, in place, down a binomial tree."""
     group, rank, ranks = locate(group, root)
     flat = writable("tensor", tensor)
     chunks.overlap(
@@ -60,18 +65,23 @@ def broadcast(tensor, root=0, group=None):
     )
 
 
-def reduce(tensor, root=0, group=None):
-    """Sum everyone's `tensor` into the root's, up a binomial tree; the others' stay as they are."""
+def reduce(tensor: torch.Tensor, root: int = 0, group: dist.ProcessGroup | None = None) -> None:
+    """Sum every rank's `tensor` into the root's, up a binomial tree; the others do not change."""
     group, rank, ranks = locate(group, root)
     flat = writable("tensor", tensor) if rank == root else readable(tensor)
     require_sum(tensor)
     chunks.overlap(tree.reduce(flat[chunk], root, group, rank, ranks) for chunk in chunks.cut(flat))
 
 
-def scatter(output, inputs, root=0, group=None):
-    """Give rank i the root's `inputs[i]`, in `output`.
+def scatter(
+    output: torch.Tensor,
+    inputs: torch.Tensor | None,
+    root: int = 0,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Send the root's `inputs[i]` to rank i, into `output`.
 
-    `inputs` has shape (ranks, *output.shape) on the root and is None elsewhere.
+    `inputs` has shape (ranks, *output.shape) on the root and is None on the other ranks.
     """
     group, rank, ranks = locate(group, root)
     received = writable("output", output)
@@ -82,14 +92,19 @@ def scatter(output, inputs, root=0, group=None):
     expect("inputs", inputs, (ranks, *output.shape), like=output)
     rows = readable(inputs).tensor_split(ranks)
     works = chunks.start(group, sends=[(rows[peer], peer) for peer in range(ranks) if peer != root])
-    received.copy_(rows[root])  # while the others' travel
+    received.copy_(rows[root])  # while the other rows are in flight
     chunks.finish(works)
 
 
-def gather(output, input, root=0, group=None):
-    """Put rank i's `input` into the root's `output[i]`.
+def gather(
+    output: torch.Tensor | None,
+    input: torch.Tensor,
+    root: int = 0,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Send rank i's `input` to the root, into `output[i]`.
 
-    `output` has shape (ranks, *input.shape) on the root and is None elsewhere.
+    `output` has shape (ranks, *input.shape) on the root and is None on the other ranks.
     """
     group, rank, ranks = locate(group, root)
     sent = readable(input)
@@ -106,17 +121,19 @@ def gather(output, input, root=0, group=None):
     chunks.finish(works)
 
 
-def all_to_all(output, input, group=None):
-    """Send `input[i]` to rank i and receive `output[i]` from it; both have shape (ranks, *block).
+def all_to_all(
+    output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup | None = None
+) -> None:
+    """Send `input[i]` to rank i and receive `output[i]` from rank i.
 
-    The two must not share memory.
+    Both tensors have shape (ranks, *block) and must not share memory.
     """
     group, rank, ranks = locate(group)
     expect("output", output, (ranks, *input.shape[1:]), like=input)
     expect("input", input, output.shape, like=output)
     received = writable("output", output).tensor_split(ranks)
     sent = readable(input).tensor_split(ranks)
-    # Everyone begins with another peer, so that no rank is sent to by all at once.
+    # Each rank starts with a different peer, so that no rank receives from all others at once.
     works = chunks.start(
         group,
         sends=[(sent[(rank + i) % ranks], (rank + i) % ranks) for i in range(1, ranks)],
@@ -126,11 +143,20 @@ def all_to_all(output, input, group=None):
     chunks.finish(works)
 
 
-def all_gather(output, input, group=None, algorithm=None):
-    """Put every rank's `input` into everyone's `output`, of shape (ranks, *input.shape).
+def all_gather(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    algorithm: str | None = None,
+) -> None:
+    """Copy every rank's `input` into every rank's `output`, as torch's `all_gather_into_tensor`.
 
-    torch's `all_gather_into_tensor`. algorithm: "ring" or, for a power of two, "doubling"; by
-    default the quicker for this size, see the package.
+    Args:
+        output: the result, of shape (ranks, *input.shape).
+        input: this rank's row of the result.
+        group: the ranks; None is the default group.
+        algorithm: "ring" or, on a power of two ranks, "doubling"; by default the faster for this
+            size (see the package).
     """
     group, rank, ranks = locate(group)
     expect("output", output, (ranks, *input.shape), like=input)
@@ -147,12 +173,21 @@ def all_gather(output, input, group=None, algorithm=None):
     )
 
 
-def reduce_scatter(output, input, group=None, algorithm=None):
-    """Sum everyone's `input`, of shape (ranks, *output.shape); rank i keeps row i in `output`.
+def reduce_scatter(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    algorithm: str | None = None,
+) -> None:
+    """Sum every rank's `input` and keep row i on rank i, as torch's `reduce_scatter_tensor`.
 
-    torch's `reduce_scatter_tensor`. `output` may be `input[rank]`; otherwise the two must not share
-    memory. algorithm: "ring" or, for a power of two, "halving"; by default the quicker for this
-    size, see the package.
+    Args:
+        output: row `rank` of the sum. It may be `input[rank]`; otherwise the two tensors must not
+            share memory.
+        input: the tensor to sum, of shape (ranks, *output.shape).
+        group: the ranks; None is the default group.
+        algorithm: "ring" or, on a power of two ranks, "halving"; by default the faster for this
+            size (see the package).
     """
     group, rank, ranks = locate(group)
     expect("input", input, (ranks, *output.shape), like=output)
@@ -171,17 +206,19 @@ def reduce_scatter(output, input, group=None, algorithm=None):
         )
 
 
-def all_reduce(tensor, group=None, algorithm=None):
-    """Sum everyone's `tensor`, in place.
+def all_reduce(
+    tensor: torch.Tensor, group: dist.ProcessGroup | None = None, algorithm: str | None = None
+) -> None:
+    """Sum every rank's `tensor`, in place.
 
-    algorithm: "ring", "halving_doubling" or "doubling"; by default the quickest for this size, see
-    the package.
+    `algorithm` is "ring", "halving_doubling" or "doubling"; by default the fastest for this size
+    (see the package).
     """
     group, rank, ranks = locate(group)
     algorithm = _choose("all_reduce", tensor, ranks, algorithm)
     flat = writable("tensor", tensor)
     require_sum(tensor)
-    blocks = ranks if algorithm == "ring" else 2  # into which a step cuts a chunk to send one
+    blocks = ranks if algorithm == "ring" else 2  # of a chunk, of which a step sends one
     chunks.overlap(
         _ALL_REDUCE[algorithm](flat[chunk], group, rank, ranks)
         for chunk in chunks.cut(flat, blocks)
@@ -189,7 +226,7 @@ def all_reduce(tensor, group=None, algorithm=None):
 
 
 def _choose(collective, whole, ranks, algorithm):
-    """Return the algorithm: the one that was asked for, or the quickest for this many bytes."""
+    """Return the requested algorithm, or the fastest for this many bytes."""
     if algorithm is None:
         if whole.nbytes > chunks.MESSAGE:
             return "ring"

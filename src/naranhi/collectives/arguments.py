@@ -1,11 +1,19 @@
-"""What a collective refuses before it sends anything, and the memory that its messages use."""
+"""Checks that a collective makes before it sends anything, and the memory of its messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
 
-def locate(group, root=0):
-    """Return the group, this rank in it, and its number of ranks."""
+def locate(group: dist.ProcessGroup | None, root: int = 0) -> tuple[dist.ProcessGroup, int, int]:
+    """Return the group (the default group for None), this rank in it, and its number of ranks.
+
+    Raises:
+        ValueError: this rank is not a member of the group, or `root` is not a rank of the group.
+    """
     group = dist.group.WORLD if group is None else group
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     if rank < 0:
@@ -15,20 +23,24 @@ def locate(group, root=0):
     return group, rank, ranks
 
 
-def writable(name, tensor):
-    """Return the tensor's own memory in one dimension, outside autograd, to write messages into."""
+def writable(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a flat view of the tensor's own memory, outside autograd, to write messages into.
+
+    Raises:
+        ValueError: the tensor is not contiguous; the message calls it `name`.
+    """
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         raise ValueError(f"{name} must be contiguous, since it is written in place")
     return tensor.detach().view(-1)
 
 
-def readable(tensor):
-    """Return the tensor's values in one dimension, outside autograd; a copy if not contiguous."""
+def readable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor's elements in one dimension, outside autograd; a copy if not contiguous."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
 
 
-def expect(name, tensor, shape, like):
-    """Raise ValueError unless this is a tensor of that shape, dtype and device of `like`."""
+def expect(name: str, tensor: object, shape: Sequence[int], like: torch.Tensor) -> None:
+    """Raise ValueError unless `tensor` has this shape, and the dtype and device of `like`."""
     wanted = (tuple(shape), like.dtype, like.device)
     if not isinstance(tensor, torch.Tensor):
         kind = "None" if tensor is None else f"a {type(tensor).__name__}"
@@ -39,14 +51,14 @@ def expect(name, tensor, shape, like):
             raise ValueError(f"{name} must have {what} {other}, not {one}")
 
 
-def expect_none(name, tensor):
-    """Raise ValueError for a tensor that only the root has."""
+def expect_none(name: str, tensor: object) -> None:
+    """Raise ValueError unless `tensor` is None, as it must be on a rank that is not the root."""
     if tensor is not None:
         raise ValueError(f"{name} is the root's alone: pass None on the other ranks")
 
 
-def require_sum(tensor):
-    """Raise TypeError for a dtype that torch cannot add on this device."""
+def require_sum(tensor: torch.Tensor) -> None:
+    """Raise TypeError if torch cannot add tensors of this dtype on this device."""
     one = tensor.new_empty(1)
     try:
         torch.add(one, one)

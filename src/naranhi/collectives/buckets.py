@@ -1,16 +1,28 @@
-"""Many tensors as few: cut into lists, each of which travels as one flat piece of memory."""
+"""Buckets: lists of tensors, each of which is sent as one flat tensor."""
+
+from collections.abc import Sequence
 
 import torch
 
-BUCKET = 25 * 2**20  # bytes, torch's own choice
+BUCKET = 25 * 2**20  # bytes, torch's own default
 
 
-def buckets(tensors, bucket_bytes=BUCKET):
-    """The tensors from the last to the first, in lists of one dtype and device, none of which is
-    longer than `bucket_bytes`, but for a tensor that is so by itself.
+def buckets(
+    tensors: Sequence[torch.Tensor], bucket_bytes: int = BUCKET
+) -> list[list[torch.Tensor]]:
+    """Group tensors into buckets of at most `bucket_bytes`, from the last tensor to the first.
 
-    From the last, since a backward comes to the last layers first. ValueError unless the size is
-    above 0.
+    The last tensor comes first, because a backward pass reaches the last layers first.
+
+    Args:
+        tensors: tensors of any dtypes and devices.
+        bucket_bytes: the largest size of a bucket. A larger tensor has a bucket of its own.
+
+    Returns:
+        The buckets. All tensors of a bucket have the same dtype and device.
+
+    Raises:
+        ValueError: `bucket_bytes` is not above 0.
     """
     if not bucket_bytes > 0:
         raise ValueError(f"bucket_bytes must be positive, not {bucket_bytes!r}")
@@ -24,12 +36,12 @@ def buckets(tensors, bucket_bytes=BUCKET):
     return full + list(filling.values())
 
 
-def pack(tensors):
-    """The values of a bucket, copied into one tensor of one dimension."""
+def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the elements of a bucket, copied into one tensor of one dimension."""
     return torch.cat([one.detach().reshape(-1) for one in tensors])
 
 
-def unpack(flat, tensors):
-    """Copy them back: the inverse of `pack`, in place."""
+def unpack(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """Copy the elements of `flat` back into the tensors, in place: the inverse of `pack`."""
     for one, piece in zip(tensors, flat.split([one.numel() for one in tensors]), strict=True):
         one.detach().copy_(piece.view(one.shape))

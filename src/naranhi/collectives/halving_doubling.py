@@ -1,23 +1,35 @@
 """Partners at distances 1, 2, 4, ...: log2(ranks) steps, so few messages for a short tensor.
 
-Only a power of two can be halved all the way down. `all_reduce` and `all_reduce_whole` take any
+Only a power of two can be halved all the way down. `all_reduce` and `all_reduce_whole` run on any
 number of ranks: each rank beyond the largest power of two first adds its data to a partner's, and
-is given the result at the end.
+receives the result at the end.
 
 Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in
 MPICH" (2005), sections 4.1 to 4.5.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
 import torch
+import torch.distributed as dist
 
 from naranhi.collectives.chunks import distances, finish, start
 
 
-def all_gather(flat, group, rank, ranks):
-    """Recursive doubling: exchange all that you hold with one partner, twice as much each time.
+def all_gather(
+    flat: torch.Tensor, group: dist.ProcessGroup, rank: int, ranks: int
+) -> Iterator[None]:
+    """Exchange all blocks held so far with one partner per step: recursive doubling.
 
-    flat: the output, `ranks` blocks one after the other, of which block `rank` is in place. ranks:
-    a power of two.
+    Each step exchanges twice as many blocks as the step before.
+
+    Args:
+        flat: the output, `ranks` blocks one after the other, of which block `rank` is in place.
+        group: the process group.
+        rank: this rank in the group.
+        ranks: the number of ranks, a power of two.
     """
     block = len(flat) // ranks
     for held in distances(ranks):
@@ -30,11 +42,17 @@ def all_gather(flat, group, rank, ranks):
         finish(works)
 
 
-def reduce_scatter(flat, output, group, rank, ranks):
-    """Recursive halving: give a partner its half of the blocks, keep the sum of the other half.
+def reduce_scatter(
+    flat: torch.Tensor, output: torch.Tensor, group: dist.ProcessGroup, rank: int, ranks: int
+) -> Iterator[None]:
+    """Send a partner its half of the blocks and sum the other half: recursive halving.
 
-    flat: `ranks` blocks one after the other; block `rank` of the sum ends in `output`, and `flat`
-    stays as it is. ranks: a power of two.
+    Args:
+        flat: the input, `ranks` blocks one after the other; it does not change.
+        output: block `rank` of the sum.
+        group: the process group.
+        rank: this rank in the group.
+        ranks: the number of ranks, a power of two.
     """
     kept = flat
     for distance in reversed(distances(ranks)):
@@ -47,18 +65,28 @@ def reduce_scatter(flat, output, group, rank, ranks):
         kept = torch.add(kept, arriving, out=output if distance == 1 else arriving)
 
 
-def all_reduce(data, group, rank, ranks):
-    """Halve until each rank has a part of the sum; then double until all have all of it."""
+def all_reduce(
+    data: torch.Tensor, group: dist.ProcessGroup, rank: int, ranks: int
+) -> Iterator[None]:
+    """Halve until each rank has a part of the sum, then double until every rank has all of it."""
     return with_extra_ranks(halve_and_double, data, group, rank, ranks)
 
 
-def all_reduce_whole(data, group, rank, ranks):
+def all_reduce_whole(
+    data: torch.Tensor, group: dist.ProcessGroup, rank: int, ranks: int
+) -> Iterator[None]:
     """Exchange the whole tensor in each step, and add it: the fewest messages, the most bytes."""
     return with_extra_ranks(exchange_whole, data, group, rank, ranks)
 
 
-def with_extra_ranks(steps, data, group, rank, ranks):
-    """Run `steps` on the first 2^k ranks; the others hand in their data before, and get the sum."""
+def with_extra_ranks(
+    steps: Callable[..., Iterator[None]],
+    data: torch.Tensor,
+    group: dist.ProcessGroup,
+    rank: int,
+    ranks: int,
+) -> Iterator[None]:
+    """Run `steps` on the first 2^k ranks; the others send their data before and receive the sum."""
     core = 2 ** (ranks.bit_length() - 1)
     if rank >= core:
         works = start(group, sends=[(data, rank - core)])
@@ -81,8 +109,10 @@ def with_extra_ranks(steps, data, group, rank, ranks):
         finish(works)
 
 
-def halve_and_double(data, group, rank, ranks):
-    """Exchange and add halves, quarters, ...; then go the same steps back with the sums."""
+def halve_and_double(
+    data: torch.Tensor, group: dist.ProcessGroup, rank: int, ranks: int
+) -> Iterator[None]:
+    """Exchange and add halves, quarters, ...; then repeat the steps in reverse with the sums."""
     kept, steps = data, []
     for distance in reversed(distances(ranks)):
         low, high = kept.tensor_split(2)
@@ -99,12 +129,14 @@ def halve_and_double(data, group, rank, ranks):
         finish(works)
 
 
-def exchange_whole(data, group, rank, ranks):
-    """Add the partner's whole tensor to one's own, at each distance."""
+def exchange_whole(
+    data: torch.Tensor, group: dist.ProcessGroup, rank: int, ranks: int
+) -> Iterator[None]:
+    """Add the partner's whole tensor to this rank's, at each distance."""
     arriving = torch.empty_like(data)
     for distance in distances(ranks):
         partner = rank ^ distance
         works = start(group, sends=[(data, partner)], receives=[(arriving, partner)])
         yield
         finish(works)
-        data.add_(arriving)  # in either order the same bits
+        data.add_(arriving)  # the same bits in either order

@@ -1,16 +1,23 @@
-"""The ring: every rank sends to its right neighbour only, the fewest bytes in many messages.
+"""The ring: every rank sends only to its right neighbour, the fewest bytes in many messages.
 
 Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations"
 (2009).
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
 import torch
+import torch.distributed as dist
 
 from naranhi.collectives.chunks import finish, start
 
 
-def all_gather(blocks, group, rank, ranks):
-    """Begin with block `rank` in place; pass on to the right what last came from the left."""
+def all_gather(
+    blocks: Sequence[torch.Tensor], group: dist.ProcessGroup, rank: int, ranks: int
+) -> Iterator[None]:
+    """Start with block `rank` in place; send to the right what last came from the left."""
     left, right = (rank - 1) % ranks, (rank + 1) % ranks
     for step in range(ranks - 1):
         leaving, arriving = blocks[(rank - step) % ranks], blocks[(rank - step - 1) % ranks]
@@ -19,10 +26,16 @@ def all_gather(blocks, group, rank, ranks):
         finish(works)
 
 
-def reduce_scatter(blocks, output, group, rank, ranks):
-    """Block i starts at rank i + 1, collects a sum at each rank, and ends complete at rank i.
+def reduce_scatter(
+    blocks: Sequence[torch.Tensor],
+    output: torch.Tensor | None,
+    group: dist.ProcessGroup,
+    rank: int,
+    ranks: int,
+) -> Iterator[None]:
+    """Send block i round the ring from rank i + 1, add at each rank, and end at rank i.
 
-    It ends in `output`, and `blocks` stay as they are; if `output` is None, sums replace blocks.
+    The sum is in `output`, and `blocks` do not change; if `output` is None, sums replace blocks.
     """
     left, right = (rank - 1) % ranks, (rank + 1) % ranks
     leaving = blocks[left]
@@ -36,8 +49,10 @@ def reduce_scatter(blocks, output, group, rank, ranks):
         leaving = torch.add(arriving, own, out=total)
 
 
-def all_reduce(data, group, rank, ranks):
-    """All-reduce is reduce-scatter, then all-gather."""
+def all_reduce(
+    data: torch.Tensor, group: dist.ProcessGroup, rank: int, ranks: int
+) -> Iterator[None]:
+    """Run a reduce-scatter, then an all-gather."""
     blocks = data.tensor_split(ranks)
     yield from reduce_scatter(blocks, None, group, rank, ranks)
     yield from all_gather(blocks, group, rank, ranks)

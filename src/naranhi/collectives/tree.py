@@ -4,17 +4,24 @@ Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communicatio
 MPICH" (2005).
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+
 import torch
+import torch.distributed as dist
 
 from naranhi.collectives.chunks import distances, finish, start
 
 
-def broadcast(data, root, group, rank, ranks):
+def broadcast(
+    data: torch.Tensor, root: int, group: dist.ProcessGroup, rank: int, ranks: int
+) -> Iterator[None]:
     """Copy the root's `data` to all ranks, from parent to children."""
     place = (rank - root) % ranks  # in the tree, whose root has place 0
     sent = []
     for distance in reversed(distances(ranks)):
-        if place % (2 * distance) == distance:  # my parent has it by now, and I have nothing yet
+        if place % (2 * distance) == distance:  # the parent has the data, this rank not yet
             arriving = start(group, receives=[(data, (rank - distance) % ranks)])
             yield
             finish(arriving)
@@ -24,11 +31,13 @@ def broadcast(data, root, group, rank, ranks):
     finish(sent)
 
 
-def reduce(total, root, group, rank, ranks):
-    """Sum all ranks' `total` into the root's; the others' stay as they are."""
+def reduce(
+    total: torch.Tensor, root: int, group: dist.ProcessGroup, rank: int, ranks: int
+) -> Iterator[None]:
+    """Sum every rank's `total` into the root's; the other ranks' do not change."""
     place = (rank - root) % ranks
     for distance in distances(ranks):
-        if place % (2 * distance) == distance:  # my subtree is complete: pass its sum up, and leave
+        if place % (2 * distance) == distance:  # this subtree is complete: send its sum up
             sent = start(group, sends=[(total, (rank - distance) % ranks)])
             yield
             finish(sent)

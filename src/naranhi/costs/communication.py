@@ -91,9 +91,12 @@ def fastest(
     """Return the algorithm for which `collective_seconds` is least, the first of equals.
 
     `among` has the algorithms to choose from, by default all that this number of ranks can run.
+    Raises ValueError where this number of ranks can run none of them.
     """
     checked_arguments(collective, bytes, ranks)
     known = [name for name in among or ALGORITHMS[collective] if _runs(collective, ranks, name)]
+    if not known:
+        raise ValueError(f"none of {', '.join(among)} runs {collective} on {ranks} ranks")
     return min(
         known, key=lambda name: collective_seconds(collective, bytes, ranks, alpha, beta, name)
     )
@@ -187,7 +190,12 @@ def fit_alpha_beta(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[fl
     return (a1 * bb - b1 * ab) / determinant, (aa * b1 - ab * a1) / determinant / unit
 
 
-def checked_arguments(collective="broadcast", bytes=0, ranks=1, algorithm=None):
+def checked_arguments(
+    collective: str = "broadcast",
+    bytes: float = 0,
+    ranks: int = 1,
+    algorithm: str | None = None,
+) -> str:
     """Return the algorithm to use, or raise ValueError."""
     if collective not in ALGORITHMS:
         raise ValueError(f"collective must be one of {sorted(ALGORITHMS)}, not {collective!r}")

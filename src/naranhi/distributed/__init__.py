@@ -1,6 +1,7 @@
-"""Process groups: joined, laid out as a mesh, agreed over.
+"""Process groups: join them, arrange them as a mesh, compare values across their ranks.
 
-Imported on demand: helper processes use parts of it that need no torch.
+Names are imported on first use, because helper processes use modules of this package that do not
+need torch.
 """
 
 import importlib

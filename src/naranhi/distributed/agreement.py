@@ -1,4 +1,6 @@
-"""What has to be the same on several ranks, compared before anything depends on it."""
+"""Values that must be equal on several ranks, compared before anything depends on them."""
+
+from __future__ import annotations
 
 import hashlib
 
@@ -6,12 +8,17 @@ import torch
 import torch.distributed as dist
 
 
-def agree(group=None, **things):
-    """Compare things across the ranks of a group (None: the default one), all of which call this.
+def agree(group: dist.ProcessGroup | None = None, **things: object) -> None:
+    """Compare values across the ranks of a group. Every rank of the group calls this.
 
-    things: by name, anything that pickles and compares; or a tensor or a module, of which only the
-    `fingerprint` travels.
-    Raises ValueError on every rank where one differs; it names that, and two ranks of the world.
+    Args:
+        group: the ranks to compare; None is the default group.
+        **things: the values by name: anything that can be pickled and compared, or a tensor or a
+            module, of which only the `fingerprint` is sent.
+
+    Raises:
+        ValueError: a value differs; raised on every rank, with the name of the value and the global
+            ranks of two ranks that differ.
     """
     group = dist.group.WORLD if group is None else group
     large = torch.Tensor, torch.nn.Module
@@ -35,12 +42,14 @@ def agree(group=None, **things):
 
 
 class _Fingerprint(str):
-    """One that stands for something too large to be told."""
+    """The fingerprint of a value that is too large to send."""
 
 
-def fingerprint(value):
-    """A digest of every bit of a tensor, or of a module's parameters and buffers, and their names,
-    shapes and dtypes: equal for equal values, on whatever device."""
+def fingerprint(value: torch.Tensor | torch.nn.Module) -> str:
+    """Return a digest of every bit of a tensor, or of a module's parameters and buffers.
+
+    Names, shapes and dtypes are part of the digest. Equal values have equal digests on any device.
+    """
     digest = hashlib.sha256()
     tensors = (
         {"": value}

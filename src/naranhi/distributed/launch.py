@@ -1,8 +1,10 @@
-"""How the processes of ``torchrun`` or ``srun`` find each other and become one process group.
+"""How the processes of `torchrun` or `srun` find each other and become one process group.
 
-A notebook's ranks have their World for that. A program that is to run under either launcher calls
-``join`` once, and hands the groups it makes to the same kernels.
+The ranks of a notebook have their `World` for this. A program that runs under either launcher calls
+`join` once, and passes the groups that it makes to the same kernels.
 """
+
+from __future__ import annotations
 
 import datetime
 import json
@@ -17,23 +19,24 @@ import torch.distributed as dist
 from naranhi.distributed import processes
 
 
-def join(timeout=300.0, folder=None):
-    """Join the default process group: NCCL where each rank of this host has a GPU, else gloo.
+def join(timeout: float = 300.0, folder: str | Path | None = None) -> torch.device:
+    """Join the default process group: NCCL if each rank of this host has a GPU, else gloo.
 
-    Under ``torchrun`` the launcher has arranged the meeting, and the kernel kills this process when
-    the launcher ends. Under ``srun`` rank 0 listens on a port of the system's choice and leaves its
-    address in a file that all can read. Ranks on one machine meet and talk over its loopback.
+    Under `torchrun` the launcher has arranged the rendezvous, and the operating system kills this
+    process when the launcher ends. Under `srun` rank 0 listens on a port that the system chooses
+    and writes its address to a file that all ranks can read. Ranks on one machine find each other
+    and communicate over its loopback interface.
 
     Args:
-        timeout: the deadline of the meeting and of every collective, in seconds.
-        folder: where that file may be, on a file system that the nodes share; by default the folder
-            that the job was submitted from.
+        timeout: the deadline of the rendezvous and of every collective, in seconds.
+        folder: the folder for the address file, on a file system that the nodes share; by default
+            the folder that the job was submitted from.
 
     Returns:
         This rank's device.
 
     Raises:
-        RuntimeError: started by neither launcher, or the ranks did not meet in time.
+        RuntimeError: neither launcher started this process, or the ranks did not meet in time.
     """
     deadline = datetime.timedelta(seconds=timeout)
     if "RANK" in os.environ:
@@ -43,7 +46,7 @@ def join(timeout=300.0, folder=None):
         if "TORCHELASTIC_RUN_ID" in os.environ:
             processes.die_with_parent(os.getppid())
             if local_size == world_size:
-                # The launcher gives its host's name, which without a network means nothing.
+                # torchrun sets its host's name, which cannot be resolved without a network.
                 os.environ["MASTER_ADDR"] = "127.0.0.1"
                 _loopback_only()
         meeting = {}  # torch reads the launcher's environment itself
@@ -67,13 +70,13 @@ def join(timeout=300.0, folder=None):
 
 
 def _loopback_only():
-    """Nothing needs to listen beyond this machine."""
+    """Use only the loopback interface, since nothing needs to listen beyond this machine."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
 
 
 def _tasks_on_this_node():
-    """Slurm writes tasks per node as ``4(x2),3``: four on each of two nodes, then three."""
+    """Return the count from Slurm's list: `4(x2),3` is four on each of two nodes, then three."""
     counts = []
     for part in os.environ["SLURM_STEP_TASKS_PER_NODE"].split(","):
         count, _, times = part.partition("(x")
@@ -82,7 +85,7 @@ def _tasks_on_this_node():
 
 
 def _slurm_store(rank, world_size, deadline, folder):
-    """The store that rank 0 keeps; the others learn its address from a file that lives briefly."""
+    """Return rank 0's store; the other ranks read its address from a short-lived file."""
     file = folder / "naranhi-{SLURM_JOB_ID}-{SLURM_STEP_ID}.address".format(**os.environ)
     alone = int(os.environ["SLURM_STEP_NUM_NODES"]) == 1
     if alone:
@@ -105,7 +108,7 @@ def _slurm_store(rank, world_size, deadline, folder):
     )
     draft = file.with_suffix(".draft")
     draft.write_text(json.dumps([host, port]))
-    draft.rename(file)  # whoever finds it finds all of it
+    draft.rename(file)  # atomic, so that no rank reads half of it
     end = time.monotonic() + deadline.total_seconds()
     while (arrived := store.add("arrived", 0)) < world_size - 1 and time.monotonic() < end:
         time.sleep(0.02)

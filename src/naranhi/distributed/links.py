@@ -1,10 +1,11 @@
-"""Links as slow as you like: real messages, held back for as long as such a link would take.
+"""Links as slow as you like: real messages, delayed for as long as such a link would take.
 
-Where several ranks share a few cores, the time of a collective tells how the cores were shared and
-not what its messages cost. On a paced link a rank mostly waits, which takes no core, so that four
-ranks on two cores take as long as four machines would. Units: seconds, bytes.
+If several ranks share a few cores, the time of a collective shows how the cores were shared and not
+what its messages cost. On a paced link a rank mostly waits, which uses no core, so four ranks on
+two cores take as long as four machines would. Units: seconds, bytes.
 """
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from math import isfinite
@@ -14,21 +15,26 @@ import torch.distributed as dist
 
 
 @contextmanager
-def paced(alpha, beta):
-    """Give this rank a link of latency `alpha` (seconds) and inverse bandwidth `beta` (seconds per
-    byte), for messages started by `dist.batch_isend_irecv`, as all of `naranhi.collectives` does.
+def paced(alpha: float, beta: float) -> Iterator[None]:
+    """Pace this rank's link to a latency of `alpha` and an inverse bandwidth of `beta`.
 
-    The model of `naranhi.costs`: a message of m bytes takes alpha + m * beta seconds, and a rank
-    sends one message and receives one at a time. Enter it on every rank. Real messages must be
-    quick against alpha, so make it some milliseconds.
+    This delays the messages that `dist.batch_isend_irecv` starts, which all of
+    `naranhi.collectives` uses. The model is that of `naranhi.costs`: a message of m bytes takes
+    alpha + m * beta seconds, and a rank sends one message and receives one message at a time.
+    Enter the context on every rank.
 
-    Raises ValueError for an alpha or beta that is negative or not finite, and for a message that
-    does not travel by gloo.
+    Args:
+        alpha: the latency in seconds. Real messages must be quick compared with it, so make it
+            some milliseconds.
+        beta: the inverse bandwidth in seconds per byte.
+
+    Raises:
+        ValueError: alpha or beta is negative or not finite, or a message is not sent by gloo.
     """
     if not all(isfinite(value) and value >= 0 for value in (alpha, beta)):
         raise ValueError(f"alpha and beta are times, 0 or more, not {alpha!r} and {beta!r}")
     unpaced = dist.batch_isend_irecv
-    sent = received = 0.0  # when the link will be, or was, done with the last message
+    sent = received = 0.0  # when the link will be, or was, done with its last message
 
     def send(message, arrival):
         sleep(max(0.0, arrival - monotonic()))
@@ -37,7 +43,7 @@ def paced(alpha, beta):
     def receive(works, takes):
         nonlocal received
         _wait_for(works)
-        # It has been held back on its way; again only if another one was coming in meanwhile.
+        # The sender has delayed it already; wait more only if it queued behind another message.
         received = max(monotonic(), received + takes)
         sleep(max(0.0, received - monotonic()))
 
@@ -55,7 +61,7 @@ def paced(alpha, beta):
                 works.append(_Work(outward.submit(send, message, sent)))
         return works
 
-    # One worker each way, so that messages stay in order.
+    # One worker per direction, so that messages stay in order.
     with ThreadPoolExecutor(1) as inward, ThreadPoolExecutor(1) as outward:
         dist.batch_isend_irecv = start
         try:
@@ -70,7 +76,7 @@ def _wait_for(works):
 
 
 class _Work:
-    """A message under way, with the `wait` of torch's own."""
+    """A message in flight, with the `wait` method of torch's `Work`."""
 
     def __init__(self, future):
         self.future = future

@@ -1,20 +1,23 @@
 """A mesh of ranks: data, pipeline and tensor parallelism side by side in one world.
 
-A rank has a place on the mesh, and with it a group for each parallelism: the ranks whose place
-differs from its own in that one number. Ranks should be the nearer to each other, the more they
-send in a step, and the less there is to do meanwhile:
+A rank has a coordinate on the mesh, and a process group for each axis: the ranks whose coordinates
+differ from its own on that axis only. Place ranks that exchange the most data, with the least
+computation to hide it, closest together:
 
     tensor    innermost: activations, four times in each block, and the next product waits for them
-    data      next: the gradients of all that a stage keeps, once a step
+    data      next: the gradients of all parameters of a stage, once a step
     pipeline  outermost: an activation and a gradient for each micro-batch, from stage to stage,
-              while other micro-batches are worked on
+              while other micro-batches are computed
 
-So with 8 ranks on a node, a tensor group of 8 is a node, one of 4 shares it with a replica, and a
-pipeline goes from node to node. Megatron-LM (`initialize_model_parallel`) and DeepSpeed
-(`PipeModelDataParallelTopology`) number their ranks in the same way. Why tensor parallelism belongs
-inside a node: Narayanan et al., "Efficient large-scale language model training on GPU clusters
-using Megatron-LM" (2021), section 3.
+So with 8 ranks on a node, a tensor group of 8 fills a node, a tensor group of 4 shares its node
+with a replica, and a pipeline goes from node to node. Megatron-LM (`initialize_model_parallel`) and
+DeepSpeed (`PipeModelDataParallelTopology`) number their ranks in the same order.
+
+Source: Narayanan et al., "Efficient large-scale language model training on GPU clusters using
+Megatron-LM" (2021), section 3, on why tensor parallelism belongs inside a node.
 """
+
+from __future__ import annotations
 
 from typing import NamedTuple
 
@@ -23,11 +26,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from naranhi.distributed.agreement import agree
 
-AXES = "pipeline", "data", "tensor"  # from the outermost, whose neighbours may be far apart
+AXES = "pipeline", "data", "tensor"  # outermost first: its neighbours may be far apart
 
 
 class Place(NamedTuple):
-    """A rank's number on each axis, from 0: which share of the batch, which stage, which shard."""
+    """A rank's coordinate on each axis, from 0: its share of the batch, its stage, its shard."""
 
     data: int
     pipeline: int
@@ -35,25 +38,34 @@ class Place(NamedTuple):
 
 
 class Mesh:
-    """`data` x `pipeline` x `tensor` ranks: all of the world.
+    """A mesh of `data` x `pipeline` x `tensor` ranks, which are all ranks of the world.
 
         with Mesh(data=2, pipeline=2, tensor=2) as mesh:  # on each of 8 ranks
             Pipeline(layers, schedule, loss, group=mesh.pipeline, replicas=mesh.data)
 
-    data: how many pipelines share the batch. pipeline: how many ranks each has, one after the
-    other. tensor: how many ranks share each layer. Every rank of the world makes the mesh at the
-    same time. Rank (pipeline x DATA + data) x TENSOR + tensor is at that place.
+    Every rank of the world makes the mesh at the same time. On a mesh of DATA x PIPELINE x TENSOR
+    ranks, rank (pipeline x DATA + data) x TENSOR + tensor has the coordinate (data, pipeline,
+    tensor).
 
-    Raises ValueError on every rank, and before any group is made: for a number that is no whole
-    number of at least 1, for a mesh of more or fewer ranks than the world has, and where ranks
-    were given other numbers.
+    Args:
+        data: the number of pipelines, which share the batch.
+        pipeline: the number of ranks of each pipeline, one after the other.
+        tensor: the number of ranks that share each layer.
 
-    Attributes: the process groups of this rank, `data`, `pipeline` and `tensor`; `sizes` and
-    `place`, two `Place`s; `device_mesh`, torch's own, for libraries that take one (its dimensions
-    are named like the groups).
+    Attributes:
+        data, pipeline, tensor: this rank's process group on each axis.
+        sizes: the size of each axis, a `Place`.
+        place: this rank's coordinate, a `Place`.
+        device_mesh: torch's own mesh, for libraries that need one; its dimensions are named like
+            the groups.
+
+    Raises:
+        ValueError: a size is not a whole number of at least 1, the mesh has more or fewer ranks
+            than the world, or ranks passed different sizes; raised on every rank, before any group
+            is made.
     """
 
-    def __init__(self, data=1, pipeline=1, tensor=1):
+    def __init__(self, data: int = 1, pipeline: int = 1, tensor: int = 1):
         self.sizes = Place(data, pipeline, tensor)
         agree(size_of_the_mesh=str(self))
         ranks, world = 1, dist.get_world_size()
@@ -73,9 +85,9 @@ class Mesh:
     def __str__(self):
         return " x ".join(f"{axis} {size}" for axis, size in self.sizes._asdict().items())
 
-    def close(self):
-        """Close the groups, when every rank is done with them."""
-        for group in self.data, self.pipeline, self.tensor:  # in one order on all ranks
+    def close(self) -> None:
+        """Destroy the groups; call this when every rank is done with them."""
+        for group in self.data, self.pipeline, self.tensor:  # in the same order on all ranks
             if group is not dist.group.WORLD:
                 dist.destroy_process_group(group)
 

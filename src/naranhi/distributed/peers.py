@@ -1,15 +1,18 @@
-"""What the ranks of a training know of each other: who has gone, and who does not run any more.
+"""How the ranks of a training watch each other: which have ended, and which no longer run.
 
-Each rank writes its process id and then a beat a second into the store of the default group, and
-watches the next rank's. A rank that has been silent for too long is named by the one that watches
-it, which then ends; the launcher ends the others.
+Each rank writes its process id, and then one beat per second, to the store of the default group,
+and watches the beats of the next rank. If that rank is silent for too long, the watching rank
+reports which rank it is, then ends; the launcher ends the other ranks.
 """
+
+from __future__ import annotations
 
 import json
 import os
 import signal
 import socket
 import threading
+from collections.abc import Callable, Iterable
 
 import torch.distributed as dist
 
@@ -19,17 +22,17 @@ BEAT = 1.0  # seconds
 
 
 class Peers:
-    """The other ranks of the default group; make it on every rank after joining.
+    """A watch over the other ranks of the default group; make it on every rank after joining.
 
     Args:
-        silence: seconds without a beat after which a rank is given up.
-        give_up: called, from a thread, with a sentence that names the rank.
+        silence: seconds without a beat after which a rank counts as lost.
+        give_up: called from a thread with a sentence that names the lost rank.
     """
 
-    def __init__(self, silence, give_up):
+    def __init__(self, silence: float, give_up: Callable[[str], object]):
         self._silence, self._give_up = silence, give_up
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
-        # A connection of its own: the default one may be waiting in another thread.
+        # A separate connection, because another thread may be waiting on the default one.
         self._store = dist.distributed_c10d._get_default_store().clone()
         self._set("place", (socket.gethostname(), processes.namespace(), os.getpid()))
         self._places = [self._get("place", rank) for rank in range(self._ranks)]
@@ -39,16 +42,16 @@ class Peers:
             for function in (self._beat, self._watch_the_store):
                 threading.Thread(target=function, name="naranhi-peers", daemon=True).start()
 
-    def close(self):
-        """Stop beating and watching: from here on ranks may end."""
+    def close(self) -> None:
+        """Stop beating and watching: from now on ranks may end."""
         self._stopped.set()
 
-    def gone(self):
-        """The ranks on this host whose processes have ended."""
+    def gone(self) -> list[int]:
+        """Return the ranks on this host whose processes have ended."""
         return [rank for rank, pid in self._here() if processes.is_gone(pid)]
 
-    def kill_stopped(self):
-        """Kill the ranks on this host that are stopped, which no other signal ends."""
+    def kill_stopped(self) -> None:
+        """Kill the ranks on this host that are stopped, since no other signal ends them."""
         for _, pid in self._here():
             if processes.is_stopped(pid):
                 processes.kill(pid)
@@ -64,7 +67,7 @@ class Peers:
         return json.loads(self._store.get(f"naranhi/{what}/{rank}"))
 
     def _beat(self):
-        """Beat, and watch the next rank beat; counted in looks, for this rank may stop as well."""
+        """Beat, and watch the next rank. Count looks, not time, because this rank may stop too."""
         following, last, silent = (self._rank + 1) % self._ranks, None, 0.0
         try:
             self._set("beat", 0)
@@ -83,7 +86,7 @@ class Peers:
                 self._give_up(f"the store of the ranks is gone, with the one that kept it: {cause}")
 
     def _watch_the_store(self):
-        """A store whose host is gone or stopped answers nobody: then `_beat` stands still."""
+        """Give up on rank 0 if `_beat` hangs: a store whose host is gone or stopped is silent."""
         last, silent = None, 0.0
         while not self._stopped.wait(BEAT):
             silent = 0.0 if self._looks != last else silent + BEAT
@@ -105,16 +108,20 @@ class Peers:
         self._give_up(f"rank {rank} on {host} was silent for {self._silence:g} s: {state}")
 
 
-def on_signals(numbers, function):
-    """At each of these signals call ``function()``, then end at once and in silence.
+def on_signals(numbers: Iterable[int], function: Callable[[], object]) -> None:
+    """Call `function()` on any of these signals, then end this process at once and silently.
 
-    It is called by a thread, which runs also while the main thread waits in C++.
+    A thread makes the call, because it runs even while the main thread waits in C++.
+
+    Args:
+        numbers: the signals.
+        function: what to do before this process ends.
     """
     receiver, sender = socket.socketpair()
     sender.setblocking(False)
     signal.set_wakeup_fd(sender.detach(), warn_on_full_buffer=False)
     for number in numbers:
-        signal.signal(number, lambda *_: None)  # without, the byte would not be written
+        signal.signal(number, lambda *_: None)  # without a handler, no byte is written
 
     def wait():
         receiver.recv(1)

@@ -1,4 +1,6 @@
-"""Processes of this machine: where they are, whether they are stopped, and how they are killed."""
+"""Processes of this machine: their namespace, their state, and how to kill them."""
+
+from __future__ import annotations
 
 import contextlib
 import ctypes
@@ -9,32 +11,32 @@ from pathlib import Path
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
-def namespace():
-    """What a process id is unique in: this boot of this machine, as this container sees it."""
+def namespace() -> str:
+    """Return the scope in which a process id is unique: this boot, seen from this container."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
 
 
-def state(pid):
-    """The letter of a process's state as ``ps`` shows it, or None when it is gone."""
+def state(pid: int) -> str | None:
+    """Return the letter of a process's state as `ps` shows it, or None if the process is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return None
 
 
-def is_stopped(pid):
-    """Whether a process was stopped, by SIGSTOP or a terminal's Ctrl-Z."""
+def is_stopped(pid: int) -> bool:
+    """Return whether a process was stopped, by SIGSTOP or by Ctrl-Z in a terminal."""
     return state(pid) == "T"
 
 
-def is_gone(pid):
-    """Whether a process has ended, be it that its parent has not asked how."""
+def is_gone(pid: int) -> bool:
+    """Return whether a process has ended, even if its parent has not waited for it yet."""
     return state(pid) in (None, "Z", "X")
 
 
-def environment(pid):
-    """The environment that a process of this user was started with; empty when it is gone."""
+def environment(pid: int) -> dict[str, str]:
+    """Return the environment that a process of this user started with; empty if it is gone."""
     try:
         entries = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
     except OSError:
@@ -42,16 +44,16 @@ def environment(pid):
     return dict(entry.split("=", 1) for entry in entries if "=" in entry)
 
 
-def kill(pid):
-    """Kill a process, and its group if it leads one; one that is stopped as well."""
+def kill(pid: int) -> None:
+    """Kill a process, and its process group if it leads one, even if it is stopped."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, signal.SIGKILL)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 
 
-def die_with_parent(parent):
-    """Have the kernel kill this process when the process ``parent``, its parent, ends."""
+def die_with_parent(parent: int) -> None:
+    """Make the operating system kill this process when its parent, the process `parent`, ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the kernel knew
+    if os.getppid() != parent:  # the parent ended before the request
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,27 +1,43 @@
-"""Work beside the current stream: started now, waited for later, as with `async_op=True`.
+"""Work on a side stream: started now, waited for later, as with `async_op=True`.
 
     later = start(copy_to_gpu, host, stream=side)   # returns at once
     loss = model(batch)                             # meanwhile, on the current stream
-    batch = later.wait()                            # what comes from now on waits for the copy
+    batch = later.wait()                            # work queued from now on waits for the copy
 
-Streams know nothing of each other, and the allocator knows only the stream that a tensor was made
-on. So four things are easily forgotten, and done here: the side stream waits for the current one
-where it reads what that has made; the current one waits for the side stream; and memory that the
-other stream may still be busy with is not given away, be it what goes in or what comes out.
+Streams do not wait for each other by themselves, and the allocator knows only the stream that a
+tensor was made on. So four steps are easily forgotten, and are done here: the side stream waits for
+the current stream if it reads what the current stream made; the current stream waits for the side
+stream; and the memory of the inputs, and of the result, is not reused while the other stream may
+still use it.
 
 Source: the notes on CUDA semantics and on `Tensor.record_stream` in PyTorch's documentation.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable
+
 import torch
 
 
-def start(function, *tensors, stream=None):
-    """Queue `function(*tensors)`, which returns a tensor, on `stream`: a `Later`, at once.
+def start(
+    function: Callable[..., torch.Tensor],
+    *tensors: torch.Tensor,
+    stream: torch.cuda.Stream | None = None,
+) -> Later:
+    """Queue `function(*tensors)` on `stream` and return at once.
 
-    tensors: all that the function reads. Those on a GPU must not be written to before the wait, and
-    nor must those in pinned host memory, which a copy with `non_blocking=True` reads meanwhile.
-    stream: a `torch.cuda.Stream`, worth keeping for the next time; None runs the function here and
-    now, as everything runs where there is no GPU.
+    Do not write to CUDA tensors, or to tensors in pinned host memory, before `wait()`: a copy with
+    `non_blocking=True` reads pinned memory until then.
+
+    Args:
+        function: what to run; it returns a tensor.
+        *tensors: all tensors that the function reads.
+        stream: the side stream, worth keeping for the next call. None runs the function at once on
+            the current stream, which is also what to do without a GPU.
+
+    Returns:
+        A handle, whose `wait()` returns the function's result.
     """
     if stream is None:
         return Later(function(*tensors), None)
@@ -35,15 +51,20 @@ def start(function, *tensors, stream=None):
 
 
 class Later:
-    """A tensor that another stream is still busy with."""
+    """A tensor that another stream may still be computing.
 
-    def __init__(self, result, done):
+    Args:
+        result: the tensor.
+        done: the event after which the tensor is complete; None if it is complete already.
+    """
+
+    def __init__(self, result: torch.Tensor, done: torch.cuda.Event | None):
         self._result, self._done = result, done
 
-    def wait(self):
-        """The tensor, for the current stream: what is queued there from now on comes after it.
+    def wait(self) -> torch.Tensor:
+        """Return the tensor; work queued on the current stream from now on comes after it.
 
-        The CPU does not wait, unless the tensor is the CPU's.
+        The CPU does not wait, unless the tensor is on the CPU.
         """
         if self._done is not None and self._result.is_cuda:
             current = torch.cuda.current_stream(self._result.device)

@@ -1,4 +1,4 @@
-"""Clocks, bytes on the wire, and what this machine is."""
+"""Measurements: clocks, bytes on the wire, and the hardware of this machine."""
 
 from statistics import median
 

@@ -1,21 +1,24 @@
-"""DeepSpeed, made ready to run beside ours: on the ranks that are there, with or without a GPU.
+"""DeepSpeed as a baseline, set up to run on the current ranks, with or without a GPU.
 
-It is called from notebooks, tests and benchmarks, to compare with. No kernel is built on it.
+Notebooks, tests and benchmarks compare with it. No kernel is built on it.
 """
 
 import os
+from types import ModuleType
 
 import torch.distributed as dist
 
 
-def deepspeed():
-    """The module `deepspeed`, ready to use the process group that exists. Call it on every rank.
+def deepspeed() -> ModuleType:
+    """Return the module `deepspeed`, ready to use the existing process group.
 
-    Where the ranks have no GPU of their own it runs on the CPU. It decides that when it is first
-    imported, so nothing may have imported it before. Importing it takes some seconds of a core.
+    Call this on every rank. If ranks do not have a GPU each, DeepSpeed runs on the CPU. It decides
+    that when it is first imported, so nothing may import it before this call. The import takes some
+    seconds of a core.
 
-    Raises RuntimeError without a default process group, and without LOCAL_RANK in the environment,
-    which torchrun and `naranhi.World` set and a `PipelineModule` asks for.
+    Raises:
+        RuntimeError: there is no default process group, or LOCAL_RANK is not in the environment;
+            torchrun and `naranhi.World` set it, and a `PipelineModule` reads it.
     """
     if not dist.is_initialized() or "LOCAL_RANK" not in os.environ:
         raise RuntimeError("a default process group is needed, and LOCAL_RANK in the environment")
@@ -23,8 +26,8 @@ def deepspeed():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
 
-    # A collective through shared memory, for inference: a compiler would be busy with it for a
-    # minute or two, if there is one.
+    # A collective through shared memory, for inference: compiling it takes a minute or two, where
+    # a compiler is installed.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if not deepspeed.comm.is_initialized():
         deepspeed.init_distributed(dist.get_backend(), verbose=False)

@@ -1,15 +1,18 @@
-"""What this machine is, and how fast its parts are.
+"""The hardware of this machine, and how fast its parts are.
 
-The first half reads what Linux and torch say of it; the second measures. Units, everywhere: bytes,
-seconds, bytes per second, FLOPs per second, 1 GB being 10**9 bytes. A FLOP is one addition or one
-multiplication.
+The first half reads what Linux and torch report; the second half measures. Units, everywhere:
+bytes, seconds, bytes per second, FLOPs per second; 1 GB is 10**9 bytes. A FLOP is one addition or
+one multiplication.
 
-A rate is that of the *best* repetition. Whatever disturbs a measurement only makes it slower, so
-the best comes nearest to what the hardware can do (a time to expect is another thing: for that,
-take the median). Source: McCalpin, "Memory bandwidth and machine balance in current high
-performance computers" (1995), whose STREAM benchmark counts a copy as we do: every byte twice,
-once read and once written.
+A rate is that of the *best* repetition. A disturbance can only make a measurement slower, so the
+best repetition comes closest to what the hardware can do. (To learn what time to expect, take the
+median.)
+
+Source: McCalpin, "Memory bandwidth and machine balance in current high performance computers"
+(1995), whose STREAM benchmark counts a copy as we do: every byte twice, once read and once written.
 """
+
+from __future__ import annotations
 
 import os
 import platform
@@ -30,19 +33,22 @@ ROOT = Path("/")
 
 
 class Part(NamedTuple):
-    """A kind of part: how many there are, what each holds (bytes) or carries (bytes a second)."""
+    """A kind of part: how many there are, and how much each stores (bytes) or carries (bytes/s)."""
 
     name: str
     count: int
     bytes: int | None = None
-    bandwidth: float | None = None  # one way, as the machine declares it
+    bandwidth: float | None = None  # in one direction, as the machine reports it
     detail: str = ""
 
 
 def parts(root: Path = ROOT) -> list[Part]:
-    """What computes, remembers and connects here, the nearest first.
+    """Return the parts of this machine that compute, store and connect, the nearest first.
 
-    `root` is where /proc and /sys are found. A part that the system does not tell of is missing.
+    A part that the system does not report is missing.
+
+    Args:
+        root: the folder that contains /proc and /sys.
     """
     cores = Part("core", len(os.sched_getaffinity(0)), detail=_cpu_model(root))
     memory = re.search(r"^MemTotal:\s*(\d+) kB", Path(root, "proc/meminfo").read_text(), re.M)
@@ -55,10 +61,14 @@ def _cpu_model(root):
     return named[1].strip() if named else platform.machine()
 
 
-def caches(device=CPU, root: Path = ROOT) -> list[Part]:
-    """The data caches of a device, the nearest first; none where a virtual machine hides them.
+def caches(device: torch.device | str = CPU, root: Path = ROOT) -> list[Part]:
+    """Return the data caches of a device, the nearest first; none if a virtual machine hides them.
 
-    Of a GPU torch knows only the L2 cache, which all of its multiprocessors share.
+    For a GPU torch reports only the L2 cache, which all its multiprocessors share.
+
+    Args:
+        device: the CPU or a GPU.
+        root: the folder that contains /sys.
     """
     if torch.device(device).type == "cuda":
         return [Part("GPU's L2 cache", 1, torch.cuda.get_device_properties(device).L2_cache_size)]
@@ -70,7 +80,7 @@ def caches(device=CPU, root: Path = ROOT) -> list[Part]:
         )
         if kind != "Instruction":
             bytes = int(text.removesuffix("K")) * 1024
-            # Cores that share a cache all list it.
+            # All cores that share a cache list it, so a set counts it once.
             kinds.setdefault((int(level), bytes), set()).add(cores)
     return [
         Part(f"L{level} cache", len(kinds[level, bytes]), bytes) for level, bytes in sorted(kinds)
@@ -78,7 +88,7 @@ def caches(device=CPU, root: Path = ROOT) -> list[Part]:
 
 
 def gpus() -> list[Part]:
-    """The GPUs that this process sees, by kind: their L2 caches and their memories."""
+    """Return the GPUs that this process sees, by kind: their L2 caches and their memories."""
     each = (torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count()))
     kinds = Counter((gpu.name, gpu.L2_cache_size, gpu.total_memory) for gpu in each)
     found = []
@@ -89,7 +99,13 @@ def gpus() -> list[Part]:
 
 
 def rdma_ports(root: Path = ROOT) -> list[Part]:
-    """The network ports that can do RDMA, with their bandwidth one way; none on most machines."""
+    """Return the network ports that support RDMA, with their bandwidth in one direction.
+
+    Most machines have none.
+
+    Args:
+        root: the folder that contains /sys.
+    """
     found = []
     for rate in sorted(Path(root, "sys/class/infiniband").glob("*/ports/*/rate")):
         gigabits = float(rate.read_text().split()[0])  # "400 Gb/sec (4X NDR)"
@@ -99,19 +115,19 @@ def rdma_ports(root: Path = ROOT) -> list[Part]:
 
 
 def topology() -> str | None:
-    """How the GPUs are wired to each other: what `nvidia-smi topo -m` prints; None without GPUs."""
+    """Return how the GPUs are connected, as `nvidia-smi topo -m` prints it; None without GPUs."""
     if not torch.cuda.device_count() or not shutil.which("nvidia-smi"):
         return None
     done = subprocess.run(
         ["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=60, check=False
     )
-    # Where it cannot tell (under WSL, say), what it answers instead is the answer.
+    # Where it cannot report the topology (under WSL, say), return its message instead.
     text = done.stdout or done.stderr
     return re.sub(r"\x1b\[[0-9;]*m", "", text).expandtabs().rstrip()
 
 
-def copy_seconds(sizes: list[int], device=CPU) -> dict[int, float]:
-    """Seconds of copying a tensor within a device's memory, by its size in bytes."""
+def copy_seconds(sizes: list[int], device: torch.device | str = CPU) -> dict[int, float]:
+    """Return the seconds of copying a tensor within a device's memory, by its size in bytes."""
     source = torch.ones(max(sizes), dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
 
@@ -123,11 +139,22 @@ def copy_seconds(sizes: list[int], device=CPU) -> dict[int, float]:
 
 
 def product_seconds(
-    rows: list[int], inner: int, columns: int, device=CPU, dtype=torch.float32
+    rows: list[int],
+    inner: int,
+    columns: int,
+    device: torch.device | str = CPU,
+    dtype: torch.dtype = torch.float32,
 ) -> dict[int, float]:
-    """Seconds of a matrix product, (rows, inner) times (inner, columns), by its number of rows.
+    """Return the seconds of a product, (rows, inner) by (inner, columns), by its number of rows.
 
-    That is 2 * rows * inner * columns FLOPs.
+    A product is 2 * rows * inner * columns FLOPs.
+
+    Args:
+        rows: the numbers of rows to measure.
+        inner: the number of columns of the first factor, and of rows of the second.
+        columns: the number of columns of the second factor.
+        device: where to multiply.
+        dtype: of both factors and of the product.
     """
     weights = torch.randn(inner, columns, device=device, dtype=dtype)
 
@@ -139,12 +166,25 @@ def product_seconds(
     return best_seconds({count: multiplying(count) for count in rows}, device)
 
 
-def link_seconds(sizes: list[int], device=CPU, group=None, repeats=20) -> dict[int, float]:
-    """Seconds of one message from rank 0 to rank 1, by its size in bytes: half of a round trip.
+def link_seconds(
+    sizes: list[int],
+    device: torch.device | str = CPU,
+    group: dist.ProcessGroup | None = None,
+    repeats: int = 20,
+) -> dict[int, float]:
+    """Return the seconds of one message from rank 0 to rank 1, by its size: half of a round trip.
 
-    Call it on every rank of `group` (None: the default group); all return the same numbers. There
-    and back is timed, since only then are both ends of the time read from one clock.
-    Raises ValueError for a group of fewer than two ranks, and for a size below 1.
+    Call this on every rank of `group`; all ranks return the same values. A round trip is timed,
+    because only then are its start and its end read from one clock.
+
+    Args:
+        sizes: the sizes of the messages in bytes.
+        device: where the messages are stored.
+        group: the ranks; None is the default group.
+        repeats: the number of repetitions.
+
+    Raises:
+        ValueError: the group has fewer than two ranks, or a size is below 1.
     """
     group = dist.group.WORLD if group is None else group
     rank = dist.get_rank(group)

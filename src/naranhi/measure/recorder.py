@@ -1,55 +1,66 @@
 """What each rank did and when, measured: the same Timeline that `schedules.simulate` computes.
 
-Each rank takes down, by its own clock, when an action began and ended; what it waits for in between
-is no action. Afterwards the ranks bring their clocks together. Ranks on one machine read the same
-clock; between machines the difference is measured by sending the time to and fro (Cristian,
-"Probabilistic clock synchronization", 1989), and known to half of the shortest round trip.
+Each rank records the start and end of every action on its own clock; waiting is not recorded.
+Afterwards the ranks align their clocks. Ranks on one machine read the same clock. Between machines
+the offset is measured by round trips that carry the time, and is accurate to half of the shortest
+round trip.
+
+Source: Cristian, "Probabilistic clock synchronization" (1989).
 """
+
+from __future__ import annotations
 
 import json
 import socket
 from pathlib import Path
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from naranhi.schedules import Span, Timeline
+from naranhi.schedules import Action, Span, Timeline
 
-ROUND_TRIPS = 20  # of which the shortest counts
+if TYPE_CHECKING:
+    from fractions import Fraction
+
+ROUND_TRIPS = 20  # of which only the shortest counts
 
 
 class Recorder:
-    """Takes down one rank's actions: `pipeline.step(..., recorder=recorder)`.
+    """A recorder of one rank's actions: `pipeline.step(..., recorder=recorder)`.
 
-    On a GPU each action then lasts until the device has finished it, and so a step that is recorded
-    takes somewhat longer than one that is not. `clear` before the step to be looked at.
+    On a GPU each action lasts until the device has finished it, so a recorded step takes somewhat
+    longer than an unrecorded one. Call `clear` before the step of interest.
     """
 
     def __init__(self):
         self._spans = []
         self._settle = _finish_stream if torch.cuda.is_available() else None
 
-    def begin(self):
-        """An action begins now."""
+    def begin(self) -> None:
+        """Record that an action begins now."""
         if self._settle:
             self._settle()
         self._start = perf_counter()
 
-    def end(self, action):
-        """The action that began last has ended."""
+    def end(self, action: Action) -> None:
+        """Record that `action`, which began last, ends now."""
         if self._settle:
             self._settle()
         self._spans.append(Span(action, self._start, perf_counter()))
 
-    def clear(self):
-        """Forget everything so far."""
+    def clear(self) -> None:
+        """Delete everything recorded so far."""
         self._spans.clear()
 
-    def gather(self, group=None):
-        """The Timeline of all ranks of the group, on each of them. Call it on every one.
+    def gather(self, group: dist.ProcessGroup | None = None) -> Timeline:
+        """Return the Timeline of all ranks of the group (None: the default one), on each of them.
 
-        Times are in seconds, 0 being the first begin of all. ValueError if a rank did nothing.
+        Call this on every rank. Times are in seconds; 0 is the start of the first action of all.
+
+        Raises:
+            ValueError: a rank has recorded nothing.
         """
         group = dist.group.WORLD if group is None else group
         offset = clock_offset(group)
@@ -63,16 +74,19 @@ class Recorder:
 
 
 def _finish_stream():
-    """Wait for the stream only: messages wait on others, perhaps for what follows this action (see
-    [The first steps between GPUs] in `naranhi.pipeline.channels`)."""
+    """Wait for the current stream only, and not for the whole device.
+
+    Messages wait on other streams, perhaps for what follows this action. See
+    [The first steps between GPUs] in `naranhi.pipeline.channels`.
+    """
     torch.cuda.current_stream().synchronize()
 
 
-def clock_offset(group=None):
-    """What to add to this rank's `perf_counter()` to have that of rank 0, in seconds.
+def clock_offset(group: dist.ProcessGroup | None = None) -> float:
+    """Return the seconds to add to this rank's `perf_counter()` to get that of rank 0.
 
-    Exactly 0 where the two are on one machine, and so read one clock. Every rank of the group calls
-    this at the same time.
+    The offset is exactly 0 if both ranks are on one machine, because they read one clock. Every
+    rank of the group (None: the default one) calls this at the same time.
     """
     group = dist.group.WORLD if group is None else group
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
@@ -89,8 +103,8 @@ def clock_offset(group=None):
     return found
 
 
-def measured_offset(group, peer=0):
-    """This rank's estimate, from round trips to a peer that runs `_tell_time` meanwhile."""
+def measured_offset(group: dist.ProcessGroup, peer: int = 0) -> float:
+    """Return this rank's estimate of the offset, by round trips to a peer in `_tell_time`."""
     best = (float("inf"), 0.0)
     for _ in range(ROUND_TRIPS):
         told = _message(group)
@@ -98,7 +112,7 @@ def measured_offset(group, peer=0):
         dist.send(told, group=group, group_dst=peer)
         dist.recv(told, group=group, group_src=peer)
         answered = perf_counter()
-        # The peer looked at its clock halfway, as far as one can tell.
+        # Assume that the peer read its clock halfway through the round trip.
         best = min(best, (answered - asked, told.item() - (asked + answered) / 2))
     return best[1]
 
@@ -116,16 +130,24 @@ def _message(group):
 
 
 def _clock():
-    """Which clock perf_counter reads: Linux has one for all processes, since its start."""
+    """Return which clock `perf_counter` reads: Linux has one for all processes, since its boot."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return socket.gethostname(), boot.read_text() if boot.exists() else None
 
 
-def write_trace(timeline, path, unit=1.0):
-    """Write a timeline, measured or simulated, as a file that https://ui.perfetto.dev and
-    chrome://tracing open: the JSON of Chrome's "Trace Event Format", a row for each rank.
+def write_trace(timeline: Timeline, path: str | Path, unit: float | Fraction = 1.0) -> None:
+    """Write a timeline, measured or simulated, as a trace with a row for each rank.
 
-    unit: how many seconds the timeline's unit of time is. OSError if the file cannot be written.
+    The file is JSON in Chrome's "Trace Event Format", which https://ui.perfetto.dev and
+    chrome://tracing open.
+
+    Args:
+        timeline: the timeline to write.
+        path: the file to write.
+        unit: the timeline's unit of time, in seconds.
+
+    Raises:
+        OSError: the file cannot be written.
     """
     micro = unit * 1e6
     events = []

@@ -1,30 +1,46 @@
-"""Honest times: contenders in turn, the slowest rank's time, no barrier inside.
+"""Fair times: contenders take turns, the slowest rank's time counts, no barrier is timed.
 
-A barrier inside the timed span would be timed too; one contender after the other would meet another
-machine (other users, other clock speed) than the next; one rank's time would miss the rank that is
-late. Units: seconds.
+A barrier inside the timed span would be timed too. Contenders that ran one after the other would
+meet different conditions (other users, another clock speed). The time of one rank would miss a rank
+that is late. Units: seconds.
 """
 
-from collections.abc import Callable
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from time import perf_counter
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 
 def interleaved(
-    contenders: dict[str, Callable[[], object]], repeats=20, warmup=3, group=None
-) -> dict[str, list[float]]:
-    """Time the contenders in turn, `repeats` times each: {name: seconds of each repetition}.
+    contenders: dict[Any, Callable[[], object]],
+    repeats: int = 20,
+    warmup: int = 3,
+    group: dist.ProcessGroup | None = None,
+) -> dict[Any, list[float]]:
+    """Time the contenders in turn, `repeats` times each.
 
-    Call it on every rank of `group` (None: the default group), with the same names in the same
-    order. Every repetition runs each contender once. Before each run, and outside its time, the
-    ranks meet in a barrier; the time of a run is that of the slowest rank, and every rank returns
-    the same numbers. On a GPU a run lasts until the device has finished.
+    Call this on every rank of `group`, with the same names in the same order. Every repetition runs
+    each contender once. Before each run, and outside its time, the ranks meet in a barrier. The
+    time of a run is that of the slowest rank, and every rank returns the same values. On a GPU a
+    run lasts until the device has finished.
 
-    Raises ValueError when there is no contender or `repeats` is below 1.
+    Args:
+        contenders: what to time, by name.
+        repeats: the number of timed repetitions.
+        warmup: the number of repetitions before them, which are not timed.
+        group: the ranks; None is the default group.
+
+    Returns:
+        By name, the seconds of each repetition.
+
+    Raises:
+        ValueError: there are no contenders, or `repeats` is below 1.
     """
     if not contenders or repeats < 1:
         raise ValueError("measure at least one contender, at least once")
@@ -48,17 +64,26 @@ def interleaved(
 
 
 def _nothing():
-    """A CPU has finished when the call returns."""
+    """Do nothing: a CPU has finished when the call returns."""
 
 
 @contextmanager
-def unchecked_group(ranks=None, timeout=20.0):
-    """A process group of these ranks (None: all) without TORCH_DISTRIBUTED_DEBUG's checks, to time.
+def unchecked_group(
+    ranks: Sequence[int] | None = None, timeout: float = 20.0
+) -> Iterator[dist.ProcessGroup]:
+    """Make a process group without the checks of TORCH_DISTRIBUTED_DEBUG, for timing.
 
     With DETAIL every collective first compares its arguments across the ranks, which costs more
-    than a small collective itself. Enter and leave it on *every* rank of the default group, members
-    or not: a rank that is not in `ranks` is given torch's mark for that, and any collective on it
-    is refused. `timeout` is the deadline of each collective, in seconds.
+    than a small collective itself. Enter and leave the context on *every* rank of the default
+    group, member or not.
+
+    Args:
+        ranks: the members of the group; None is all ranks.
+        timeout: the deadline of each collective, in seconds.
+
+    Yields:
+        The group, or torch's `GroupMember.NON_GROUP_MEMBER` on a rank that is not in `ranks`, with
+        which no collective runs.
     """
     level = dist.get_debug_level()
     dist.set_debug_level(dist.DebugLevel.OFF)
@@ -68,7 +93,7 @@ def unchecked_group(ranks=None, timeout=20.0):
         dist.set_debug_level(level)
     try:
         yield group
-        dist.barrier()  # nobody closes its connections while another rank still needs them
+        dist.barrier()  # no rank closes its connections while another rank needs them
     finally:
         if group != dist.GroupMember.NON_GROUP_MEMBER:
             dist.destroy_process_group(group)
@@ -78,13 +103,25 @@ CPU = torch.device("cpu")
 
 
 def best_seconds(
-    runs: dict[object, Callable[[], object]], device=CPU, repeats=15, span=2e-3
-) -> dict[object, float]:
-    """Seconds of one call of each of `runs`, from the best of `repeats` repetitions.
+    runs: dict[Any, Callable[[], object]],
+    device: torch.device | str = CPU,
+    repeats: int = 15,
+    span: float = 2e-3,
+) -> dict[Any, float]:
+    """Return the seconds of one call of each of `runs`, from the best of `repeats` repetitions.
 
-    The runs take turns, so that a disturbance does not hit all the repetitions of one of them. A
-    repetition makes as many calls as fill `span` seconds, at least one; on a GPU it ends when the
-    device has finished them. Raises ValueError when there is no run or `repeats` is below 1.
+    The runs take turns, so that a disturbance does not hit all repetitions of one run. A repetition
+    makes as many calls as fill `span` seconds, at least one; on a GPU it ends when the device has
+    finished them.
+
+    Args:
+        runs: what to time, by name.
+        device: where the runs compute.
+        repeats: the number of repetitions.
+        span: the length of a repetition, in seconds.
+
+    Raises:
+        ValueError: there are no runs, or `repeats` is below 1.
     """
     if not runs or repeats < 1:
         raise ValueError("measure at least one run, at least once")
@@ -101,7 +138,7 @@ def best_seconds(
 
     best, calls = {}, {}
     for name, run in runs.items():
-        seconds(run, 1)  # the first call also pays for memory and set-up
+        seconds(run, 1)  # the first call also allocates memory and sets up
         best[name] = min(seconds(run, 1) for _ in range(3))
         calls[name] = max(1, round(span / best[name]))
     for _ in range(repeats):

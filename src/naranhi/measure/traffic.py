@@ -1,4 +1,4 @@
-"""The bytes that cross the wire, read from the kernel's counters."""
+"""The bytes that cross the wire, read from the counters of the Linux kernel."""
 
 import os
 import socket
@@ -7,12 +7,15 @@ from pathlib import Path
 
 
 def wire_bytes() -> int:
-    """Bytes that this process has sent over the TCP connections that it holds open now.
+    """Return the bytes that this process has sent over its TCP connections that are open now.
 
-    The difference between two calls is what gloo really sent in between, its own headers and
-    notices included but nothing sent again; NCCL between GPUs of one node goes another way and is
-    not seen. The kernel counts (`tcpi_bytes_sent` and `tcpi_bytes_retrans` in Linux's `struct
-    tcp_info`, since 4.19). Elsewhere: OSError.
+    The difference between two calls is what gloo sent in between, including its own headers and
+    notifications, but without retransmissions. NCCL between GPUs of one node does not use TCP, so
+    its bytes are not counted. The kernel counts (`tcpi_bytes_sent` and `tcpi_bytes_retrans` in
+    Linux's `struct tcp_info`, since 4.19).
+
+    Raises:
+        OSError: the operating system is not Linux.
     """
     if not hasattr(socket, "TCP_INFO"):
         raise OSError("only Linux tells how many bytes a connection has carried")

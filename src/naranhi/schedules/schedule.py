@@ -223,7 +223,8 @@ def _action(item):
     raise ScheduleError(f"{item!r} is no action")
 
 
-def require_positive(**numbers):
+def require_positive(**numbers: object) -> None:
+    """Raise ValueError for a number that is not a whole number of at least 1."""
     for name, number in numbers.items():
         if not isinstance(number, int) or number < 1:
             raise ValueError(f"{name} must be a whole number of at least 1, not {number!r}")

@@ -48,14 +48,14 @@ def svg(fig: Figure, alt: str) -> str:
 
     The same figure yields the same bytes.
     """
-    root, width, _ = _element(fig, alt)
+    root, width, _ = svg_root(fig, alt)
     root.set("style", f"width:100%;max-width:{width:.0f}px;height:auto;{ROOT_COLOR}")
     return ElementTree.tostring(root, encoding="unicode")
 
 
 def svg_file(fig: Figure, alt: str) -> str:
     """Return the figure as an SVG file, which follows the reader's light or dark mode."""
-    root, width, height = _element(fig, alt)
+    root, width, height = svg_root(fig, alt)
     root.attrib |= {"width": f"{width:.0f}", "height": f"{height:.0f}", "style": ROOT_COLOR}
     style = ElementTree.Element(f"{{{SVG}}}style")
     style.text = (
@@ -67,7 +67,7 @@ def svg_file(fig: Figure, alt: str) -> str:
     return ElementTree.tostring(root, encoding="unicode") + "\n"
 
 
-def _element(fig, alt):
+def svg_root(fig, alt):
     """Return the figure as a parsed <svg> without a size, and its width and height in pixels."""
     if not alt or not alt.strip():
         raise ValueError("a figure needs an alt text: say in a sentence what it shows")

@@ -17,9 +17,9 @@ from IPython.display import display
 from matplotlib import pyplot
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
-from naranhi.show._chart import COLORS
 from naranhi.show._collectives import ARROW, canvas
-from naranhi.show._figure import FAINT, INK, ROOT_COLOR, SVG, _element
+from naranhi.show._figure import FAINT, INK, ROOT_COLOR, SVG, svg_root
+from naranhi.show._timeline import KINDS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -30,7 +30,7 @@ UNIT = 0.46  # inches
 WIDE, HIGH = 1.5, 0.8  # units, of the box of an action
 STEP = 2.65  # units, from one rank to the next
 TOP, LANE = 1.0, 1.3  # units, above the boxes; from the forward passes to the backward passes
-ROWS = {"F": ("forward", COLORS[0]), "B": ("backward", COLORS[1])}
+ROWS = {kind: KINDS[kind] for kind in "FB"}
 REST = 0.12  # the fraction of a round in which the frame stays where the journey ended
 MOVE = 0.015  # the smallest fraction of a round for a move
 
@@ -130,7 +130,7 @@ def _arrow(start, end):
 
 def _moving(fig, alt, spans, seconds):
     """Return the figure as HTML: a checkbox, the <svg>, and the style that moves a frame in it."""
-    root, width, _ = _element(fig, alt)
+    root, width, _ = svg_root(fig, alt)
     unit = 72 * UNIT  # points, the unit of the picture
     margin = 0.08
     frame = {

@@ -6,6 +6,7 @@ what it costs.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -50,7 +51,7 @@ def panels(
     fig = Figure(figsize=(WIDTH, 0.6 + ROW * len(labels)), layout="constrained")
     columns = fig.subplots(1, len(measures), sharey=True, squeeze=False)[0]
     for ax, (name, (predicted, measured, write)), color in zip(
-        columns, measures.items(), COLORS, strict=False
+        columns, measures.items(), itertools.cycle(COLORS), strict=False
     ):
         _panel(ax, name, predicted, measured, write or _table.number, color)
     columns[0].set_yticks(range(len(labels)), labels)

@@ -12,8 +12,8 @@ from xml.etree import ElementTree
 from IPython.display import display
 from matplotlib import pyplot
 
-from naranhi.show._figure import ROOT_COLOR, SVG, _element
-from naranhi.show._timeline import _words, draw_timeline
+from naranhi.show._figure import ROOT_COLOR, SVG, svg_root
+from naranhi.show._timeline import draw_timeline, row_in_words
 
 if TYPE_CHECKING:
     from naranhi.schedules import Timeline
@@ -35,7 +35,7 @@ def play(timeline: Timeline, end: float | None = None, seconds: float = 12.0) ->
     if not seconds > 0:
         raise ValueError(f"a round takes more than {seconds} seconds")
     alt = f"A simulated timeline of {len(timeline)} ranks, drawn as time goes by. " + " ".join(
-        _words(rank, row) for rank, row in enumerate(timeline)
+        row_in_words(rank, row) for rank, row in enumerate(timeline)
     )
     fig = draw_timeline(timeline, end=end)
     data = {"text/html": _moving(fig, alt, seconds), "text/plain": f"[figure: {alt}]"}
@@ -50,7 +50,7 @@ def _moving(fig, alt, seconds):
         text.set_clip_on(True)
     for line in ax.lines:
         line.set_clip_on(False)
-    root, width, _ = _element(fig, alt)
+    root, width, _ = svg_root(fig, alt)
     # matplotlib clips everything inside the axes by one rectangle: the one to move.
     clip = next(root.iter(f"{{{SVG}}}clipPath"))
     window = clip[0]

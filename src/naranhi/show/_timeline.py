@@ -46,7 +46,7 @@ def timeline(timeline: Timeline, measured: bool = False, end: float | None = Non
     words = "measured" if measured else "simulated"
     alt = (
         f"A {words} timeline of {len(timeline)} ranks, in which {bubble} of the time is the "
-        f"bubble. " + " ".join(_words(rank, row) for rank, row in enumerate(timeline))
+        f"bubble. " + " ".join(row_in_words(rank, row) for rank, row in enumerate(timeline))
     )
     figure(draw_timeline(timeline, measured, end), alt, measured=measured)
 
@@ -144,7 +144,7 @@ def _draw_box(ax, rank, action, start, duration, wide, row_height, fill):
         )
 
 
-def _words(rank, row):
+def row_in_words(rank, row):
     names = [str(action) for action, _, _ in row]
     told = ", ".join(names) if len(names) <= 8 else f"{', '.join(names[:3])} … {names[-1]}"
     return f"Rank {rank}: {told}."
