@@ -50,7 +50,7 @@ def watched(ranks, stage, precision, kind):
     )
     optimizer = OPTIMIZERS[kind](zero.param_groups, lr=1e-3)
     casts = []
-    optimizer.register_step_pre_hook(lambda *_: casts.append(zero.held(optimizer)["casts"]))
+    optimizer.register_step_pre_hook(lambda *_: casts.append(zero.memory(optimizer)["casts"]))
     original = dist.batch_isend_irecv
 
     def counted(operations):
@@ -66,7 +66,7 @@ def watched(ranks, stage, precision, kind):
             del samples[:], sent[:], told[:]
             model(row).square().sum().backward()
             gc.collect()
-            held, between = zero.held(optimizer), alive()
+            held, between = zero.memory(optimizer), alive()
             peak = max(samples)
             zero.step(optimizer)
             events = list(told)

@@ -178,7 +178,7 @@ def load(zero: Zero, folder: str | os.PathLike[str], optimizer: torch.optim.Opti
         flat.master[: len(master)].copy_(master)
     for one, saved in zip(zero.model.buffers(), buffers, strict=True):
         one.copy_(saved)
-    zero.follow(flats)  # frozen parameters, too
+    zero.refresh(flats)  # frozen parameters, too
 
 
 def _read(zero, folder, optimizer):

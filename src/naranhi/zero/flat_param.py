@@ -96,7 +96,7 @@ class FlatParam:
         self._nothing = self.whole.new_empty(0)
         self._views = self.cut(self.whole)
         self._rows = self.whole.view(self.ranks, -1).unbind()
-        self.hide()
+        self.use_sharded()
 
         self.gradient = None
         self.seen = set()  # parameters that got a gradient in this step, on this rank
@@ -125,7 +125,7 @@ class FlatParam:
 
     # --- parameters ------------------------------------------------------------------------------
 
-    def gathering(self) -> Iterator[None]:
+    def all_gather(self) -> Iterator[None]:
         """Return a kernel (see `collectives`) that all-gathers `whole`, which is valid at its end.
 
         Each rank sends its shard to every other rank: as many bytes as on a ring, but nothing has
@@ -153,7 +153,7 @@ class FlatParam:
         yield
         chunks.finish(works)
 
-    def show(self, row: torch.Tensor | None = None) -> None:
+    def use_unsharded(self, row: torch.Tensor | None = None) -> None:
         """Make the parameters views of a flat tensor.
 
         Args:
@@ -163,17 +163,17 @@ class FlatParam:
         for one, view in zip(self.parameters, views, strict=True):
             one.data = view
 
-    def hide(self) -> None:
+    def use_sharded(self) -> None:
         """Put the parameters into their state between two steps: at stage 3, empty."""
-        self.show()
+        self.use_unsharded()
         # Autograd's nodes for the parameters remember shape and dtype: make and keep them now.
         self._nodes = [
             torch.autograd.graph.get_gradient_edge(one) for one in self.parameters if self.trained
         ]
         if self.stage == 3:
-            self.free()
+            self.reshard()
 
-    def free(self) -> None:
+    def reshard(self) -> None:
         """Free `whole`. Parameters become empty tensors: any use fails with a shape error."""
         for one in self.parameters:
             one.data = self._nothing
@@ -181,7 +181,7 @@ class FlatParam:
 
     # --- gradients -------------------------------------------------------------------------------
 
-    def take(self) -> None:
+    def accumulate(self) -> None:
         """Move the parameters' gradients into the flat gradients. A missing one counts as zeros."""
         _allocate(self.gradients)
         for gap in self._gaps:
@@ -194,8 +194,8 @@ class FlatParam:
                 param.grad = None
                 self.seen.add(param)
 
-    def reducing(self) -> list[Iterator[None]]:
-        """Return kernels that reduce-scatter the flat gradients; then call `reduced`.
+    def reduce_scatter(self) -> list[Iterator[None]]:
+        """Return kernels that reduce-scatter the flat gradients; then call `keep_reduced`.
 
         Sums overwrite what has already been sent, which takes the least memory.
         """
@@ -206,7 +206,7 @@ class FlatParam:
             for piece in chunks.cut(self._gradient_rows[self.rank])
         ]
 
-    def reduced(self) -> None:
+    def keep_reduced(self) -> None:
         """Keep the reduced shard; free the flat gradients, unless it is part of them (stage 1)."""
         total = self._gradient_rows[self.rank]
         if self.gradient is not None:
@@ -231,7 +231,7 @@ class FlatParam:
 
     # --- the optimizer's step --------------------------------------------------------------------
 
-    def give_gradients(self) -> None:
+    def set_shard_grads(self) -> None:
         """Set `.grad` of each of the `pieces`, in the master's dtype.
 
         It is None if no parameter of the group has a gradient in this step. (A parameter without a
@@ -260,7 +260,7 @@ class FlatParam:
                 )
             param.grad = stand_in
 
-    def forget_gradients(self) -> None:
+    def zero_grad(self) -> None:
         """Discard all gradients after a step."""
         for one in [*self.pieces.values(), *self.parameters]:
             one.grad = None

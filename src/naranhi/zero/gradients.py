@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from naranhi.zero.units import Unit
 
 
-class Reductions:
+class Gradients:
     """Reductions in one order on all ranks, of which at most one is in flight.
 
     It is that of a unit whose backward is over, while the next unit computes.
@@ -50,7 +50,7 @@ class Reductions:
         """Prepare for another backward."""
         self._started = 0  # how many of `order` in this backward
 
-    def start(self, last: bool) -> None:
+    def reduce(self, last: bool) -> None:
         """Reduce the gradients of units that are done.
 
         Args:
@@ -60,11 +60,11 @@ class Reductions:
             unit = self.order[self._started]
             self._started += 1
             self.finish()
-            unit.take()
+            unit.accumulate()
             self.tell("reduce", unit.name)
-            self._in_flight = unit, unit.reduce(*self._telling(last))
+            self._in_flight = unit, unit.reduce_scatter(*self._flags(last))
 
-    def _telling(self, last):
+    def _flags(self, last):
         """Yield, beside a step's last reduction, the kernel that gathers who has which gradient."""
         if last and self._started == len(self.order):
             seen = {param for flat in self.flats for param in flat.seen}
@@ -90,6 +90,6 @@ class Reductions:
         if self._in_flight:
             unit, transfer = self._in_flight
             transfer.finish()
-            unit.reduced()
+            unit.keep_reduced()
             self.tell("reduced", unit.name)
             self._in_flight = None

@@ -6,13 +6,14 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from naranhi.zero.phase import ParamState
 from naranhi.zero.prefetch import Prefetch
 
 if TYPE_CHECKING:
     from naranhi.zero.units import Unit
 
 
-class Gathering:
+class Parameters:
     """Which units are gathered now, and which unit's all-gather is in flight.
 
     Args:
@@ -27,7 +28,7 @@ class Gathering:
         self.units, self.sharded, self.tell = units, stage == 3, tell
         self.order = Prefetch()
 
-    def need(self, unit: Unit, first: bool = True, whole: bool | str | None = False) -> None:
+    def unshard(self, unit: Unit, first: bool = True, whole: bool | str | None = False) -> None:
         """Have a unit's parameters gathered, and the next unit's all-gather in flight.
 
         Args:
@@ -36,42 +37,42 @@ class Gathering:
             whole: Whether the model is whole for the time being (`whole.Whole`).
         """
         if self.sharded and unit.flats and not whole:  # the root may have none
-            if not unit.held:
+            if unit.state is ParamState.SHARDED:
                 self._start(unit)
             if first:
                 following = self.order.after(unit)
-                if following and not following.held:
+                if following and following.state is ParamState.SHARDED:
                     self._start(following)
-            if not unit.gathered:
+            if unit.state is not ParamState.UNSHARDED:
                 self._wait(unit)
         if first:
             self.tell("compute", unit.name)
             # Yield: the backend's threads may need this core to send what other ranks wait for.
             _give_way()
 
-    def free(self, unit: Unit) -> None:
+    def reshard(self, unit: Unit) -> None:
         """Free a unit's parameters, if they are gathered or their all-gather is in flight."""
-        if self.sharded and unit.held:
-            unit.free()
+        if self.sharded and unit.state is not ParamState.SHARDED:
+            unit.reshard()
             self.tell("free", unit.name)
 
-    def free_all(self) -> None:
+    def reshard_all(self) -> None:
         """Free all units."""
         for unit in self.units:
-            self.free(unit)
+            self.reshard(unit)
 
     def end_pass(self) -> None:
         """End a forward without a backward, or a backward."""
         self.order.end()
-        self.free_all()
+        self.reshard_all()
 
     def _start(self, unit):
         self.tell("gather", unit.name)
-        unit.gather()
+        unit.unshard()
 
     def _wait(self, unit):
         try:
-            unit.wait()
+            unit.wait_for_unshard()
         except RuntimeError as error:
             raise RuntimeError(
                 f"unit {unit.name} could not be gathered: do all ranks run the same "

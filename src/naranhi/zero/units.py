@@ -17,6 +17,7 @@ from torch import nn
 
 from naranhi.distributed import agree
 from naranhi.zero.flat_param import FlatParam
+from naranhi.zero.phase import ParamState
 
 SMALL = 2**15  # elements: a shorter message costs its start rather than its length
 
@@ -24,7 +25,7 @@ SMALL = 2**15  # elements: a shorter message costs its start rather than its len
 class Unit:
     """Modules and their parameters, in one `FlatParam` for each dtype, frozen ones apart.
 
-    The other attributes are the state of a step, which `passes.Passes` updates.
+    The other attributes are the state of a step, which `hooks.Hooks` updates.
 
     Args:
         number: The unit's index among the units.
@@ -39,7 +40,7 @@ class Unit:
         self.number, self.name, self.modules, self.flats = number, name, modules, flats
         self.trained = [flat for flat in flats if flat.trained]
         self.flat_of = {one: flat for flat in self.trained for one in flat.parameters}
-        self.gathered, self._arriving = False, None
+        self.state, self._transfer = ParamState.SHARDED, None
         self.settle()
 
     def settle(self) -> None:
@@ -56,47 +57,45 @@ class Unit:
 
     # --- parameters, at stage 3 ------------------------------------------------------------------
 
-    @property
-    def held(self) -> bool:
-        """Return whether memory for all its parameters is allocated on this rank."""
-        return self.gathered or self._arriving is not None
-
-    def gather(self) -> None:
+    def unshard(self) -> None:
         """Start the all-gather of its parameters."""
-        self._arriving = Transfer(flat.gathering() for flat in self.flats)
+        self._transfer = Transfer(flat.all_gather() for flat in self.flats)
+        self.state = ParamState.UNSHARDING
 
-    def wait(self) -> None:
+    def wait_for_unshard(self) -> None:
         """Wait for the all-gather, and make the parameters views of its result."""
-        self._arriving.finish()
-        self._arriving = None
+        self._transfer.finish()
+        self._transfer = None
         for flat in self.flats:
-            flat.show()
-        self.gathered = True
+            flat.use_unsharded()
+        self.state = ParamState.UNSHARDED
 
-    def free(self) -> None:
+    def reshard(self) -> None:
         """Free its parameters, after the all-gather in flight, if any."""
-        if self._arriving:
-            self._arriving.finish()  # which writes into the memory until then
-            self._arriving = None
+        if self._transfer:
+            self._transfer.finish()  # which writes into the memory until then
+            self._transfer = None
         for flat in self.flats:
-            flat.free()
-        self.gathered = False
+            flat.reshard()
+        self.state = ParamState.SHARDED
 
     # --- gradients -------------------------------------------------------------------------------
 
-    def take(self) -> None:
+    def accumulate(self) -> None:
         """Move its parameters' gradients into the flat gradients."""
         for flat in self.trained:
-            flat.take()
+            flat.accumulate()
 
-    def reduce(self, *beside: Iterator[None]) -> Transfer:
+    def reduce_scatter(self, *beside: Iterator[None]) -> Transfer:
         """Start to reduce-scatter its gradients and run the kernels `beside`; return a Transfer."""
-        return Transfer([*(kernel for flat in self.trained for kernel in flat.reducing()), *beside])
+        return Transfer(
+            [*(kernel for flat in self.trained for kernel in flat.reduce_scatter()), *beside]
+        )
 
-    def reduced(self) -> None:
+    def keep_reduced(self) -> None:
         """Keep the reduced shards of its gradients."""
         for flat in self.trained:
-            flat.reduced()
+            flat.keep_reduced()
 
 
 class Transfer:

@@ -57,7 +57,7 @@ class Whole:
                 raise RuntimeError("this model is gathered to be read: leave that block first")
             yield
             return
-        rows = self.gather()
+        rows = self.unshard()
         self.state = "written" if write else "read"
         try:
             yield
@@ -66,16 +66,16 @@ class Whole:
         finally:
             self.state = None
             for flat in rows:
-                flat.hide()
+                flat.use_sharded()
         if write:
-            self.zero.follow(list(rows))  # frozen parameters, too
+            self.zero.refresh(list(rows))  # frozen parameters, too
 
-    def gather(self) -> dict[FlatParam, torch.Tensor]:
+    def unshard(self) -> dict[FlatParam, torch.Tensor]:
         """Make the model whole; return {flat parameter: its whole values, in one flat tensor}.
 
         At stages 1 and 2 in fp32 it is whole already.
         """
-        self.zero.free()
+        self.zero.reshard()
         flats = [flat for unit in self.zero.units for flat in unit.flats]
         if self._is_itself:
             return {flat: flat.whole for flat in flats}
@@ -87,7 +87,7 @@ class Whole:
             kernels.append(ring.all_gather(blocks, flat.group, flat.rank, flat.ranks))
         overlap(kernels)
         for flat, row in rows.items():
-            flat.show(row)
+            flat.use_unsharded(row)
         return rows
 
     def _keep(self, rows):

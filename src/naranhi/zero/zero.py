@@ -46,8 +46,9 @@ from naranhi.data_parallel.sync import require_same_gradients
 from naranhi.distributed import agree
 from naranhi.tensor_parallel.gradient_norm import norm_of_parts, norm_power, scale_to, split_over
 from naranhi.zero import checkpoint
+from naranhi.zero.hooks import Hooks
 from naranhi.zero.memory import held
-from naranhi.zero.passes import Passes
+from naranhi.zero.phase import Phase
 from naranhi.zero.step_checks import require_finite, require_own, require_trained
 from naranhi.zero.units import cut
 
@@ -60,7 +61,7 @@ if TYPE_CHECKING:
     from naranhi.zero.flat_param import FlatParam
 
 
-class Zero(Passes):
+class Zero(Hooks):
     """A model sharded over the ranks; see the module for how a step goes.
 
     Args:
@@ -177,20 +178,20 @@ class Zero(Passes):
             RuntimeError: If no parameter has a gradient in this step, on any rank.
         """
         self._require_end()
-        if not self._complete:
-            self._last = True
+        if self._phase is not Phase.REDUCED:
             require_same_parameters(self.model, self.names, "Zero")
-            self._meet(False)
+            self._announce(False)
+            self._phase = Phase.REDUCING
             self._backward.begin(None)
-            self._end_backward()
-        if not self._complete:
+            self.root_post_backward()
+        if self._phase is not Phase.REDUCED:
             raise RuntimeError(
                 "no parameter has a gradient in this step, on any rank: run a backward first"
             )
 
-    def _end_of_sums(self):
+    def _end_reduction(self):
         """Check the step's gradients; by now all ranks know which rank has which."""
-        require_same_gradients(self.names.values(), self._reductions.seen)
+        require_same_gradients(self.names.values(), self._gradients.seen)
         if not any(flat.seen for flat in self.flats):  # after torch.autograd.grad, for example
             self._forget()
             return
@@ -199,7 +200,7 @@ class Zero(Passes):
             broadcast_buffers(self.model, self.group)
         if self.finite:
             require_finite(self.flats, self.group)
-        self._complete = True
+        self._phase = Phase.REDUCED
         for flat in self.flats:
             flat.hide_gradients()
 
@@ -252,35 +253,35 @@ class Zero(Passes):
         self._whole.require_outside("step()")
         self.synchronize()
         for flat in self.flats:
-            flat.give_gradients()
+            flat.set_shard_grads()
         optimizer.step()
         self._forget()
-        self.follow()
+        self.refresh()
 
     def zero_grad(self) -> None:
         """Discard the gradients of this step, and what a failed forward or backward left behind.
 
         Call it on every rank, at the same point of the step.
         """
-        self._reductions.finish()
+        self._gradients.finish()
         self._forget()
         for unit in self.units:
             unit.settle()
         self._backward.end()
-        self._reductions.reset()
-        self._gathering.order.begin(True)
-        self.free()
+        self._gradients.reset()
+        self._parameters.order.begin(True)
+        self.reshard()
 
     def _forget(self):
         for flat in self.flats:
-            flat.forget_gradients()
-        self._complete = self._met = False
+            flat.zero_grad()
+        self._phase = Phase.ACCUMULATING
 
-    def free(self) -> None:
+    def reshard(self) -> None:
         """Free every unit; after a forward without a backward, the root may still be gathered."""
-        self._gathering.free_all()
+        self._parameters.reshard_all()
 
-    def follow(self, flats: Sequence[FlatParam] | None = None) -> None:
+    def refresh(self, flats: Sequence[FlatParam] | None = None) -> None:
         """Update the model from the masters of flat parameters, which have changed.
 
         Args:
@@ -289,9 +290,9 @@ class Zero(Passes):
         flats = self.flats if flats is None else flats
         for flat in flats:
             flat.refresh()
-        self.free()
+        self.reshard()
         if self.stage < 3:
-            overlap(flat.gathering() for flat in flats)
+            overlap(flat.all_gather() for flat in flats)
 
     # --- between steps ---------------------------------------------------------------------------
 
@@ -316,7 +317,7 @@ class Zero(Passes):
         self._whole.require_outside("load()")
         checkpoint.load(self, folder, optimizer)
 
-    def held(self, optimizer: torch.optim.Optimizer | None = None) -> dict[str, int]:
+    def memory(self, optimizer: torch.optim.Optimizer | None = None) -> dict[str, int]:
         """Return {kind: bytes of model state that this rank holds now}; see `memory.held`.
 
         Args:
@@ -346,6 +347,6 @@ class Zero(Passes):
 
         In mixed precision they are in fp32 again. Call it on every rank.
         """
-        self._whole.gather()
+        self._whole.unshard()
         self._handles.remove()
         self._forget()

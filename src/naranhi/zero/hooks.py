@@ -1,6 +1,11 @@
 """What ZeRO does at the units of a model during a forward and a backward."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 import torch
+from torch import nn
 
 from naranhi.autograd.containers import (
     map_tensors,
@@ -12,23 +17,25 @@ from naranhi.autograd.containers import (
 )
 from naranhi.autograd.hooks import Backward, Handles, Hook, ModuleHook
 from naranhi.data_parallel.supported import require_gradient, require_same_parameters
-from naranhi.zero.gradients import Reductions
-from naranhi.zero.parameters import Gathering
+from naranhi.zero.gradients import Gradients
+from naranhi.zero.parameters import Parameters
+from naranhi.zero.phase import Phase
 from naranhi.zero.step_checks import require_all
 from naranhi.zero.whole import Whole
 
+if TYPE_CHECKING:
+    from naranhi.zero.units import Unit
 
-class Passes:
+
+class Hooks:
     """The hooks of a sharded model: the part of `zero.Zero` that autograd and modules call."""
 
     def __init__(self):
-        self._gathering = Gathering(self.units, self.stage, self.tell)
-        self._reductions = Reductions(self.units, self.names, self.stage, self.group, self.tell)
+        self._parameters = Parameters(self.units, self.stage, self.tell)
+        self._gradients = Gradients(self.units, self.names, self.stage, self.group, self.tell)
         self._backward = Backward()
+        self._phase = Phase.ACCUMULATING
         self._sync = True  # outside of no_sync()
-        self._last = False  # whether this backward is the last of its step
-        self._complete = False  # whether this step's gradients are sums over the ranks
-        self._met = False  # whether all ranks know that each has a forward in this step
         self._whole = Whole(self)
         self._copies = []  # of the inputs of modules that are in their forward now
         self._handles = Handles(others=self._whole.hooks())
@@ -40,14 +47,14 @@ class Passes:
                 keep = unit is self.root  # the model keeps this object alive until close()
                 self._handles.first.append(
                     module.register_forward_pre_hook(
-                        ModuleHook(self._before_forward, unit, keep=keep, **options),
+                        ModuleHook(self.pre_forward, unit, keep=keep, **options),
                         prepend=True,
                         with_kwargs=True,
                     )
                 )
                 self._handles.last.append(
                     module.register_forward_hook(
-                        ModuleHook(self._after_forward, unit, **options), with_kwargs=True
+                        ModuleHook(self.post_forward, unit, **options), with_kwargs=True
                     )
                 )
             for parameter in unit.flat_of:
@@ -57,14 +64,17 @@ class Passes:
 
     # --- forward ---------------------------------------------------------------------------------
 
-    def _before_forward(self, unit, module, args, kwargs):
+    def pre_forward(
+        self, unit: Unit, module: nn.Module, args: tuple, kwargs: dict
+    ) -> tuple[tuple, dict]:
+        """Unshard the unit; return the module's inputs, watched for the end of its backward."""
         self._require_end()
         if unit is self.root and not self._backward.running:
             self._begin_forward(torch.is_grad_enabled())
         inputs, copies = (args, kwargs), []
         if self.precision == "mixed" and not self._whole.state:
             inputs = map_tensors(to_bf16, inputs, copies)
-        self._gathering.need(unit, module is unit.modules[0], self._whole.state)
+        self._parameters.unshard(unit, module is unit.modules[0], self._whole.state)
         if self._backward.running:  # recomputed; if unrecorded before, only this marks the end
             if torch.is_grad_enabled() and unit.hidden[module]:
                 unit.hidden[module] -= 1
@@ -74,7 +84,7 @@ class Passes:
                     one for flat in unit.flats for one in flat.parameters if one in own
                 )
         elif torch.is_grad_enabled() and unit is not self.root:
-            used = Hook(self._used, unit.number, module is unit.modules[0])
+            used = Hook(self.post_backward, unit.number, module is unit.modules[0])
             inputs = watch_backward(used, inputs, copies)
         self._copies.append(copies)
         return inputs
@@ -82,18 +92,21 @@ class Passes:
     def _begin_forward(self, recording):
         self._whole.require_forward(recording)
         self._handles.order()
-        self._gathering.order.begin(recording)
+        self._parameters.order.begin(recording)
         self._copies.clear()  # left by a forward that has failed
-        if self._sync and recording and not self._complete:
-            self._meet(True)
+        if self._sync and recording and self._phase is not Phase.REDUCED:
+            self._announce(True)
 
-    def _after_forward(self, unit, module, args, kwargs, output):
+    def post_forward(
+        self, unit: Unit, module: nn.Module, args: tuple, kwargs: dict, output: Any
+    ) -> Any:
+        """Reshard the unit; return the output, watched for the beginning of its backward."""
         write_back(self._copies.pop())
         if self._backward.running:
             return output
         recorded = watched = False
         if torch.is_grad_enabled():
-            before = Hook(self._before_backward, unit.number, module is unit.modules[-1])
+            before = Hook(self.pre_backward, unit.number, module is unit.modules[-1])
             for one in tensors_of(output):
                 if one.grad_fn is not None:
                     one.register_hook(before)
@@ -102,38 +115,39 @@ class Passes:
                 one.requires_grad for one in tensors_of((args, kwargs))
             )
         unit.uses += recorded or watched
-        unit.hidden[module] += self._gathering.order.recording and not torch.is_grad_enabled()
+        unit.hidden[module] += self._parameters.order.recording and not torch.is_grad_enabled()
         if unit is not self.root:
             if module is unit.modules[-1]:
-                self._gathering.free(unit)
+                self._parameters.reshard(unit)
             return output
         if not recorded:
-            self._gathering.end_pass()
+            self._parameters.end_pass()
         mixed = self.precision == "mixed" and not self._whole.state
         return map_tensors(to_fp32, output) if mixed else output
 
     # --- backward --------------------------------------------------------------------------------
 
-    def _before_backward(self, number, last, gradient):
+    def pre_backward(self, number: int, last: bool, gradient: torch.Tensor) -> None:
+        """Unshard a unit before its backward; `last` is its last module, where that begins."""
         self._begin_backward()
-        self._gathering.need(self.units[number], last, self._whole.state)
+        self._parameters.unshard(self.units[number], last, self._whole.state)
 
     def _begin_backward(self):
         if self._backward.running:
             return
         self._require_end()
-        self._last = self._sync and not self._complete
-        if self._last:
+        if self._sync and self._phase is not Phase.REDUCED:  # the last backward of the step
             require_same_parameters(self.model, self.names, "Zero")
-            if not self._met:  # its forward was in no_sync()
-                self._meet(True)
+            if self._phase is not Phase.ANNOUNCED:  # its forward was in no_sync()
+                self._announce(True)
+            self._phase = Phase.REDUCING
         self._handles.order()
-        self._backward.begin(self._end_backward)
+        self._backward.begin(self.root_post_backward)
 
     def _arrived(self, number, parameter):
         """Note that the backward has accumulated a parameter's gradient."""
         self._begin_backward()
-        if self._complete:
+        if self._phase is Phase.REDUCED:
             raise RuntimeError(
                 f"parameter {self.names[parameter]} gets a gradient, but this step's are summed "
                 "already: call step() or zero_grad() of Zero before another backward"
@@ -145,49 +159,50 @@ class Passes:
                 "over: what uses it outside of the forward has to come after the forward"
             )
         require_gradient(self.names[parameter], parameter.grad)
-        self._reductions.advance()
+        self._gradients.advance()
         if parameter in unit.awaited:
             unit.awaited.remove(parameter)
             if unit.over:
                 self._finish(unit)
 
-    def _used(self, number, first):
+    def post_backward(self, number: int, first: bool) -> None:
         """Note that the backward of one use of a unit's module is over."""
         unit = self.units[number]
         unit.uses -= 1
         if unit.over:
             self._finish(unit)
         elif first:
-            self._gathering.free(unit)
+            self._parameters.reshard(unit)
 
     def _finish(self, unit):
         """End a unit's backward."""
         unit.done = True
-        self._gathering.free(unit)
+        self._parameters.reshard(unit)
         self._sum()
 
     def _sum(self):
         """Reduce gradients of units that are done; at stage 1, in a step's last backward only."""
-        if not self._complete and (self.stage > 1 or self._last):
-            self._reductions.start(self._last)
+        if self._phase is Phase.REDUCING or (self.stage > 1 and self._phase is not Phase.REDUCED):
+            self._gradients.reduce(self._phase is Phase.REDUCING)
 
-    def _end_backward(self):
+    def root_post_backward(self) -> None:
+        """End a backward: reshard all units, and finish their reductions."""
         for unit in self.units:
             unit.done = True
-            self._gathering.free(unit)
+            self._parameters.reshard(unit)
         self._sum()
-        self._reductions.finish()
+        self._gradients.finish()
         for unit in self.units:
             unit.settle()
-        self._reductions.reset()
-        self._gathering.end_pass()
-        if self._last:
-            self._end_of_sums()
+        self._gradients.reset()
+        self._parameters.end_pass()
+        if self._phase is Phase.REDUCING:
+            self._end_reduction()
         self._backward.end()
 
     # --- checks ----------------------------------------------------------------------------------
 
-    def _meet(self, here):
+    def _announce(self, here):
         """Raise on all ranks, at stage 3, if only some ranks have a forward in this step.
 
         This precedes the messages of a step's last forward, as the others would wait for the shards
@@ -195,7 +210,7 @@ class Passes:
         """
         if self.stage == 3:
             require_all(here, self.group, self.flats[0].shard.device)
-            self._met = True
+        self._phase = Phase.ANNOUNCED
 
     def _require_end(self):
         if self._backward.failed:
