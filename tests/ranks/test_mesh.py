@@ -366,7 +366,7 @@ def training(eight, small):
 
     def run(sizes, *options, steps=20):
         sizes = [int(size) for size in sizes.split("x")]
-        mesh = [f"--{axis}={size}" for axis, size in zip(Place._fields, sizes, strict=True)]
+        mesh = [f"--{axis}={size}" for axis, size in zip(("dp", "pp", "tp"), sizes, strict=True)]
         found = eight(
             math.prod(sizes),
             losses,

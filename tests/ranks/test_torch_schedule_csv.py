@@ -144,7 +144,7 @@ def test_we_read_what_torch_wrote(five, tmp_path, name, ranks):
     assert schedule.microbatches == microbatches
     timeline = schedules.simulate(schedule, Fraction(1), Fraction(2), latency=0)
     assert timeline.bubble_rate < Fraction(ranks - 1, microbatches + ranks - 1)  # GPipe's
-    idle = timeline.cost - timeline.work[0]
+    idle = timeline.cost - timeline.busy[0]
     if name in ("ScheduleLoopedBFS", "ScheduleInterleaved1F1B"):  # one chunk's F + B is 3
         assert idle == (ranks - 1) * 3
     elif name == "ScheduleZBVZeroBubble":  # its claim, where F, I and W take equally long
