@@ -357,3 +357,18 @@ def test_the_key_speaks_of_cells_modules_and_requirements(built):
     assert list(key["modules"]) == ["naranhi", "naranhi.collectives", "naranhi.ring"]
     now = execution.key(nbformat.read(built / "notebooks/en/01_ring.ipynb", 4), built)
     assert json.loads(json.dumps(now)) == {k: v for k, v in key.items() if k != "device"}
+
+
+@pytest.mark.parametrize(
+    "chapter, module",
+    [
+        ("05_inter_layer", "naranhi.world.output"),
+        ("05_inter_layer", "naranhi.pipeline.channels"),
+        ("12_zero", "naranhi.zero.hooks"),
+        ("15_three_dimensions", "naranhi.distributed.mesh"),
+        ("15_three_dimensions", "naranhi.train.trainer"),
+    ],
+)
+def test_a_chapter_depends_on_what_its_packages_import_on_demand(chapter, module):
+    notebook = nbformat.read(REPOSITORY / "notebooks" / "en" / f"{chapter}.ipynb", 4)
+    assert module in execution.key(notebook, REPOSITORY)["modules"]

@@ -6,16 +6,17 @@ need torch.
 
 import importlib
 
+# In full, so that `book/execution.py` finds what a chapter depends on.
 _HOME = {
-    "Mesh": "mesh",
-    "fingerprint": "agreement",
-    "join": "launch",
-    "agree": "agreement",
+    "Mesh": "naranhi.distributed.mesh",
+    "fingerprint": "naranhi.distributed.agreement",
+    "join": "naranhi.distributed.launch",
+    "agree": "naranhi.distributed.agreement",
 }
 __all__ = ["Mesh", "agree", "fingerprint", "join"]
 
 
 def __getattr__(name):
     if name in _HOME:
-        return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+        return getattr(importlib.import_module(_HOME[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

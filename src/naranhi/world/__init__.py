@@ -5,15 +5,16 @@ Its modules are imported on demand, because helper processes use those that need
 
 import importlib
 
+# In full, so that `book/execution.py` finds what a chapter depends on.
 _HOME = {
-    "RankError": "errors",
-    "RankInterrupt": "errors",
-    "World": "world",
+    "RankError": "naranhi.world.errors",
+    "RankInterrupt": "naranhi.world.errors",
+    "World": "naranhi.world.world",
 }
 __all__ = ["RankError", "RankInterrupt", "World"]
 
 
 def __getattr__(name):
     if name in _HOME:
-        return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+        return getattr(importlib.import_module(_HOME[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
