@@ -10,14 +10,10 @@ from collections.abc import Mapping, Sequence
 
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import MaxNLocator
 
-from naranhi.show import _table
 from naranhi.show._chart import COLORS, WIDTH
-from naranhi.show._figure import FAINT, INK, figure
-from naranhi.show._timeline import DIGIT
-
-ROW = 0.32  # inches
+from naranhi.show._figure import figure
+from naranhi.show._timeline import ROW, draw_box, draw_key, draw_rows
 
 
 def lanes(
@@ -60,57 +56,13 @@ def draw_lanes(
     if length < last - first:
         raise ValueError(f"the axis would end at {end}, the last box at {last - first}")
     length = length or 1.0
-    fig = Figure(figsize=(WIDTH, 0.85 + ROW * len(rows)), layout="constrained")
-    ax = fig.add_subplot()
-    ax.set(xlim=(0, length), ylim=(len(rows), 0))
-    ax.spines[:].set_visible(False)
-    ax.tick_params(length=0, labelcolor=INK, labelsize=9)
-    ax.set_yticks([place + 0.5 for place in range(len(rows))], list(rows))
-    ax.xaxis.set_major_formatter(
-        lambda value, _: _table.seconds(value) if measured and value else _table.number(value)
-    )
-    ax.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
+    fig, ax = draw_rows(len(rows), dict(enumerate(rows)), length, ROW, measured)
     colors = dict(zip(kinds, COLORS, strict=False))
-    inch = length / (WIDTH - 1.3)  # about, in units of time
+    wide = length / (WIDTH - 1.3)  # about an inch, in units of time
     for place, row in enumerate(rows.values()):
-        ax.plot([0, length], [place + 0.5] * 2, color=FAINT, linewidth=0.6, alpha=0.6, zorder=1)
         for kind, number, start, stop in row:
-            _draw_box(ax, place, colors[kind], number, start - first, stop - start, inch)
-    ax.legend(
-        [Rectangle((0, 0), 1, 1, color=color, lw=0) for color in colors.values()],
-        kinds,
-        loc="lower left",
-        bbox_to_anchor=(0, 1),
-        frameon=False,
-        ncols=len(kinds),
-        fontsize=9.5,
-        labelcolor=INK,
-        borderpad=0,
-        borderaxespad=0.5,
-        handlelength=0.9,
-        handleheight=0.9,
-        columnspacing=1.4,
+            draw_box(ax, place, colors[kind], number, start - first, stop - start, wide)
+    draw_key(
+        ax, {kind: Rectangle((0, 0), 1, 1, color=color, lw=0) for kind, color in colors.items()}
     )
     return fig
-
-
-def _draw_box(ax, place, color, number, start, duration, inch):
-    gap = min(0.012 * inch, duration / 5)  # so that two boxes that touch look like two
-    ax.add_patch(
-        Rectangle(
-            (start, place + 0.08), duration - gap, 0.84, facecolor=color, linewidth=0, zorder=2
-        )
-    )
-    text = "" if number is None else str(number)
-    if text and len(text) * DIGIT * inch < duration - gap:
-        ax.text(
-            start + (duration - gap) / 2,
-            place + 0.5,
-            text,
-            color="white",
-            fontsize=9,
-            weight="bold",
-            ha="center",
-            va="center_baseline",
-            zorder=3,
-        )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from matplotlib.axes import Axes
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
@@ -24,6 +26,7 @@ KINDS = {
     "W": ("weight gradient", COLORS[2]),
     "U": ("update", COLORS[3]),
 }
+ROW = 0.32  # inches
 DIGIT = 0.085  # inches, the width of a digit of a micro-batch's number
 
 
@@ -60,29 +63,24 @@ def draw_timeline(timeline: Timeline, measured: bool = False, end: float | None 
         raise ValueError(f"the axis would end at {end}, the timeline at {float(last - first)}")
     length = length or 1.0
     ranks = len(timeline)
-    row_height = min(0.32, 6.0 / ranks)
-    fig = Figure(figsize=(WIDTH, 0.85 + row_height * ranks), layout="constrained")
-    ax = fig.add_subplot()
-    ax.set(xlim=(0, length), ylim=(ranks, 0))
-    ax.spines[:].set_visible(False)
-    ax.tick_params(length=0, labelcolor=INK, labelsize=9)
+    row_height = min(ROW, 6.0 / ranks)
     step = -(-ranks // 16)
-    ax.set_yticks(
-        [rank + 0.5 for rank in range(0, ranks, step)],
-        [f"rank {rank}" for rank in range(0, ranks, step)],
-    )
-    ax.xaxis.set_major_formatter(
-        lambda value, _: _table.seconds(value) if measured and value else _table.number(value)
-    )
-    ax.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
+    labels = {rank: f"rank {rank}" for rank in range(0, ranks, step)}
+    fig, ax = draw_rows(ranks, labels, length, row_height, measured)
     wide = length / (WIDTH - 0.7)  # about an inch, in units of time
     for rank, row in enumerate(timeline):
-        ax.plot([0, length], [rank + 0.5] * 2, color=FAINT, linewidth=0.6, alpha=0.6, zorder=1)
         chunks = sorted({action.stage for action, _, _ in row})
         for action, start, stop in row:
             fill = _fill(chunks.index(action.stage), len(chunks))
-            _draw_box(
-                ax, rank, action, float(start - first), float(stop - start), wide, row_height, fill
+            draw_box(
+                ax,
+                rank,
+                KINDS[action.kind][1],
+                action.microbatch if row_height > 0.15 else None,
+                float(start - first),
+                float(stop - start),
+                wide,
+                fill,
             )
     kinds = [kind for kind in KINDS if any(a.kind == kind for row in timeline for a, _, _ in row)]
     keys = {KINDS[kind][0]: Rectangle((0, 0), 1, 1, color=KINDS[kind][1], lw=0) for kind in kinds}
@@ -91,6 +89,93 @@ def draw_timeline(timeline: Timeline, measured: bool = False, end: float | None 
         keys[f"chunk {chunk}" if chunk == 0 else f"{chunk}"] = Rectangle(
             (0, 0), 1, 1, facecolor=to_rgba(FAINT, _fill(chunk, most)), edgecolor=FAINT, lw=0.8
         )
+    draw_key(ax, keys)
+    return fig
+
+
+def _fill(chunk, chunks):
+    """Return the opacity of the boxes of a rank's chunk: from 1 for the first down to 0.25."""
+    return 1 - 0.75 * chunk / max(1, chunks - 1)
+
+
+def draw_rows(
+    number: int, labels: Mapping[int, str], length: float, row_height: float, measured: bool
+) -> tuple[Figure, Axes]:
+    """Return a figure with an empty row for each thing that can be busy, on one axis of time.
+
+    Args:
+        number: the number of rows.
+        labels: {row: its label}, for the rows that have one.
+        length: the length of the axis, in units of time.
+        row_height: in inches.
+        measured: whether the unit is the second; otherwise time has no unit.
+    """
+    fig = Figure(figsize=(WIDTH, 0.85 + row_height * number), layout="constrained")
+    ax = fig.add_subplot()
+    ax.set(xlim=(0, length), ylim=(number, 0))
+    ax.spines[:].set_visible(False)
+    ax.tick_params(length=0, labelcolor=INK, labelsize=9)
+    ax.set_yticks([row + 0.5 for row in labels], labels.values())
+    ax.xaxis.set_major_formatter(
+        lambda value, _: _table.seconds(value) if measured and value else _table.number(value)
+    )
+    ax.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
+    for row in range(number):
+        ax.plot([0, length], [row + 0.5] * 2, color=FAINT, linewidth=0.6, alpha=0.6, zorder=1)
+    return fig, ax
+
+
+def draw_box(
+    ax: Axes,
+    row: int,
+    color: str,
+    number: int | None,
+    start: float,
+    duration: float,
+    wide: float,
+    fill: float = 1,
+) -> None:
+    """Draw a box, with its number where that fits.
+
+    Args:
+        ax: the axes.
+        row: the box's row.
+        color: of the box.
+        number: what is written in it, or None.
+        start: where it begins, in units of time.
+        duration: how long it is, in units of time.
+        wide: about an inch, in units of time.
+        fill: its opacity; below 1 it has a frame.
+    """
+    gap = min(0.012 * wide, duration / 5)  # so that two boxes that touch look like two
+    frame = {"linewidth": 0} if fill == 1 else {"linewidth": 0.7, "edgecolor": color}
+    ax.add_patch(
+        Rectangle(
+            (start, row + 0.08),
+            duration - gap,
+            0.84,
+            facecolor=to_rgba(color, fill),
+            zorder=2,
+            **frame,
+        )
+    )
+    if number is not None and len(str(number)) * DIGIT * wide < duration - gap:
+        ax.text(
+            start + (duration - gap) / 2,
+            row + 0.5,
+            str(number),
+            color="white" if fill == 1 else INK,
+            fontsize=9,
+            weight="bold",
+            ha="center",
+            va="center_baseline",
+            zorder=3,
+        )
+
+
+def draw_key(ax: Axes, keys: Mapping[str, Rectangle]) -> None:
+    """Write above the rows what the boxes mean: {word: a box like them}."""
+    few = len(keys) < 5
     ax.legend(
         keys.values(),
         keys.keys(),
@@ -104,44 +189,9 @@ def draw_timeline(timeline: Timeline, measured: bool = False, end: float | None 
         borderaxespad=0.5,
         handlelength=0.9,
         handleheight=0.9,
-        columnspacing=1.4 if len(keys) < 5 else 0.5,
-        handletextpad=0.8 if len(keys) < 5 else 0.4,
+        columnspacing=1.4 if few else 0.5,
+        handletextpad=0.8 if few else 0.4,
     )
-    return fig
-
-
-def _fill(chunk, chunks):
-    """Return the opacity of the boxes of a rank's chunk: from 1 for the first down to 0.25."""
-    return 1 - 0.75 * chunk / max(1, chunks - 1)
-
-
-def _draw_box(ax, rank, action, start, duration, wide, row_height, fill):
-    _, color = KINDS[action.kind]
-    gap = min(0.012 * wide, duration / 5)  # so that two boxes that touch look like two
-    number = "" if action.microbatch is None else str(action.microbatch)
-    frame = {"linewidth": 0} if fill == 1 else {"linewidth": 0.7, "edgecolor": color}
-    ax.add_patch(
-        Rectangle(
-            (start, rank + 0.08),
-            duration - gap,
-            0.84,
-            facecolor=to_rgba(color, fill),
-            zorder=2,
-            **frame,
-        )
-    )
-    if number and len(number) * DIGIT * wide < duration - gap and row_height > 0.15:
-        ax.text(
-            start + (duration - gap) / 2,
-            rank + 0.5,
-            number,
-            color="white" if fill == 1 else INK,
-            fontsize=9,
-            weight="bold",
-            ha="center",
-            va="center_baseline",
-            zorder=3,
-        )
 
 
 def row_in_words(rank, row):
