@@ -15,7 +15,7 @@ class Phase(Enum):
     """
 
     ACCUMULATING = auto()  # no rank has begun the step's last forward
-    ANNOUNCED = auto()  # each rank has begun it; at stage 3 they have told each other so
+    ANNOUNCED = auto()  # it has begun; at stage 3 the ranks have checked that all have begun it
     REDUCING = auto()  # the step's last backward is running
     REDUCED = auto()  # the gradients are sums over the ranks, a shard on each
 
