@@ -154,7 +154,7 @@ def split_over_the_default_group():
     alone = copy.deepcopy(layers)
     nn.Sequential(*alone)(x).sum().backward()
     expected = nn.utils.get_total_norm([p.grad for layer in alone for p in layer.parameters()])
-    parallelize(layers, mlp_plan())
+    layers = copy.deepcopy(parallelize(layers, mlp_plan()))
     nn.Sequential(*layers)(x).sum().backward()
     return clip_grad_norm_(nn.ModuleList(layers), 1.0), expected.item()
 

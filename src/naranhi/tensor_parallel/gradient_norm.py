@@ -73,7 +73,8 @@ def clip_grad_norm_(
 def split_over(model: nn.Module) -> dict[nn.Parameter, dist.ProcessGroup]:
     """Return the sharded parameters, each with the group whose ranks hold its shards."""
     return {
-        getattr(module, name): module.group
+        # None would mean "on no other rank" here. The module keeps it: a group cannot be copied.
+        getattr(module, name): module.group or dist.group.WORLD
         for module in model.modules()
         if isinstance(module, ShardedModule)
         for name in module.splits

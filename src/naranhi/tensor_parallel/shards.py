@@ -60,9 +60,7 @@ class ShardedModule(nn.Module):
 
     def __init__(self, group: dist.ProcessGroup | None, sequence: bool = False):
         super().__init__()
-        # Named also where it is the default one: None stands for "on no other rank" elsewhere.
-        self.group = dist.group.WORLD if group is None else group
-        self.sequence = sequence
+        self.group, self.sequence = group, sequence
         self.rank, self.ranks, self.splits = dist.get_rank(group), dist.get_world_size(group), {}
 
     def take(self, name: str, whole: nn.Parameter | None, split: Split | None = None) -> None:
