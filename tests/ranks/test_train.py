@@ -62,6 +62,7 @@ def small(tmp_path_factory):
     return *small_gpt2.write(tmp_path_factory.mktemp("small")), "--microbatches", 2, "--batch", 4
 
 
+@pytest.mark.slow
 def test_any_number_of_ranks_gives_the_same_losses_and_they_fall(tmp_path):
     """Below what a model knows that knows how often each word is: the corpus's unigram entropy."""
     runs = {

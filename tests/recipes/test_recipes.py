@@ -12,6 +12,8 @@ from datasets import load_dataset
 
 from naranhi import data
 
+pytestmark = pytest.mark.slow
+
 RECIPES = Path(__file__).parents[2] / "src" / "recipes"
 SCRIPTS = sorted(path.name for path in RECIPES.glob("*.py"))
 # By .ci/run, and not in .venv: transformers would import it wherever it is imported itself.
