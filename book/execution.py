@@ -198,11 +198,14 @@ class _Executor(ExecutePreprocessor):
         )
 
 
-def execute(source: Path, root: Path, jobs: int = 1) -> None:
+def execute(source: Path, root: Path, jobs: int = 1):
     """Execute a notebook of ``root`` and put it in ``_build/executed`` if it runs to its end.
 
     Args:
         jobs: how many are executed at a time, which is written down.
+
+    Returns:
+        The notebook with its outputs.
 
     Raises:
         ExecutionFailed: a cell raised, took too long, or lost its kernel.  What had been executed
@@ -245,8 +248,23 @@ def execute(source: Path, root: Path, jobs: int = 1) -> None:
     [answer] = notebook.cells.pop().outputs
     executed["backends"] = ast.literal_eval(answer["data"]["text/plain"])
     notebook.metadata[PACKAGE] = {"key": state, "executed": executed}
-    save(notebook, root / "_build" / "executed" / source.name)
+    save(notebook, place(name, root))
     print(f"  {name}: executed in {executed['seconds']} s", flush=True)
+    return notebook
+
+
+def missed(notebook) -> list[str]:
+    """The claims about measured times that were false when the notebook was executed.
+
+    ``naranhi.check`` prints them with a ✗ and goes on (also on ranks, which are named before it).
+    """
+    text = "".join(
+        output.text
+        for cell in code_cells(notebook)
+        for output in cell.outputs
+        if output.output_type == "stream"
+    )
+    return re.findall(r"^(?:\[ranks? [^]]*\] )?✗ (.*)", text, re.MULTILINE)
 
 
 def save(notebook, path: Path) -> None:
@@ -257,7 +275,12 @@ def save(notebook, path: Path) -> None:
     half.replace(path)
 
 
+def place(name: str, root: Path) -> Path:
+    """Where the executed notebook of that name is, or will be."""
+    return root / "_build" / "executed" / f"{name}.ipynb"
+
+
 def load(name: str, root: Path):
     """The executed notebook of that name, or None."""
-    path = root / "_build" / "executed" / f"{name}.ipynb"
+    path = place(name, root)
     return nbformat.read(path, as_version=4) if path.exists() else None

@@ -3,18 +3,32 @@
 A true claim prints `✓ <what>` and never a measured number, so that two runs of a notebook print
 the same. A false claim raises AssertionError, whose message says what differed, where, and by how
 much. NaN equals nothing, not even NaN: two losses that are both NaN are not a success.
+
+A claim about measured times (`measured=True`) is printed with ✗ when it is false, and raises
+nothing: other work on the machine can break it, and the notebook goes on. `book/build.py` names
+such claims when it ends.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from numbers import Number
 from typing import Any, NamedTuple
 
 import torch
 
 
-def close(what: str, actual: Any, expected: Any, rtol: float = 0.0, atol: float = 0.0) -> None:
+def close(
+    what: str,
+    actual: Any,
+    expected: Any,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+    *,
+    measured: bool = False,
+) -> None:
     """Check that values agree: |actual - expected| <= atol + rtol * |expected|, everywhere.
 
     Args:
@@ -24,19 +38,21 @@ def close(what: str, actual: Any, expected: Any, rtol: float = 0.0, atol: float 
             compared with a number or with nested lists of its shape.
         rtol: relative tolerance.
         atol: absolute tolerance, in the values' own unit.
+        measured: whether the values are times, or follow from times.
 
     Raises:
-        AssertionError: the values differ by more, or in shape, dtype, length or keys.
+        AssertionError: the values differ by more, or in shape, dtype, length or keys, and are not
+            measured.
         ValueError: a tolerance is negative or not finite.
     """
     tolerance = _Tolerance(rtol, atol)
     if not all(value >= 0 and math.isfinite(value) for value in tolerance):
         raise ValueError(f"tolerances are finite numbers, 0 or more, not {tolerance}")
-    _compare(what, actual, expected, tolerance)
-    print(f"✓ {what}" + (f" (within {tolerance})" if any(tolerance) else ""))
+    with _printed(what, measured, f"within {tolerance}" if any(tolerance) else ""):
+        _compare(what, actual, expected, tolerance)
 
 
-def equal(what: str, actual: Any, expected: Any) -> None:
+def equal(what: str, actual: Any, expected: Any, *, measured: bool = False) -> None:
     """Check that values are the same; two tensors, the same to the bit (0.0 is not -0.0).
 
     Args:
@@ -45,23 +61,25 @@ def equal(what: str, actual: Any, expected: Any) -> None:
         expected: the same. Tensors must have the same shape and dtype; a tensor may also be
             compared with a number or with nested lists of its shape, which are then rounded to
             its dtype.
+        measured: whether the values follow from measured times.
 
     Raises:
-        AssertionError: anything differs.
+        AssertionError: anything differs, and nothing of it is measured.
     """
-    _compare(what, actual, expected, None)
-    print(f"✓ {what}")
+    with _printed(what, measured):
+        _compare(what, actual, expected, None)
 
 
-def true(what: str, condition: bool | torch.Tensor) -> None:
+def true(what: str, condition: bool | torch.Tensor, *, measured: bool = False) -> None:
     """Check a condition.
 
     Args:
         what: the claim, as printed.
         condition: a bool, or a tensor that holds one bool.
+        measured: whether the condition is one on measured times.
 
     Raises:
-        AssertionError: the condition is false.
+        AssertionError: the condition is false, and not one on measured times.
         TypeError: the condition is anything else, because most other objects count as true whatever
             they hold.
     """
@@ -72,9 +90,23 @@ def true(what: str, condition: bool | torch.Tensor) -> None:
         value = condition.item()
     if not isinstance(value, bool):
         raise TypeError(f"{what}: a condition is a bool, not {type(value).__name__}")
-    if not value:
-        raise AssertionError(f"{what}: it is false")
-    print(f"✓ {what}")
+    with _printed(what, measured):
+        if not value:
+            raise AssertionError(f"{what}: it is false")
+
+
+@contextmanager
+def _printed(what: str, measured: bool, within: str = "") -> Iterator[None]:
+    """Print the claim that the block asserts."""
+    notes = ", ".join(filter(None, [within, "measured" if measured else ""]))
+    try:
+        yield
+    except AssertionError as error:
+        if not measured:
+            raise
+        print(f"✗ {error} (measured: is the machine busy with something else?)")
+    else:
+        print(f"✓ {what}" + (f" ({notes})" if notes else ""))
 
 
 class _Tolerance(NamedTuple):

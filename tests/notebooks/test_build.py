@@ -15,7 +15,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 BOOK = REPOSITORY / "book"
@@ -149,6 +149,38 @@ def test_what_was_executed_beside_another_does_not_stand_for_long(book):
     assert executed(result) == list(CHAPTERS)
     assert "beside another" in result.stdout
     assert executed(build(book)) == []
+
+
+MISSED = "✗ faster: it is false (measured)"
+BUSY_AT_FIRST = f"""from pathlib import Path
+tries = Path("tries")
+with tries.open("a") as file:
+    file.write("x")
+print("{MISSED}" if len(tries.read_text()) < ENOUGH else "✓ faster (measured)")"""
+
+
+@pytest.mark.parametrize("enough, tries, missed", [(1, 1, 0), (2, 2, 0), (9, 2, 1)])
+def test_what_is_measured_otherwise_is_executed_once_more_and_named(book, enough, tries, missed):
+    write_chapter(book, "01_ring", BUSY_AT_FIRST.replace("ENOUGH", str(enough)))
+    result = build(book, "--execute-only")
+    assert result.returncode == 0, result.stderr
+    assert len((book / "notebooks/en/tries").read_text()) == tries
+    assert result.stdout.count(f"  01_ring: {MISSED}\n") == missed
+    again = build(book, "--execute-only")
+    assert (executed(again), again.stdout.count(MISSED)) == ([], missed)
+
+
+def test_of_two_executions_the_one_that_missed_less_stays(book):
+    text = BUSY_AT_FIRST.replace("ENOUGH", "9")
+    write_chapter(
+        book, "01_ring", text + f"\nif len(tries.read_text()) == 2:\n    print('{MISSED}')"
+    )
+    assert build(book, "--execute-only").stdout.count(MISSED) == 1
+
+
+def test_what_ranks_say_is_heard():
+    said = new_code_cell("", outputs=[new_output("stream", text=f"[ranks 0-3] {MISSED}\n✓ b\n")])
+    assert execution.missed(new_notebook(cells=[said])) == [MISSED[2:]]
 
 
 def test_a_failure_names_its_cell_and_keeps_what_was_good(book):

@@ -10,37 +10,41 @@ from torch import nn
 
 from naranhi import measure, models, pipeline, schedules
 
-RANKS, FORWARD, BACKWARD, RUNS = 4, 0.05, 0.1, 3  # seconds
+RANKS, FORWARD, BACKWARD = 4, 0.05, 0.1  # seconds
 
 
-def bubbles(group, schedule):
-    """The bubble rate of each of RUNS steps, on every rank."""
+def bubbles(group, schedule, scale, runs):
+    """The bubble rate of each of `runs` steps, on every rank, of layers `scale` times as slow."""
     layers = [
-        models.Paced(nn.Linear(4, 4), FORWARD, BACKWARD) for _ in range(schedule.virtual_stages)
+        models.Paced(nn.Linear(4, 4), scale * FORWARD, scale * BACKWARD)
+        for _ in range(schedule.virtual_stages)
     ]
     x, recorder, found = torch.ones(schedule.microbatches, 4), measure.Recorder(), []
     with pipeline.Pipeline(
         layers, schedule, lambda output, target: output.sum(), group=group
     ) as pipe:
-        for _ in range(RUNS):
+        for _ in range(runs):
             recorder.clear()
             pipe.step(x, x, 1, recorder)
             found.append(recorder.gather(group).bubble_rate)
     return found
 
 
-def measured(schedule):
+def measured(schedule, scale, runs):
     group = first_ranks(RANKS)
     if dist.get_rank() >= RANKS:
         return pipeline.join_group_creation()
-    return median(bubbles(group, schedule))
+    return median(bubbles(group, schedule, scale, runs))
 
 
 def difference(five, schedule, predicted):
-    """Measured less predicted bubble rate. Other work on the machine makes a bubble larger, but not
-    always: what is off because of it is measured again. What is off for our reasons stays off."""
-    for _ in range(5):
-        off = five.call(measured, schedule)[0] - predicted
+    """Measured less predicted bubble rate.
+
+    A bubble is a ratio: that of slower layers is the same. What a busy machine adds to a step is
+    not, so what is off is measured again on slower layers, where that counts for less.
+    """
+    for scale, runs in ((1, 3), (2, 1), (4, 1), (4, 1)):
+        off = five.call(measured, schedule, scale, runs)[0] - predicted
         if abs(off) <= 0.02:
             break
     return off

@@ -167,3 +167,36 @@ def test_true_wants_one_condition():
     with pytest.raises(TypeError, match="2 conditions in one"):
         check.true("claim", torch.ones(2).bool())
     assert "it is false" in failure(check.true, torch.tensor([1.0]).isnan().any())
+
+
+def test_a_measured_claim_says_so(capsys):
+    assert line(capsys, check.true, True, measured=True) == "✓ claim (measured)\n"
+    assert line(capsys, check.close, 1.0, 1.05, rtol=0.1, measured=True) == (
+        "✓ claim (within 10%, measured)\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "function, values, message",
+    [
+        (check.true, (False,), "it is false"),
+        (check.equal, (1, 2), "1, expected 2, off by 1 (they must be the same)"),
+        (
+            check.close,
+            ([1.0, 2.5], [1.0, 2.0]),
+            "at [1]: 2.5, expected 2.0, off by 0.5 (0 allowed)",
+        ),
+    ],
+)
+def test_a_measured_claim_that_is_false_is_printed_and_stops_nothing(
+    capsys, function, values, message
+):
+    said = line(capsys, function, *values, measured=True)
+    assert said == f"✗ claim: {message} (measured: is the machine busy with something else?)\n"
+
+
+def test_a_measured_claim_still_has_to_be_one():
+    with pytest.raises(TypeError):
+        check.true("claim", 1, measured=True)
+    with pytest.raises(ValueError):
+        check.close("claim", 1.0, 1.0, rtol=-1, measured=True)
