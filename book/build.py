@@ -8,6 +8,7 @@ landing page ``_build/html/index.html``.  When nothing has changed it does none 
     python book/build.py --execute-only     the executions alone, for this machine's kind of device
     python book/build.py --jobs 2           two notebooks at a time: sooner, but they disturb what
                                             they measure (a build without executes them again)
+    python book/build.py --record           write down what the chapters showed (outputs.py)
     python book/build.py --declare-equal    say that both languages now say the same (parity.py)
 
 A figure with a number and a caption comes from a code cell with this in its metadata: the same
@@ -33,6 +34,7 @@ from pathlib import Path
 
 import execution
 import nbformat
+import outputs
 import parity
 import yaml
 from languages import BY_CODE, EXECUTED
@@ -153,11 +155,21 @@ def main() -> int:
         metavar="PAGE",
         help="record that both languages say the same now, on these pages or on all",
     )
+    parser.add_argument(
+        "--record",
+        action="store_true",
+        help="write down what the executed chapters showed, for tests to compare with",
+    )
     options = parser.parse_args()
     root = options.root.resolve()
     if options.declare_equal is not None:
         parity.declare_equal(root, options.declare_equal)
         return 0
+    if options.record:
+        missing = outputs.record(root)
+        if missing:
+            print(f"Not executed as they are: {', '.join(missing)}", file=sys.stderr)
+        return 1 if missing else 0
     try:
         return build(root, options)
     except KeyboardInterrupt:
