@@ -106,7 +106,7 @@ class Sharded(Training):
 
     def naranhi(self, units):
         model = copy.deepcopy(self.model)
-        sharded = zero.Zero(model, 3, units(model), group=self.group)
+        sharded = zero.Zero(model, 3, units=units(model), group=self.group)
         optimizer = torch.optim.SGD(sharded.param_groups, lr=RATE)
 
         def run():

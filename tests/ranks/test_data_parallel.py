@@ -41,7 +41,7 @@ def by_buckets(model, group):
 
 
 def overlapped(model, group):
-    return DDP(model, group, SMALL).no_sync, lambda: None
+    return DDP(model, group, bucket_bytes=SMALL).no_sync, lambda: None
 
 
 WAYS = {"sum": by_sum, "buckets": by_buckets, "overlapped": overlapped}
@@ -142,7 +142,7 @@ def order_of_events():
         sums.append(len(told))
         return original(*args, **kwargs)
 
-    parallel = DDP(model, group, SMALL, tell=lambda *event: told.append(event))
+    parallel = DDP(model, group, bucket_bytes=SMALL, tell=lambda *event: told.append(event))
     inputs, targets, _ = share("mlp", 0, rank)
     dist.all_reduce = counted
     try:
@@ -362,7 +362,7 @@ def beside_torch():
     torch.manual_seed(0)
     ours, loss = tied_gpt2()
     theirs = DistributedDataParallel(copy.deepcopy(ours), process_group=group)
-    DDP(ours, group, SMALL)  # which the model keeps
+    DDP(ours, group, bucket_bytes=SMALL)  # which the model keeps
     inputs, targets, valid = share("tied gpt2", 0, rank)
     count = global_count(valid, group)
     (2 * loss(theirs(inputs), targets) / count).backward()

@@ -43,7 +43,7 @@ def valid(batch):
 def ours():
     found, last = [], dist.get_rank() == 3
     schedule = schedules.one_f_one_b(4, MICROBATCHES)
-    with pipeline.Pipeline(gpt2(), schedule, models.loss, BALANCE) as pipe:
+    with pipeline.Pipeline(gpt2(), schedule, models.loss, balance=BALANCE) as pipe:
         optimizer = sgd(pipe.parameters())
         for _, batch in zip(range(STEPS), batches(), strict=False):
             optimizer.zero_grad()

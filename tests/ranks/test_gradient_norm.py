@@ -57,7 +57,7 @@ def clipped(sizes, work, sequence=False):
         layers, loss, inputs, targets, count = make(work)
         with Mesh(*sizes) as mesh:
             if mesh.sizes.tensor > 1:
-                parallelize(layers, gpt2_plan(), mesh.tensor, sequence)
+                parallelize(layers, gpt2_plan(), mesh.tensor, sequence=sequence)
                 loss = partial(vocabulary_cross_entropy, group=mesh.tensor)
             share = [one.chunk(mesh.sizes.data)[mesh.place.data] for one in (inputs, targets)]
             schedule = schedules.one_f_one_b(mesh.sizes.pipeline, 4)
@@ -193,7 +193,7 @@ def too_early():
     """On a rank: the error of clipping before the gradients of the sequence are summed."""
     layers, _, inputs, targets, count = make("gpt2")
     with Mesh(1, 1, 2) as mesh:
-        parallelize(layers, gpt2_plan(), mesh.tensor, True)
+        parallelize(layers, gpt2_plan(), mesh.tensor, sequence=True)
         loss = partial(vocabulary_cross_entropy, group=mesh.tensor)
         with Pipeline(layers, schedules.gpipe(1, 4), loss, group=mesh.pipeline) as pipe:
             pipe.step(inputs, targets, count)

@@ -281,8 +281,8 @@ def failure(case):
                 layers,
                 schedule,
                 squared_error,
-                balance,
-                mesh.pipeline,
+                balance=balance,
+                group=mesh.pipeline,
                 replicas=replicas,
                 **options,
             ) as pipe:

@@ -53,7 +53,7 @@ def forgotten(kind, options):
         return None
     model = layers()
     expected = gradients_alone(copy.deepcopy(model))
-    parallel = DDP(model, group, SMALL)
+    parallel = DDP(model, group, bucket_bytes=SMALL)
     optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1, **options)
     start = copy.deepcopy(model.state_dict())
     with parallel.no_sync():
@@ -102,7 +102,7 @@ def nested_no_sync():
         return
     model = layers()
     expected = gradients_alone(copy.deepcopy(model))
-    parallel = DDP(model, group, SMALL)
+    parallel = DDP(model, group, bucket_bytes=SMALL)
     loss = model(rows(rank)).square().sum()  # the forward may be anywhere
     with parallel.no_sync():
         with parallel.no_sync():
@@ -145,7 +145,7 @@ def other_parameters():
     for change in unfreeze, replace, add, freeze:
         model = layers()
         model[0].requires_grad_(change is not unfreeze)
-        DDP(model, group, SMALL)
+        DDP(model, group, bucket_bytes=SMALL)
         model(rows(rank)).square().sum().backward()
         model.zero_grad()
         change(model)
@@ -176,7 +176,7 @@ def let_go(closed):
     there = []
     for _ in range(3):
         model = layers()
-        parallel = DDP(model, group, SMALL)
+        parallel = DDP(model, group, bucket_bytes=SMALL)
         model(rows(rank)).square().sum().backward()
         model.kept = model(rows(rank))  # with its graph, whose hooks know DDP
         there += [
@@ -204,7 +204,7 @@ def held_by_the_model():
         return
     model = layers()
     expected = gradients_alone(copy.deepcopy(model))
-    DDP(model, group, SMALL)  # nobody keeps it, but the model
+    DDP(model, group, bucket_bytes=SMALL)  # nobody keeps it, but the model
     gc.collect()
     for copied in copy.deepcopy(model), pickle.loads(pickle.dumps(model)):
         copied(rows(rank)).square().sum().backward()  # an ordinary model, that sends nothing
@@ -225,7 +225,7 @@ def dtypes():
     for dtype in torch.float64, torch.complex64, torch.complex128:
         model = layers(dtype=dtype)
         expected = gradients_alone(copy.deepcopy(model), dtype=dtype)
-        parallel = DDP(model, group, SMALL, finite=True)
+        parallel = DDP(model, group, bucket_bytes=SMALL, finite=True)
         model(rows(rank, dtype)).abs().square().sum().backward()
         for param, other in zip(model.parameters(), expected, strict=True):
             assert torch.equal(param.grad, other)
@@ -248,7 +248,7 @@ def failing(ranks_that_fail):
         return None
     model, fails = layers(4), [rank in ranks_that_fail]
     expected = gradients_alone(copy.deepcopy(model))
-    DDP(model, group, SMALL)
+    DDP(model, group, bucket_bytes=SMALL)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def fail(gradient):
@@ -304,7 +304,7 @@ def recomputed():
         return
     model = Recomputed(True)
     expected = gradients_alone(copy.deepcopy(model))
-    DDP(model, group, SMALL)
+    DDP(model, group, bucket_bytes=SMALL)
     for _ in range(2):
         model.zero_grad()
         model(rows(rank)).square().sum().backward()
@@ -337,7 +337,7 @@ def hooks_of_others():
             param.register_post_accumulate_grad_hook(replace)
 
     register()
-    parallel = DDP(model, group, SMALL)
+    parallel = DDP(model, group, bucket_bytes=SMALL)
     for factor in 8, 64, 512:
         for summing in True, False:
             model.zero_grad()

@@ -117,7 +117,7 @@ def differences(ranks, schedule, work, balance=None, steps=1, args=(), prepare=l
         )
     if rank != schedule.placement[-1]:
         targets = None
-    with pipeline.Pipeline(layers, schedule, loss, balance, group) as pipe:
+    with pipeline.Pipeline(layers, schedule, loss, balance=balance, group=group) as pipe:
         for _ in range(steps):
             found_loss = pipe.step(inputs, targets, count)
         mine = [

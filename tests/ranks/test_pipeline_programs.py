@@ -373,8 +373,8 @@ def programs(seeds, ranks):
             program.mine,
             program.schedule,
             squared_error,
-            program.balance,
-            group,
+            balance=program.balance,
+            group=group,
             optimizer=sgd if program.updates else None,
             trial=program.trial,
         ) as pipe:

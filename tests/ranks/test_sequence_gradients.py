@@ -320,7 +320,7 @@ def zero_clip(stage, sequence):
     (models.loss(unsplit(tokens), tokens.roll(-1, 1)) / tokens.numel()).backward()
     gradients = [param.grad for param in unsplit.parameters()]
     layers = nn.ModuleList(gpt2()).double()
-    model = nn.Sequential(*parallelize(list(layers), gpt2_plan(), tensor, sequence))
+    model = nn.Sequential(*parallelize(list(layers), gpt2_plan(), tensor, sequence=sequence))
     zero, found = Zero(model, stage, group=shares), {}
     own = tokens.chunk(2)[dist.get_rank(shares)]
     for kind in (2.0, 1.0, math.inf):

@@ -423,7 +423,7 @@ def padding(ranks, index, sequence):
     outputs.backward(grad)
     expected = {name: param.grad.clone() for name, param in model.named_parameters()}
     model.zero_grad()
-    parallelize(model, {"0": Vocabulary(), "1": SequenceParallel()}, group, sequence)
+    parallelize(model, {"0": Vocabulary(), "1": SequenceParallel()}, group, sequence=sequence)
     own = (lambda x: x.chunk(ranks, 1)[rank]) if sequence else (lambda x: x)
     found = model[0](tokens) + model[1](tokens)
     assert torch.equal(found, own(outputs))

@@ -190,7 +190,7 @@ def gpt2_beside_unsplit(ranks, tied, attention, masked, sequence):
     if rank >= ranks:
         return None
     unsplit = nn.Sequential(*gpt2(tied, attention))
-    parallelize(layers, gpt2_plan(), group, sequence)
+    parallelize(layers, gpt2_plan(), group, sequence=sequence)
     assert_equal(full_state_dict(layers), nn.ModuleList(unsplit).state_dict())
     if tied:
         assert layers[0].wte.weight is layers[-1].lm_head.weight
@@ -372,7 +372,7 @@ def collectives_of_a_step(blocks, sequence):
     group, rank = first_ranks(2), dist.get_rank()
     if rank >= 2:
         return None
-    parallelize(layers, gpt2_plan(), group, sequence)
+    parallelize(layers, gpt2_plan(), group, sequence=sequence)
     inputs, targets, _ = batch()
     counts = []
 
@@ -443,7 +443,7 @@ def on_shapes_alone(sequence):
     group, rank = first_ranks(2), dist.get_rank()
     if rank >= 2:
         return None
-    parallelize(layers, gpt2_plan(), group, sequence)
+    parallelize(layers, gpt2_plan(), group, sequence=sequence)
     start, before = shape_inference.StageSignature.of(batch()[0]), torch.get_rng_state()
     with Calls() as calls:
         middle = shape_inference.infer(layers[:2], start)
@@ -476,7 +476,7 @@ def pipelines_of_tensor_groups(sequence, schedule):
     inputs, targets, count = batch()
     loss = models.loss(unsplit(inputs), targets) / count
     loss.backward()
-    parallelize(layers, gpt2_plan(), tensor, sequence)
+    parallelize(layers, gpt2_plan(), tensor, sequence=sequence)
     schedule = getattr(schedules, schedule)(2, 4)
     if any(action.kind == "I" for row in schedule for action in row):
         layers = splittable(layers)
@@ -515,7 +515,7 @@ def recomputed(sequence):
         return
     gradients = []
     for layers, wrap in zip(sets, (Recompute, lambda layer: layer), strict=True):
-        parallelize(layers, gpt2_plan(), group, sequence)
+        parallelize(layers, gpt2_plan(), group, sequence=sequence)
         torch.manual_seed(1)
         model = nn.Sequential(layers[0], *map(wrap, layers[1:-1]), layers[-1])
         inputs, targets, _ = batch()

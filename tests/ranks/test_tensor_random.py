@@ -77,7 +77,7 @@ def in_gpt2(attention, sequence):
         return
     weight = layers[1].block.attn.c_attn.weight.data
     weight.copy_(weight.view(16, 3, 4, 4)[:, :, :1].expand(-1, -1, 4, -1).reshape(16, 48))
-    parallelize(layers, gpt2_plan(), group, sequence)
+    parallelize(layers, gpt2_plan(), group, sequence=sequence)
     seen = {}
     attn = layers[1].block.attn
     attn.c_proj.register_forward_pre_hook(lambda _, x: seen.update(values=x[0]))

@@ -67,7 +67,7 @@ def training(ranks, work, optimizer, clip):
         if stage in STAGES:
             zero = Zero(model, stage, group=group)
         elif ranks == 2:
-            zero = Zero(model, 3, joined(children(model)), group=group)
+            zero = Zero(model, 3, units=joined(children(model)), group=group)
         else:
             continue
         stepper = OPTIMIZERS[optimizer](zero.param_groups)
@@ -186,7 +186,7 @@ def strange(stage, ranks, how):
     zero = Zero(
         model,
         stage,
-        [model.skipped, *how([*units, *model.several])],
+        units=[model.skipped, *how([*units, *model.several])],
         group=group,
         groups=[
             {"params": [p for p in model.parameters() if p.dim() > 1]},
@@ -281,7 +281,7 @@ def shared(stage, how):
         torch.manual_seed(0)
         model = Shared(reentrant).double()
         one = copy.deepcopy(model)
-        zero = Zero(model, stage, how(children(model)), group=group)
+        zero = Zero(model, stage, units=how(children(model)), group=group)
         ours = torch.optim.SGD(zero.param_groups, lr=1e-3)
         theirs = torch.optim.SGD(one.parameters(), lr=1e-3)
         for step in range(3):
@@ -414,7 +414,7 @@ def untouched_and_beside():
     for units in ["a", "b"], []:  # layer b is a unit by itself; or beside a, in the root
         model = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)})
         model.forward = lambda x, model=model: model["a"](x)
-        zero = Zero(model, 2, map(model.get_submodule, units), group=group)
+        zero = Zero(model, 2, units=map(model.get_submodule, units), group=group)
         optimizer = torch.optim.SGD(zero.param_groups, lr=0.1, weight_decay=0.5)
         before = model["b"].weight.detach().clone()
         model(torch.ones(1, 8)).sum().backward()
@@ -452,7 +452,7 @@ def gradient_on_some(stage):
     found = []
     for uses in ("ab" if rank == 2 else "a"), ("" if rank == 1 else "a"):
         model = Branches()
-        zero = Zero(model, stage, [] if stage == 3 else None, group=group)
+        zero = Zero(model, stage, units=[] if stage == 3 else None, group=group)
 
         def step(uses=uses, zero=zero, model=model):
             if uses:
@@ -495,7 +495,7 @@ def absent(precision, with_root, joins):
 
     def sharded(model):
         units = list(joined(model, 48)) if joins else None
-        zero = Zero(model, 3, units, group=group, precision=precision)
+        zero = Zero(model, 3, units=units, group=group, precision=precision)
         return zero, torch.optim.SGD(zero.param_groups, lr=0.1)
 
     (zero, optimizer), (fine, optimizer_of_fine) = sharded(model), sharded(other)

@@ -48,7 +48,7 @@ def program(seed, ranks):
     one = copy.deepcopy(model)
     units = list(joined(children(model), 40)) if draw.random() < 0.5 else None
     stage = draw.choice([1, 2, 3, 3, 3])
-    zero = Zero(model, stage, units, group=group)
+    zero = Zero(model, stage, units=units, group=group)
     optimizer = torch.optim.SGD(zero.param_groups, lr=0.05)
     optimizer_of_one = torch.optim.SGD(one.parameters(), lr=0.05)
     done = []

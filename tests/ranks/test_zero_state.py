@@ -104,7 +104,7 @@ def refused(folder, width, optimizer, units):
         return None
     torch.manual_seed(1)
     model = nn.Sequential(*models.mlp(2, width, 6))
-    zero = Zero(model, 3, [] if units == "none" else None, group=group)
+    zero = Zero(model, 3, units=[] if units == "none" else None, group=group)
     stepper = getattr(torch.optim, optimizer)(zero.param_groups, lr=0.25)
     before = numbers(zero, stepper)
     try:
@@ -214,7 +214,7 @@ def refused_save(folder):
     if rank >= 2:
         return None
     model = nn.Linear(3, 3)
-    zero = Zero(model, 2, [], group=group)
+    zero = Zero(model, 2, units=[], group=group)
     optimizer = torch.optim.SGD(zero.param_groups, lr=0.1)
     try:
         zero.save(folder, optimizer)

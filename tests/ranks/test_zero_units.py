@@ -119,7 +119,7 @@ def apart(kind, stage, several):
     model = MODELS[kind]().double()
     one = copy.deepcopy(model)
     first, *rest = children(model)
-    zero = Zero(model, stage, [first, tuple(rest)] if several else None, group=group)
+    zero = Zero(model, stage, units=[first, tuple(rest)] if several else None, group=group)
     ours = torch.optim.SGD(zero.param_groups, lr=0.01)
     theirs = torch.optim.SGD([p for p in one.parameters() if p.requires_grad], lr=0.01)
     for step in range(3):
@@ -159,7 +159,7 @@ def recomputed_alone(stage, reentrant, regions):
     zero = Zero(
         model,
         stage,
-        [tuple(layers[:2]), tuple(layers[2:])],
+        units=[tuple(layers[:2]), tuple(layers[2:])],
         group=group,
         tell=lambda event, what: told.append((event, what)),
     )
@@ -221,7 +221,7 @@ def other_modules():
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
     unit = tuple(model) if rank else (model[0], model[2])
     try:
-        Zero(model, 1, [unit], group=group)
+        Zero(model, 1, units=[unit], group=group)
     except ValueError as error:
         return str(error)
 

@@ -284,7 +284,7 @@ def closed(stage, precision):
     if rank >= 2:
         return
     model, one = layers(), layers()
-    zero = Zero(model, stage, list(children(model))[:2], precision=precision, group=group)
+    zero = Zero(model, stage, units=list(children(model))[:2], precision=precision, group=group)
     optimizer = torch.optim.SGD(zero.param_groups, lr=0.1)
     x = torch.randn(4, 4)
     model(x).square().sum().backward()

@@ -27,7 +27,7 @@ lists_of_tokens = st.lists(st.lists(st.integers(0, 49), min_size=2, max_size=16)
 )
 def test_each_passage_is_in_exactly_one_batch(lengths, size, window, seed):
     for batches in (
-        data.by_length(lengths, size, random.Random(seed), window),
+        data.by_length(lengths, size, random.Random(seed), window=window),
         data.at_random(lengths, size, random.Random(seed)),
     ):
         assert sorted(place for batch in batches for place in batch) == list(range(len(lengths)))
@@ -39,7 +39,9 @@ def test_each_passage_is_in_exactly_one_batch(lengths, size, window, seed):
 @given(lists_of_tokens, st.integers(1, 6), st.integers(0, 9), st.integers(1, 8))
 def test_a_stream_has_each_passage_once_in_each_epoch(passages, size, seed, multiple):
     steps = math.ceil(len(passages) / size)
-    batches = list(islice(data.stream(passages, size, seed, 7, multiple), 2 * steps))
+    batches = list(
+        islice(data.stream(passages, size, seed=seed, pad=7, multiple=multiple), 2 * steps)
+    )
     for epoch in (batches[:steps], batches[steps:]):
         rows = [
             row[seen.bool()].tolist()
@@ -55,10 +57,10 @@ def test_a_stream_has_each_passage_once_in_each_epoch(passages, size, seed, mult
 def test_another_order_in_each_epoch_and_for_each_seed():
     passages = [[number, number] for number in range(40)]
     first, second = (
-        [batch.tokens[:, 0].tolist() for batch in islice(data.stream(passages, 4, seed), 20)]
+        [batch.tokens[:, 0].tolist() for batch in islice(data.stream(passages, 4, seed=seed), 20)]
         for seed in (0, 1)
     )
-    again = [batch.tokens[:, 0].tolist() for batch in islice(data.stream(passages, 4, 0), 20)]
+    again = [batch.tokens[:, 0].tolist() for batch in islice(data.stream(passages, 4, seed=0), 20)]
     assert first == again
     assert first[:10] != first[10:]
     assert first != second

@@ -12,7 +12,7 @@ MORE_ON_RANK_1 = ["0F0 0F1 0B0 0F2 0B1 0B2", "1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W
 
 
 def judged(rows, cost=33, held=4):
-    return grade(rows, 4, 8, cost, held)
+    return grade(rows, 4, 8, cost=cost, max_activations=held)
 
 
 def test_a_schedule_passes_on_its_own_cost_and_memory_and_not_on_less():
@@ -33,7 +33,7 @@ def test_each_rank_is_weighed():
     assert str(verdict) == "rank 0 holds 7 micro-batches, where 6 is the budget"
     one_late = [*schedules.gpipe(4, 8)[:3], schedules.one_f_one_b(4, 8)[3]]
     assert judged(one_late, cost=99, held=8)
-    verdict = grade(MORE_ON_RANK_1, 2, 3, 99, 2)
+    verdict = grade(MORE_ON_RANK_1, 2, 3, cost=99, max_activations=2)
     assert str(verdict) == "rank 1 holds 3 micro-batches, where 2 is the budget"
 
 
@@ -48,8 +48,10 @@ def test_a_chunk_takes_its_part_of_the_time():
 
 def test_messages_are_counted_where_they_are_limited():
     schedule = schedules.interleaved(4, 8, 2)
-    assert grade(schedule, 4, 8, 99, 99) and grade(schedule, 4, 8, 99, 99, messages=112)
-    verdict = grade(schedule, 4, 8, 99, 99, messages=111)
+    assert grade(schedule, 4, 8, cost=99, max_activations=99) and grade(
+        schedule, 4, 8, cost=99, max_activations=99, messages=112
+    )
+    verdict = grade(schedule, 4, 8, cost=99, max_activations=99, messages=111)
     assert str(verdict) == "sends 112 messages, where 111 is the budget"
 
 
@@ -72,4 +74,4 @@ def test_what_is_wrong_is_said(rows, fault):
 
 def test_times_without_sense_are_no_verdict():
     with pytest.raises(ValueError, match="latency must be a time"):
-        grade(schedules.gpipe(4, 8), 4, 8, 33, 8, latency=-1)
+        grade(schedules.gpipe(4, 8), 4, 8, cost=33, max_activations=8, latency=-1)

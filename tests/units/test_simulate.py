@@ -57,9 +57,9 @@ def test_gpipe_with_unequal_stages(data, p, m):
 def test_latency(p, m, forward, backward, latency):
     """GPipe pays each of its 2(p - 1) hops once, inter-layer once for every micro-batch."""
     work = forward + backward
-    timeline = simulate(schedules.gpipe(p, m), forward, backward, latency)
+    timeline = simulate(schedules.gpipe(p, m), forward, backward, latency=latency)
     assert timeline.cost == (m + p - 1) * work + 2 * (p - 1) * latency
-    timeline = simulate(schedules.inter_layer(p, m), forward, backward, latency)
+    timeline = simulate(schedules.inter_layer(p, m), forward, backward, latency=latency)
     assert timeline.cost == m * (p * work + 2 * (p - 1) * latency)
 
 
@@ -144,7 +144,13 @@ def test_every_action_starts_as_early_as_it_can(data, schedule, latency):
     forward, whole, halves = data.draw(per_stage), data.draw(per_stage), data.draw(per_stage)
     update = data.draw(fractions)
     timeline = simulate(
-        schedule, forward, whole, latency, input_grad=halves, weight_grad=halves, update=update
+        schedule,
+        forward,
+        whole,
+        latency=latency,
+        input_grad=halves,
+        weight_grad=halves,
+        update=update,
     )
     times = {"F": forward, "B": whole, "I": halves, "W": halves, "U": [update] * 99}
     rank_of = {action.stage: rank for rank, row in enumerate(schedule) for action in row}

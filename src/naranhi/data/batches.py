@@ -85,7 +85,7 @@ def unigram_entropy(sequences: Iterable[Sequence[int]]) -> float:
 
 
 def by_length(
-    lengths: Sequence[int], size: int, order: random.Random, window: int = 32
+    lengths: Sequence[int], size: int, order: random.Random, *, window: int = 32
 ) -> list[list[int]]:
     """Return batches of sequences of similar length (smart batching).
 
@@ -176,6 +176,7 @@ def collate(
 def stream(
     sequences: Sequence[Sequence[int]],
     size: int,
+    *,
     seed: int = 0,
     pad: int = 0,
     multiple: int = 1,

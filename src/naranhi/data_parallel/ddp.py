@@ -73,6 +73,7 @@ class DDP:
         self,
         model: nn.Module,
         group: dist.ProcessGroup | None = None,
+        *,
         bucket_bytes: int = BUCKET,
         buffers: bool = True,
         finite: bool = False,

@@ -39,10 +39,11 @@ if TYPE_CHECKING:
 def run(
     schedule: Schedule,
     layers: Iterable[nn.Module],
-    loss: Callable[..., torch.Tensor],
+    loss_fn: Callable[..., torch.Tensor],
     inputs: torch.Tensor | tuple[torch.Tensor, ...],
     targets: torch.Tensor | tuple[torch.Tensor, ...] | None,
     count: float | list[float] | tuple[float, ...],
+    *,
     balance: Sequence[int] | None = None,
     group: dist.ProcessGroup | None = None,
     recorder: Recorder | None = None,
@@ -51,14 +52,14 @@ def run(
 
     Every rank calls this. The arguments are those of `Pipeline` and of `Pipeline.step`.
     """
-    with Pipeline(layers, schedule, loss, balance, group) as pipeline:
+    with Pipeline(layers, schedule, loss_fn, balance=balance, group=group) as pipeline:
         return pipeline.step(inputs, targets, count, recorder)
 
 
 class Pipeline:
     """A model cut into stages, of which this rank runs its own, and a schedule to train it by.
 
-        with Pipeline(layers, schedules.gpipe(4, 8), loss) as pipeline:
+        with Pipeline(layers, schedules.gpipe(4, 8), loss_fn) as pipeline:
             optimizer = SGD(pipeline.parameters(), lr=0.1)
             pipeline.step(inputs, targets, count)
             optimizer.step()
@@ -73,8 +74,8 @@ class Pipeline:
             that is used on several ranks is *tied*: each has a copy, and each copy receives the sum
             of the gradients of all copies, so that the copies stay equal.
         schedule: as `naranhi.schedules` makes them, for as many ranks as the group has.
-        loss: `loss(output, targets)` of a micro-batch, a scalar: the *sum* over its valid tokens
-            (rows, ...).
+        loss_fn: `loss_fn(output, targets)` of a micro-batch, a scalar: the *sum* over its valid
+            tokens (rows, ...).
         balance: the number of layers of each virtual stage; see `cut`.
         group: the process group, None for the default one.
         optimizer: for a schedule that updates weights within a step, a function that makes a torch
@@ -112,7 +113,8 @@ class Pipeline:
         self,
         layers: Iterable[nn.Module],
         schedule: Schedule,
-        loss: Callable[..., torch.Tensor],
+        loss_fn: Callable[..., torch.Tensor],
+        *,
         balance: Sequence[int] | None = None,
         group: dist.ProcessGroup | None = None,
         optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
@@ -167,7 +169,9 @@ class Pipeline:
 
         self.last = len(parts) - 1
         self.stages = {
-            stage: Stage(part, sum(map(len, parts[:stage])), loss if stage == self.last else None)
+            stage: Stage(
+                part, sum(map(len, parts[:stage])), loss_fn if stage == self.last else None
+            )
             for stage, part in enumerate(parts)
             if schedule.placement[stage] == self.rank
         }

@@ -38,8 +38,9 @@ def grade(
     rows: Schedule | str | Sequence[str | Sequence[Action | str]],
     stages: int,
     microbatches: int,
+    *,
     cost: float,
-    held: float,
+    max_activations: float,
     forward: float = 1.0,
     input_grad: float = 1.0,
     weight_grad: float = 1.0,
@@ -57,7 +58,7 @@ def grade(
         stages: The number of ranks required.
         microbatches: The number of micro-batches required.
         cost: The longest time that the schedule may take, in the unit of the times.
-        held: The most micro-batches whose activations a rank may hold at once.
+        max_activations: The most micro-batches whose activations a rank may hold at once.
         forward: The time of the forward.
         input_grad: The time of the gradient of the input.
         weight_grad: The time of the gradient of the weights.
@@ -90,9 +91,10 @@ def grade(
     if timeline.cost > cost + 1e-9:
         faults += (f"takes {float(timeline.cost):g}, where {cost:g} is the budget",)
     most = max(timeline.peak_activations)
-    if most > held:
+    if most > max_activations:
         rank = timeline.peak_activations.index(most)
-        faults += (f"rank {rank} holds {most:g} micro-batches, where {held:g} is the budget",)
+        budget = f"{max_activations:g} is the budget"
+        faults += (f"rank {rank} holds {most:g} micro-batches, where {budget}",)
     sent = sum(map(len, channels(schedule).values()))
     if messages is not None and sent > messages:
         faults += (f"sends {sent} messages, where {messages} is the budget",)

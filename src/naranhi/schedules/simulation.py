@@ -16,6 +16,7 @@ def simulate(
     schedule: Schedule,
     forward: float | list[float] | tuple[float, ...] = 1.0,
     backward: float | list[float] | tuple[float, ...] = 2.0,
+    *,
     latency: float = 0.0,
     input_grad: float | list[float] | tuple[float, ...] | None = None,
     weight_grad: float | list[float] | tuple[float, ...] | None = None,

@@ -209,6 +209,7 @@ def parallelize(
     model: nn.Module | list[nn.Module],
     plan: Mapping[str, Column | Row | Heads | Vocabulary | SequenceParallel],
     group: dist.ProcessGroup | None = None,
+    *,
     sequence: bool = False,
 ) -> nn.Module | list[nn.Module]:
     """Split a model's layers over the ranks of a group, in place, and return the model.

@@ -111,7 +111,11 @@ class Training:
         if sizes.tensor > 1:
             raise_on_all(
                 partial(
-                    parallelize, layers, gpt2_plan(), self.mesh.tensor, options.sequence_parallel
+                    parallelize,
+                    layers,
+                    gpt2_plan(),
+                    self.mesh.tensor,
+                    sequence=options.sequence_parallel,
                 )
             )
             loss = partial(vocabulary_cross_entropy, group=self.mesh.tensor)
@@ -128,15 +132,17 @@ class Training:
                 layers,
                 schedule,
                 loss,
-                options.balance,
-                self.mesh.pipeline,
+                balance=options.balance,
+                group=self.mesh.pipeline,
                 replicas=self.mesh.data,
             )
         )
         del layers  # free the layers of the other stages
         rate = options.lr or RATE["trained" if options.model else "random"]
         self.optimizer = torch.optim.Adam(self.pipeline.parameters(), lr=rate)
-        self._batches = data.stream(sequences, options.batch, options.seed, pad, MULTIPLE)
+        self._batches = data.stream(
+            sequences, options.batch, seed=options.seed, pad=pad, multiple=MULTIPLE
+        )
 
     def __iter__(self):
         for step, batch in enumerate(islice(self._batches, self.options.steps)):

@@ -110,6 +110,7 @@ class Zero(Hooks):
         self,
         model: nn.Module,
         stage: int,
+        *,
         units: Iterable[nn.Module | Iterable[nn.Module]] | None = None,
         groups: Iterable[dict[str, Any]] | None = None,
         precision: str = "fp32",
