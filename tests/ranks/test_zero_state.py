@@ -173,9 +173,11 @@ def test_a_save_that_is_interrupted_leaves_the_one_before(five, tmp_path):
     five.call(written, str(state))
     manifest = (state / "manifest.json").read_text()
     one, other = five.call(interrupted, str(state))[:2]
-    assert one == other and one[:2] == ["[Errno 28] No space left on device"] * 2
+    assert one == other and one[:2] == [
+        f"on rank {rank}: [Errno 28] No space left on device" for rank in (1, 0)
+    ]
     assert "pathlib" in one[2] and "which is not read from files" in one[2]
-    assert one[3].startswith("on rank 1 ") and "pickle" in one[3]
+    assert one[3].startswith("on rank 1: ") and "pickle" in one[3]
     assert "AdamW keeps shape of shape (2, 3) for" in one[4]
     assert (state / "manifest.json").read_text() == manifest
     assert five.call(refused, str(state), 4, "AdamW", "children")[:3] == [None] * 3

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from naranhi.autograd.hooks import owner_of
+from naranhi.distributed import from_all_ranks
 
 
 def require_supported(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
@@ -34,8 +35,7 @@ def require_supported(model: nn.Module, group: dist.ProcessGroup | None = None) 
         TypeError: On every rank of the group, naming the first such module or parameter.
     """
     group = group or dist.group.WORLD
-    reasons = [None] * dist.get_world_size(group)
-    dist.all_gather_object(reasons, _unsupported(model), group=group)
+    reasons = from_all_ranks(_unsupported(model), group)
     for rank, reason in enumerate(reasons):
         if reason:
             raise TypeError(reason if all(reasons) else f"on rank {rank} {reason}")

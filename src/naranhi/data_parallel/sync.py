@@ -14,6 +14,7 @@ from torch import nn
 from naranhi.collectives import broadcast, ring
 from naranhi.collectives.buckets import buckets, pack, unpack
 from naranhi.collectives.chunks import overlap
+from naranhi.distributed import from_all_ranks
 
 ABSENT, DENSE, SPARSE = 0, 1, 2  # flags of gradients, in the table that the ranks compare
 
@@ -37,8 +38,7 @@ def broadcast_parameters(model: nn.Module, group: dist.ProcessGroup | None = Non
         f"{kind} {name}": (tuple(one.shape), str(one.dtype), one.requires_grad)
         for kind, name, one in tensors
     }
-    told = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, mine, group=group)
+    told = from_all_ranks(mine, group)
     for rank, other in enumerate(told):
         _compare(told[0], other, rank)
     _broadcast([one for _, _, one in tensors], group)

@@ -9,11 +9,13 @@ import importlib
 # In full, so that `book/execution.py` finds what a chapter depends on.
 _HOME = {
     "Mesh": "naranhi.distributed.mesh",
-    "fingerprint": "naranhi.distributed.agreement",
-    "join": "naranhi.distributed.launch",
     "agree": "naranhi.distributed.agreement",
+    "fingerprint": "naranhi.distributed.agreement",
+    "from_all_ranks": "naranhi.distributed.agreement",
+    "join": "naranhi.distributed.launch",
+    "raise_on_all": "naranhi.distributed.agreement",
 }
-__all__ = ["Mesh", "agree", "fingerprint", "join"]
+__all__ = ["Mesh", "agree", "fingerprint", "from_all_ranks", "join", "raise_on_all"]
 
 
 def __getattr__(name):

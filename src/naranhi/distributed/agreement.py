@@ -1,11 +1,64 @@
-"""Values that must be equal on several ranks, compared before anything depends on them."""
+"""What several ranks have to agree on: values that must be equal, errors that all must raise."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+
+Result = TypeVar("Result")
+
+
+def from_all_ranks(value: object, group: dist.ProcessGroup | None = None) -> list:
+    """Return the values of all ranks of a group, by rank. Every rank of the group calls this.
+
+    Args:
+        value: this rank's value, which can be pickled.
+        group: the process group; None is the default group.
+    """
+    values = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def raise_on_all(
+    function: Callable[[], Result],
+    group: dist.ProcessGroup | None = None,
+    *,
+    errors: tuple[type[Exception], ...] = (Exception,),
+    kind: type[Exception] = RuntimeError,
+) -> Result:
+    """Return what `function()` returns, if it returns on every rank of a group.
+
+    No rank waits for a rank that has left. Every rank of the group calls this.
+
+    Args:
+        function: what each rank does by itself.
+        group: the process group; None is the default group.
+        errors: the errors of `function` that are raised on all ranks; others only where they are.
+        kind: what is raised instead.
+
+    Raises:
+        kind: `function` raised one of `errors` on some rank. Raised on every rank, with one line
+            for each distinct error that names its ranks, unless these are all.
+    """
+    result = wrong = None
+    try:
+        result = function()
+    except errors as error:
+        wrong = str(error) or type(error).__name__
+    gathered = from_all_ranks(wrong, group)
+    if not any(gathered):
+        return result
+    lines = []
+    for message in dict.fromkeys(filter(None, gathered)):
+        ranks = [rank for rank, other in enumerate(gathered) if other == message]
+        everywhere = len(ranks) == len(gathered)
+        lines.append(message if everywhere else f"on rank {', '.join(map(str, ranks))}: {message}")
+    raise kind("\n".join(lines))
 
 
 def agree(group: dist.ProcessGroup | None = None, **things: object) -> None:
@@ -28,8 +81,7 @@ def agree(group: dist.ProcessGroup | None = None, **things: object) -> None:
         else _Fingerprint(fingerprint(one))
         for name, one in things.items()
     }
-    told = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, mine, group=group)
+    told = from_all_ranks(mine, group)
     first = dist.get_global_rank(group, 0)
     for place, other in enumerate(told):
         for name in {**told[0], **other}:

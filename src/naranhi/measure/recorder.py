@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from naranhi.distributed import from_all_ranks
 from naranhi.schedules import Action, Span, Timeline
 
 if TYPE_CHECKING:
@@ -65,8 +66,7 @@ class Recorder:
         group = dist.group.WORLD if group is None else group
         offset = clock_offset(group)
         mine = [(action, start + offset, end + offset) for action, start, end in self._spans]
-        rows = [None] * dist.get_world_size(group)
-        dist.all_gather_object(rows, mine, group=group)
+        rows = from_all_ranks(mine, group)
         zero = min((start for row in rows for _, start, _ in row), default=0.0)
         return Timeline(
             [Span(action, start - zero, end - zero) for action, start, end in row] for row in rows
@@ -90,8 +90,7 @@ def clock_offset(group: dist.ProcessGroup | None = None) -> float:
     """
     group = dist.group.WORLD if group is None else group
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    clocks = [None] * ranks
-    dist.all_gather_object(clocks, _clock(), group=group)
+    clocks = from_all_ranks(_clock(), group)
     found = 0.0
     for other in range(1, ranks):
         if clocks[other] == clocks[0]:

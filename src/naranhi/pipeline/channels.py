@@ -31,6 +31,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from naranhi.distributed import from_all_ranks
+
 AGREEMENT = "agreement"  # purpose of the group of all ranks of a pipeline
 AHEAD = 2  # receives posted ahead on a channel: one arrives while the previous one is processed
 BY_CPU = 2  # see [The first steps between GPUs]; an optimizer's second update runs other kernels
@@ -64,8 +66,7 @@ def new_groups(
         ValueError: ranks of a pipeline, or replicas, were given different things, or copies that
             are not equal.
     """
-    told = [None] * dist.get_world_size()
-    dist.all_gather_object(told, mine)
+    told = from_all_ranks(mine)
     for one in (mine, *told):
         if "error" in one:
             raise one["error"]

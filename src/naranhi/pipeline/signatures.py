@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from naranhi.distributed import from_all_ranks
 from naranhi.pipeline import shape_inference
 from naranhi.pipeline.dry_run import without_a_trace
 from naranhi.pipeline.shape_inference import StageSignature
@@ -134,10 +135,7 @@ class StageSignatures:
         return tuple(numbers.tolist())
 
     def _require_same(self, common, error):
-        gathered = [None] * self.ranks
-        dist.all_gather_object(
-            gathered, (common, error and (type(error), str(error))), group=self.group
-        )
+        gathered = from_all_ranks((common, error and (type(error), str(error))), self.group)
         errors = {rank: error for rank, (_, error) in enumerate(gathered) if error}
         if errors:
             kind, text = errors[min(errors)]

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from naranhi.distributed import fingerprint
+from naranhi.distributed import fingerprint, from_all_ranks
 from naranhi.tensor_parallel.attention import ParallelAttention
 from naranhi.tensor_parallel.layer_checks import (
     require_embedding,
@@ -302,8 +302,7 @@ def _agree(module, plan, error, group):
     """Raise the error of any rank, or ValueError if plans or weights differ."""
     tensors = {} if error else dict([*module.named_parameters(), *module.named_buffers()])
     mine = error, plan, {name: fingerprint(one) for name, one in tensors.items()}
-    told = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, mine, group=group)
+    told = from_all_ranks(mine, group)
     for wrong, _, _ in (mine, *told):
         if wrong:
             raise wrong

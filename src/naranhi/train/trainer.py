@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from naranhi import data, models, schedules
+from naranhi import data, distributed, models, schedules
 from naranhi.autograd import Recompute, splittable
 from naranhi.distributed import Mesh, agree
 from naranhi.pipeline import Pipeline
@@ -245,25 +245,10 @@ def actions_of(schedule: schedules.Schedule, kind: str) -> list[schedules.Action
 
 
 def raise_on_all(function: Callable[[], Any]) -> Any:
-    """Return what `function()` returns, if it returns on every rank of the default group.
+    """Return what `function()` returns; raise on every rank what a user can correct on any.
 
     Raises:
-        UsageError: `function` raised on some rank an error that the user can correct (UsageError,
-            OSError, ValueError). Raised on every rank, with one line per distinct error that names
-            its ranks, so that no rank waits for a rank that has left.
+        UsageError: see `distributed.raise_on_all`; for UsageError, OSError and ValueError.
     """
-    result = wrong = None
-    try:
-        result = function()
-    except (UsageError, OSError, ValueError) as error:
-        wrong = str(error)
-    told = [None] * dist.get_world_size()
-    dist.all_gather_object(told, wrong)
-    if not any(told):
-        return result
-    lines = []
-    for message in dict.fromkeys(filter(None, told)):
-        ranks = [rank for rank, other in enumerate(told) if other == message]
-        everywhere = len(ranks) == len(told)
-        lines.append(message if everywhere else f"on rank {', '.join(map(str, ranks))}: {message}")
-    raise UsageError("\n".join(lines))
+    errors = UsageError, OSError, ValueError
+    return distributed.raise_on_all(function, errors=errors, kind=UsageError)

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from naranhi.distributed import from_all_ranks, raise_on_all
 from naranhi.zero.flat_param import shard_size
 
 if TYPE_CHECKING:
@@ -53,9 +54,12 @@ def save(zero: Zero, folder: str | os.PathLike[str], optimizer: torch.optim.Opti
             or finds a manifest that `save` did not write. What was saved there before stays.
     """
     folder = Path(folder)
-    files = _on_all_ranks(zero, lambda: _write_shards(zero, folder, optimizer))
+    file = raise_on_all(lambda: _write_shards(zero, folder, optimizer), zero.group, kind=StateError)
+    files = from_all_ranks(file, zero.group)
     # No rank continues before the state is saved.
-    _on_all_ranks(zero, lambda: _write_manifest(zero, folder, optimizer, files))
+    raise_on_all(
+        lambda: _write_manifest(zero, folder, optimizer, files), zero.group, kind=StateError
+    )
 
 
 def _write_shards(zero, folder, optimizer):
@@ -119,23 +123,6 @@ def _require_own(manifest):
             )
 
 
-def _on_all_ranks(zero, function):
-    """Return what function() returns on each rank; StateError on all ranks if it fails on any."""
-    answer = error = None
-    try:
-        answer = function()
-    except (StateError, OSError) as one:
-        error = str(one)
-    except Exception as one:  # whatever it is, the other ranks would wait for this one
-        error = f"on rank {dist.get_rank(zero.group)} {type(one).__name__}: {one}"
-    told = [None] * dist.get_world_size(zero.group)
-    dist.all_gather_object(told, (answer, error), group=zero.group)
-    error = next((one for _, one in told if one), None)
-    if error:
-        raise StateError(error)
-    return [one for one, _ in told]
-
-
 def load(zero: Zero, folder: str | os.PathLike[str], optimizer: torch.optim.Optimizer) -> None:
     """Read what `save` has written into a `zero.Zero` of the same model, and its optimizer.
 
@@ -149,9 +136,9 @@ def load(zero: Zero, folder: str | os.PathLike[str], optimizer: torch.optim.Opti
             model, other units or groups, or another optimizer, or if a file is missing or not as
             written.
     """
-    found = []
-    _on_all_ranks(zero, lambda: found.extend(_read(zero, Path(folder), optimizer)))
-    masters, states, options, buffers = found
+    masters, states, options, buffers = raise_on_all(
+        lambda: _read(zero, Path(folder), optimizer), zero.group, kind=StateError
+    )
     zero.zero_grad()
     flats = _flats(zero)
     number_of = {

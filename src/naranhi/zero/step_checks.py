@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from naranhi.collectives import all_gather
+from naranhi.distributed import from_all_ranks
 
 if TYPE_CHECKING:
     from naranhi.zero.flat_param import FlatParam
@@ -72,8 +73,7 @@ def require_finite(flats: Iterable[FlatParam], group: dist.ProcessGroup) -> None
             gradient.
     """
     bad = next((name for flat in flats for name in flat.not_finite()), None)
-    names = [None] * dist.get_world_size(group)
-    dist.all_gather_object(names, bad, group=group)
+    names = from_all_ranks(bad, group)
     ranks = [str(rank) for rank, name in enumerate(names) if name]
     if ranks:
         raise FloatingPointError(
