@@ -337,6 +337,7 @@ def test_an_old_name_of_an_option_gives_the_new_one(old, new, value):
         ["--lr", "0"],
         ["--lr", "nan"],
         ["--lr", "fast"],
+        ["--lr", "inf"],
         ["--seed", "x"],
         ["--dropout", "1"],
         ["--dp", "0"],
@@ -349,8 +350,9 @@ def test_an_old_name_of_an_option_gives_the_new_one(old, new, value):
     ],
 )
 def test_options_that_make_no_sense_are_refused(arguments):
-    with pytest.raises(train.UsageError, match=re.escape(arguments[0].lstrip("-"))):
+    with pytest.raises(train.UsageError, match=re.escape(arguments[0].lstrip("-"))) as refused:
         train.parse(arguments)
+    assert " _" not in str(refused.value), "a name of our code"
 
 
 def test_a_batch_that_the_micro_batches_do_not_divide_is_refused():

@@ -18,6 +18,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from math import isfinite
 from time import perf_counter, sleep
 from typing import NoReturn
 
@@ -233,15 +234,22 @@ def _balance(text):
     return [_whole(1)(part) for part in text.split(",")]
 
 
+def _number(text):
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+
+
 def _positive(text):
-    if not (number := float(text)) > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not above 0")
+    if not (isfinite(number := _number(text)) and number > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return number
 
 
 def _probability(text):
-    if not 0 <= (probability := float(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no probability below 1")
+    if not 0 <= (probability := _number(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a probability below 1")
     return probability
 
 
