@@ -31,19 +31,24 @@ def needs():
     return path
 
 
-FOLDERS = {
-    "ranks": "ranks",
-    "world": "ranks",
-    "recipes": "ranks",
+FOLDERS = {  # the longest first, so that no process is left with it in the end
     "notebooks": "notebooks",
     "site": "browser",
+    "world": "ranks",
+    "recipes": "ranks",
+    "ranks": "ranks",
     "cluster": "slurm",
 }
+# What shares `_build`, or looks at all processes of the machine.
+TOGETHER = {"notebooks": "book", "site": "book", "world": "world", "cluster": "world"}
 
 
 def pytest_collection_modifyitems(items):
-    """Mark each test by what its folder needs."""
+    """Mark each test by what its folder needs, and group the tests that one process has to run."""
+    order = [*FOLDERS, "units"]
+    items.sort(key=lambda item: order.index(item.path.parent.name))
     for item in items:
-        marker = FOLDERS.get(item.path.parent.name)
-        if marker:
-            item.add_marker(marker)
+        folder = item.path.parent.name
+        if folder in FOLDERS:
+            item.add_marker(FOLDERS[folder])
+        item.add_marker(pytest.mark.xdist_group(TOGETHER.get(folder, str(item.path))))

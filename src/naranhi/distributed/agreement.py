@@ -49,7 +49,8 @@ def raise_on_all(
     try:
         result = function()
     except errors as error:
-        wrong = str(error) or type(error).__name__
+        told = isinstance(error, (kind, OSError, ValueError))
+        wrong = str(error) if told else f"{type(error).__name__}: {error}"
     gathered = from_all_ranks(wrong, group)
     if not any(gathered):
         return result

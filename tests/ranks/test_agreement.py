@@ -1,0 +1,69 @@
+"""What several ranks have to agree on: values gathered, errors raised on all."""
+
+import pytest
+import torch.distributed as dist
+
+from naranhi import distributed
+
+
+class Refused(Exception):
+    pass
+
+
+def gathered():
+    return distributed.from_all_ranks({"rank": dist.get_rank()})
+
+
+def test_every_rank_has_the_values_of_all_by_rank(five):
+    assert five.call(gathered) == [[{"rank": rank} for rank in range(5)]] * 5
+
+
+def guarded(wrong):
+    """What `raise_on_all` gives where the ranks of `wrong` raise, and how many ranks go on."""
+
+    def function():
+        if dist.get_rank() in wrong:
+            raise wrong[dist.get_rank()]
+        return dist.get_rank()
+
+    try:
+        found = distributed.raise_on_all(function, kind=Refused)
+    except Refused as error:
+        found = str(error)
+    return found, sum(distributed.from_all_ranks(1))  # no rank has left the others
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ({}, None),
+        ({3: Refused("no")}, "on rank 3: no"),
+        (
+            {1: Refused("no"), 2: ValueError("not 7"), 4: Refused("no")},
+            "on rank 1, 4: no\non rank 2: not 7",
+        ),
+        ({rank: OSError(28, "full") for rank in range(5)}, "[Errno 28] full"),
+        ({0: KeyError("w")}, "on rank 0: KeyError: 'w'"),
+        ({0: AssertionError()}, "on rank 0: AssertionError: "),
+    ],
+)
+def test_an_error_on_any_rank_is_raised_on_all(five, wrong, message):
+    expected = list(range(5)) if message is None else [message] * 5
+    assert five.call(guarded, wrong) == [(one, 5) for one in expected]
+
+
+def others_pass():
+    def function():
+        if dist.get_rank() == 1:
+            raise KeyboardInterrupt
+        return "fine"
+
+    try:
+        return distributed.raise_on_all(function, errors=(ValueError,))
+    except KeyboardInterrupt:
+        distributed.from_all_ranks(None)
+        return "interrupted"
+
+
+def test_what_is_not_to_be_told_is_raised_where_it_is(five):
+    assert five.call(others_pass) == ["fine", "interrupted", "fine", "fine", "fine"]
