@@ -23,6 +23,7 @@ from naranhi.show._lanes import lanes
 from naranhi.show._panels import panels
 from naranhi.show._play import play
 from naranhi.show._source import source
+from naranhi.show._states import states
 from naranhi.show._table import rate, seconds, size, table
 from naranhi.show._timeline import timeline
 
@@ -45,6 +46,7 @@ __all__ = [
     "seconds",
     "size",
     "source",
+    "states",
     "table",
     "timeline",
     "tree",

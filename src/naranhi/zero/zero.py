@@ -140,6 +140,11 @@ class Zero(Hooks):
         super().__init__()
 
     @property
+    def phase(self) -> Phase:
+        """Return where the step stands, as all ranks know it."""
+        return self._phase
+
+    @property
     def param_groups(self) -> list[dict[str, Any]]:
         """Return the shards as parameter groups, for an element-wise optimizer of torch's.
 
