@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+# Two processes run tests, beside each other: much of a test's time is waiting. The longest first.
+BESIDE := -n 2 --no-loadscope-reorder
 
 .PHONY: help book test test-fast check bench lab images clean
 
@@ -30,10 +32,10 @@ book: $(READY)
 test: $(READY)
 	@echo "Testing: the kernels, real ranks, the notebooks, the site in a browser; most of an hour"
 	@$(MAKE) --no-print-directory check
-	@$(BIN)/python -m pytest tests
+	@$(BIN)/python -m pytest tests $(BESIDE)
 
 test-fast: check
-	@$(BIN)/python -m pytest tests -m "not (ranks or notebooks or browser or slurm or slow)"
+	@$(BIN)/python -m pytest tests $(BESIDE) -m "not (ranks or notebooks or browser or slurm or slow)"
 
 # What is read, not run: style, layout, spelling, and which package may import which.
 check: $(READY)

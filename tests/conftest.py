@@ -1,8 +1,12 @@
 import os
 import shutil
 import signal
+import tempfile
+from pathlib import Path
 
 import pytest
+from gloo_ranks import Ranks, in_a_world
+from xdist.scheduler import LoadScopeScheduling
 
 # A shell starts what it puts in the background deaf to Ctrl-C, and so would be all processes that
 # the tests interrupt.
@@ -31,12 +35,34 @@ def needs():
     return path
 
 
-FOLDERS = {  # the longest first, so that no process is left with it in the end
+@pytest.fixture(scope="session")
+def five():
+    """Five ranks for the whole session; a test that needs fewer makes groups of them."""
+    with Ranks(5, deadline=40.0) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def eight(request, tmp_path_factory):
+    """`eight(ranks, function, *args)`: its results on a world of as many, of eight processes."""
+    models = "transformers.models.gpt2.modeling_gpt2"
+    with Ranks(8, 60.0, [request.module.__name__, models, "datasets"]) as pool:
+
+        def call(ranks, function, *args):
+            store = tempfile.mktemp(dir=tmp_path_factory.getbasetemp())
+            return pool.call(in_a_world, ranks, store, function, *args)[:ranks]
+
+        yield call
+
+
+# What a folder's tests need; the longest first, so that no process is left with it in the end.
+FOLDERS = {
     "notebooks": "notebooks",
     "site": "browser",
     "world": "ranks",
     "recipes": "ranks",
-    "ranks": "ranks",
+    "train": "ranks",
+    "benchmarks": "ranks",
     "cluster": "slurm",
 }
 # What shares `_build`, or looks at all processes of the machine.
@@ -44,11 +70,27 @@ TOGETHER = {"notebooks": "book", "site": "book", "world": "world", "cluster": "w
 
 
 def pytest_collection_modifyitems(items):
-    """Mark each test by what its folder needs, and group the tests that one process has to run."""
-    order = [*FOLDERS, "units"]
-    items.sort(key=lambda item: order.index(item.path.parent.name))
+    """Mark each test by what it needs."""
+    folders = [*FOLDERS]
+    items.sort(key=lambda item: folders.index(name) if (name := folder(item)) in FOLDERS else 99)
     for item in items:
-        folder = item.path.parent.name
-        if folder in FOLDERS:
-            item.add_marker(FOLDERS[folder])
-        item.add_marker(pytest.mark.xdist_group(TOGETHER.get(folder, str(item.path))))
+        if folder(item) in FOLDERS:
+            item.add_marker(FOLDERS[folder(item)])
+        elif "Ranks" in vars(item.module) or {"five", "eight"} & set(item.fixturenames):
+            item.add_marker("ranks")
+
+
+def folder(item):
+    return item.path.parent.name
+
+
+class InGroups(LoadScopeScheduling):
+    """A file's tests are run by one process, and so are those of folders that go together."""
+
+    def _split_scope(self, nodeid):
+        file = nodeid.partition("::")[0]
+        return TOGETHER.get(Path(file).parent.name, file)
+
+
+def pytest_xdist_make_scheduler(config, log):
+    return InGroups(config, log)

@@ -16,7 +16,7 @@ import torch
 
 from naranhi import measure
 from tests.benchmarks.memory import peak_bytes
-from tests.ranks.gloo_ranks import Ranks
+from tests.support.gloo_ranks import Ranks
 
 OURS = "naranhi"  # how a contender of ours begins; all others are peers
 REPEATS, MOST = 20, 200

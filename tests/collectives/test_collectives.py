@@ -454,6 +454,7 @@ def test_bad_arguments_are_refused_before_anything_is_sent(five):
         assert set(REASONS) - set(told) <= {"not a member", "root of a group"}
 
 
+@pytest.mark.ranks
 def test_the_same_kernels_under_torchrun():
     ranks = 3
     script = Path(__file__).with_name("under_torchrun.py")

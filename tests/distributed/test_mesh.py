@@ -2,14 +2,12 @@
 
 import math
 import shlex
-import tempfile
-from datetime import timedelta
 
 import pytest
 import small_gpt2
 import torch
 import torch.distributed as dist
-from gloo_ranks import Ranks
+from replicas import make, one_process, squared_error
 from torch import nn
 
 from naranhi import models, schedules, train
@@ -19,40 +17,6 @@ from naranhi.distributed.mesh import Place
 from naranhi.pipeline import Pipeline
 from naranhi.tensor_parallel import VocabularyParallelEmbedding, VocabularyParallelHead
 from naranhi.train import Training, UsageError, trainer
-
-_made = []
-
-
-@pytest.fixture(scope="module")
-def eight(tmp_path_factory):
-    """`eight(ranks, function, *args)`: its results on a world of as many, of eight processes."""
-    models = "transformers.models.gpt2.modeling_gpt2"
-    with Ranks(8, 60.0, [__name__, models, "datasets"]) as pool:
-
-        def call(ranks, function, *args):
-            store = tempfile.mktemp(dir=tmp_path_factory.getbasetemp())
-            return pool.call(in_a_world, ranks, store, function, *args)[:ranks]
-
-        yield call
-
-
-def in_a_world(ranks, store, function, *args):
-    """In a rank: the result, where the first ranks are the world; None on the others."""
-    rank = dist.get_rank() if not _made else _made[0]
-    _made[:] = [rank]
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    if rank >= ranks:
-        return None
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=ranks,
-        timeout=timedelta(seconds=40),
-    )
-    return function(*args)
-
 
 # --- the mesh ------------------------------------------------------------------------------------
 
@@ -149,46 +113,6 @@ def test_a_fingerprint_is_that_of_every_bit_name_shape_and_dtype():
 
 
 # --- pipelines side by side ----------------------------------------------------------------------
-
-
-def squared_error(output, target):
-    return (output - target).square().sum()
-
-
-def make(work):
-    """(layers, loss, inputs, targets, count): the same on every rank; shares of unequal count."""
-    torch.manual_seed(0)
-    if work == "mlp":
-        x, y = torch.randn(2, 8, 16)
-        return models.mlp(8, 16), squared_error, x, y, y.numel()
-    layers = models.gpt2(
-        models.gpt2_config(vocabulary=31, positions=8, hidden=8, heads=2, blocks=6),
-        tied=work == "tied gpt2",
-        dropout=0.0,
-    )
-    tokens = torch.randint(31, (16, 8))
-    targets = tokens.roll(-1, 1).masked_fill(torch.rand(16, 8) < 0.3, models.IGNORE_INDEX)
-    return layers, models.loss, tokens, targets, int((targets != models.IGNORE_INDEX).sum())
-
-
-def one_process(work, replicas, microbatches):
-    """Gradients by layer, where each replica's share is summed up by itself, and they in order."""
-    layers, loss, inputs, targets, count = make(work)
-    model, total = nn.Sequential(*layers), None
-    for share in zip(inputs.chunk(replicas), targets.chunk(replicas), strict=True):
-        model.zero_grad()
-        for x, y in zip(*(part.chunk(microbatches) for part in share), strict=True):
-            (loss(model(x), y) / count).backward()
-        mine = [[one.grad for one in layer.parameters()] for layer in layers]
-        total = (
-            mine
-            if total is None
-            else [
-                [a + b for a, b in zip(*pair, strict=True)]
-                for pair in zip(total, mine, strict=True)
-            ]
-        )
-    return total
 
 
 SCHEDULES = {

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gloo_ranks import first_ranks
-from test_pipeline import squared_error
+from plain_loop import squared_error
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils import parametrizations, prune, spectral_norm

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gloo_ranks import first_ranks
-from test_pipeline import differences, squared_error
+from plain_loop import differences, squared_error
 from torch import nn
 from torch.func import functional_call
 

@@ -5,9 +5,9 @@ import time
 from fractions import Fraction
 
 import pytest
+from drawn_schedules import unhurried
 from hypothesis import given
 from hypothesis import strategies as st
-from test_schedules import unhurried
 
 from naranhi import schedules
 from naranhi.schedules import Schedule, simulate

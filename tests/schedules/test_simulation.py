@@ -5,9 +5,9 @@ from itertools import pairwise
 
 import own_schedules
 import pytest
+from drawn_schedules import microbatches, right_schedules, stages, unhurried
 from hypothesis import given
 from hypothesis import strategies as st
-from test_schedules import microbatches, right_schedules, stages, unhurried
 
 from naranhi import schedules
 from naranhi.schedules import Action, Schedule, ScheduleError, Span, Timeline, simulate

@@ -1,9 +1,9 @@
 """Weight versions and staleness, as they follow from schedules without a flush."""
 
 import pytest
+from drawn_schedules import right_schedules, unhurried
 from hypothesis import given
 from hypothesis import strategies as st
-from test_schedules import right_schedules, unhurried
 
 from naranhi import schedules
 from naranhi.schedules import Action, Schedule, ScheduleError

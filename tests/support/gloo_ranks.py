@@ -143,3 +143,24 @@ def first_ranks(ranks):
             list(range(ranks)), timeout=datetime.timedelta(seconds=20), group_desc="unchecked"
         )
     return _groups[ranks]
+
+
+_places = []  # in a rank: which of the processes it is, whatever world it is in
+
+
+def in_a_world(ranks, store, function, *args):
+    """In a rank: the result, where the first ranks are the world; None on the others."""
+    rank = dist.get_rank() if not _places else _places[0]
+    _places[:] = [rank]
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if rank >= ranks:
+        return None
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=ranks,
+        timeout=datetime.timedelta(seconds=40),
+    )
+    return function(*args)

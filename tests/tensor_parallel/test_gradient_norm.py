@@ -7,7 +7,7 @@ from math import inf
 import pytest
 import torch
 import torch.distributed as dist
-from test_mesh import eight, make, one_process  # noqa: F401  (eight is a fixture)
+from replicas import make, one_process
 from torch import nn
 
 from naranhi import models, schedules, train
@@ -98,7 +98,7 @@ def clipped(sizes, work, sequence=False):
     ],
 )
 @pytest.mark.parametrize("work", ["gpt2", "tied gpt2"])
-def test_a_norm_is_that_of_the_whole_model(eight, sizes, sequence, work):  # noqa: F811
+def test_a_norm_is_that_of_the_whole_model(eight, sizes, sequence, work):
     for found in eight(sizes[0] * sizes[1] * sizes[2], clipped, sizes, work, sequence):
         for norm_type, (before, after, off) in found.items():
             assert before == pytest.approx(1, rel=1e-6), norm_type
@@ -122,7 +122,7 @@ def counted_twice(sizes, work):
         return norm_of_parts({None: gradients}, 2.0, [mesh.pipeline]) / norm
 
 
-def test_a_tied_copy_would_show(eight):  # noqa: F811
+def test_a_tied_copy_would_show(eight):
     assert all(ratio > 1.01 for ratio in eight(2, counted_twice, (1, 2, 1), "tied gpt2"))
     assert eight(2, counted_twice, (1, 2, 1), "gpt2") == pytest.approx([1, 1], rel=1e-5)
 
@@ -141,7 +141,7 @@ def replicas():
     return clip_grad_norm_(model, 1.0), alone
 
 
-def test_replicas_count_once(eight):  # noqa: F811
+def test_replicas_count_once(eight):
     for norm, alone in eight(2, replicas):
         assert norm == pytest.approx(alone, rel=1e-6)
 
@@ -159,7 +159,7 @@ def split_over_the_default_group():
     return clip_grad_norm_(nn.ModuleList(layers), 1.0), expected.item()
 
 
-def test_shards_over_the_default_group_are_summed(eight):  # noqa: F811
+def test_shards_over_the_default_group_are_summed(eight):
     for norm, alone in eight(2, split_over_the_default_group):
         assert norm == pytest.approx(alone, rel=1e-6)
 
@@ -185,7 +185,7 @@ def not_finite():
     return None
 
 
-def test_a_norm_that_is_not_finite_is_an_error_on_every_rank(eight):  # noqa: F811
+def test_a_norm_that_is_not_finite_is_an_error_on_every_rank(eight):
     assert eight(2, not_finite) == [("the gradients' norm is nan", True)] * 2
 
 
@@ -202,7 +202,7 @@ def too_early():
     return str(error.value)
 
 
-def test_parts_of_the_sequence_must_be_summed_first(eight):  # noqa: F811
+def test_parts_of_the_sequence_must_be_summed_first(eight):
     for told in eight(2, too_early):
         assert "is this rank's part of a sum: call sum_sequence_gradients before clipping" in told
 
@@ -213,7 +213,7 @@ def losses(arguments):
         return [step.loss for step in training]
 
 
-def test_training_clips_alike_on_every_mesh(eight):  # noqa: F811
+def test_training_clips_alike_on_every_mesh(eight):
     options = "--steps 4 --microbatches 2 --clip 0.5 "  # Adam's first step is the same
     alone = eight(1, losses, options)[0]
     assert eight(1, losses, options.replace("--clip 0.5", ""))[0][-1] != pytest.approx(
