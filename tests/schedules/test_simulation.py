@@ -234,3 +234,10 @@ def test_a_measured_timeline_starts_whenever_it_likes():
 
 def test_no_time_at_all_is_no_bubble():
     assert simulate(schedules.gpipe(2, 2), 0, 0).bubble_rate == 0
+
+
+def test_what_is_exact_stays_exact():
+    third = Fraction(1, 3)
+    timeline = simulate(schedules.pipedream(2, 4), third, 2 * third)
+    assert {type(one) for one in (timeline.cost, *timeline.busy)} == {Fraction}
+    assert all(type(span.end) is Fraction for row in timeline.rows for span in row)

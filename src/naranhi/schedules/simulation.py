@@ -2,7 +2,7 @@
 
 A rank runs one action at a time, in its schedule's order, and starts each as soon as the message
 that it needs has arrived. All times are in one unit of your choice. Numbers of any type
-work: with `fractions.Fraction` (and latency=0) the results are exact.
+work: with `fractions.Fraction` the results are exact.
 """
 
 from math import isfinite
@@ -17,10 +17,10 @@ def simulate(
     forward: float | list[float] | tuple[float, ...] = 1.0,
     backward: float | list[float] | tuple[float, ...] = 2.0,
     *,
-    latency: float = 0.0,
+    latency: float = 0,
     input_grad: float | list[float] | tuple[float, ...] | None = None,
     weight_grad: float | list[float] | tuple[float, ...] | None = None,
-    update: float | list[float] | tuple[float, ...] = 0.0,
+    update: float | list[float] | tuple[float, ...] = 0,
 ) -> Timeline:
     """Return the Timeline of a schedule, from time 0.
 
