@@ -239,7 +239,7 @@ def test_source_without_docstrings_keeps_comments():
 
 @pytest.mark.parametrize("item", [torch.nn.Linear, inspect.getsource, len, 3])
 def test_source_of_others_is_refused(item, shown):
-    with pytest.raises(ValueError, match=r"does not come from src/naranhi|no source to show"):
+    with pytest.raises(ValueError, match=r"does not come from src/|no source to show"):
         show.source(item)
     assert not shown
 
@@ -645,3 +645,47 @@ def test_the_committed_images_are_what_is_drawn():
         assert (IMAGES / name).read_text(encoding="utf-8") == text, f"{name}: run `make images`"
         assert len(text) < 100_000
         ElementTree.fromstring(text)
+
+
+def before(x):
+    """Return the sum."""
+    total = x + 1
+    unchanged = 2
+    unchanged += 3
+    unchanged += 4
+    return total + unchanged
+
+
+def after(x):
+    """Return the sum, of all ranks."""
+    total = x + 2
+    unchanged = 2
+    unchanged += 3
+    unchanged += 4
+    return [total, unchanged]
+
+
+def test_changes_are_the_lines_that_go_and_come(monkeypatch, shown):
+    monkeypatch.setattr("naranhi.show._source.ROOT", Path(__file__).parents[1])
+    show.changes(before, after)
+    show.changes(before, (Path(__file__), "after"))
+    (data, _), (again, _) = shown
+    assert again == data
+    assert data["text/plain"].splitlines() == [
+        "# src/show/test_show.py, before → src/show/test_show.py, after",
+        "-def before(x):",
+        "-    total = x + 1",
+        "+def after(x):",
+        "+    total = x + 2",
+        "     unchanged = 2",
+        "   ...",
+        "     unchanged += 4",
+        "-    return total + unchanged",
+        "+    return [total, unchanged]",
+    ]
+
+
+def test_two_functions_that_are_the_same_have_no_changes(monkeypatch):
+    monkeypatch.setattr("naranhi.show._source.ROOT", Path(__file__).parents[1])
+    with pytest.raises(ValueError, match="before is the same as"):
+        show.changes(before, before)

@@ -22,7 +22,7 @@ from naranhi.show._journey import journey
 from naranhi.show._lanes import lanes
 from naranhi.show._panels import panels
 from naranhi.show._play import play
-from naranhi.show._source import source
+from naranhi.show._source import changes, source
 from naranhi.show._states import states
 from naranhi.show._table import rate, seconds, size, table
 from naranhi.show._timeline import timeline
@@ -31,6 +31,7 @@ __all__ = [
     "COLORS",
     "axes",
     "bars",
+    "changes",
     "collective",
     "figure",
     "grids",

@@ -1,8 +1,9 @@
-"""Show source from src/, highlighted, under the name of its file."""
+"""Show source from src/, highlighted, under the name of its file; and what changes between two."""
 
 from __future__ import annotations
 
 import ast
+import difflib
 import html
 import inspect
 import itertools
@@ -14,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 from IPython.display import display
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
-from pygments.lexers import PythonLexer
+from pygments.lexers import DiffLexer, PythonLexer
 
 if TYPE_CHECKING:
     from types import ModuleType
 
-ROOT = Path(__file__).resolve().parents[1]  # src/naranhi
+ROOT = Path(__file__).resolve().parents[2]  # src: the package and the recipes
 
 # The book's site has its own colours for pygments' classes. Elsewhere (JupyterLab, Colab) these
 # rules apply; :where() has no specificity, so any rule of the page overrides them.
@@ -35,6 +36,8 @@ background:transparent}
 :where(.naranhi-source) :where(.mi,.mf){color:var(--jp-mirror-editor-number-color,#12807a)}
 :where(.naranhi-source) :where(.c1){color:var(--jp-mirror-editor-comment-color,#6f7b85);\
 font-style:italic}
+:where(.naranhi-source) :where(.gi){color:#2e8166}
+:where(.naranhi-source) :where(.gd){color:#c2524e}
 """
 
 
@@ -64,11 +67,44 @@ def source(*objects: Callable[..., Any] | ModuleType, docstrings: bool = True) -
                 "\n\n".join(_text(item, docstrings) for item in neighbours),
             )
         )
+    _display(parts, PythonLexer())
+
+
+def changes(
+    before: Callable[..., Any], after: Callable[..., Any] | tuple[Path, str], context: int = 1
+) -> None:
+    """Show what changes from one function of src/ to another: lines that go (-) and come (+).
+
+    Args:
+        before: the function to start from.
+        after: the function that it becomes; or its file and its name, for a module whose import
+            would do more than define it.
+        context: the number of lines that stay, shown around each change; what is left out between
+            two changes is shown as three dots.
+
+    Raises:
+        ValueError: an object does not come from src/, or nothing changes.
+    """
+    texts = [_text(item, docstrings=False).splitlines() for item in (before, after)]
+    lines = list(difflib.unified_diff(*texts, n=context, lineterm=""))[2:]
+    if not lines:
+        raise ValueError(f"{before.__qualname__} is the same as {after}")
+    shown = ["   ..." if line.startswith("@@") else line for line in lines]
+    heading = " → ".join(f"{_file(item)}, {_name(item)}" for item in (before, after))
+    _display([(heading, "\n".join(shown[1:]) + "\n")], DiffLexer())
+
+
+def _name(item):
+    return item[1] if isinstance(item, tuple) else item.__qualname__
+
+
+def _display(parts, lexer):
+    """Display [(heading, text), ...], highlighted."""
     # JupyterLab would wrap long lines, and lose the indentation, which has a meaning.
     formatter = HtmlFormatter(prestyles="white-space:pre;overflow-x:auto")
     blocks = "".join(
         f'<div class="naranhi-file" style="margin:.6em 0 .2em;font-size:.9em"><code>'
-        f"{html.escape(heading)}</code></div>{highlight(text, PythonLexer(), formatter)}"
+        f"{html.escape(heading)}</code></div>{highlight(text, lexer, formatter)}"
         for heading, text in parts
     )
     display(
@@ -82,17 +118,23 @@ def source(*objects: Callable[..., Any] | ModuleType, docstrings: bool = True) -
 
 def _file(item):
     try:
-        path = Path(inspect.getsourcefile(inspect.unwrap(item))).resolve()
+        path = item[0] if isinstance(item, tuple) else inspect.getsourcefile(inspect.unwrap(item))
+        path = Path(path).resolve()
     except TypeError:
         raise ValueError(f"{item!r} has no source to show") from None
     if not path.is_relative_to(ROOT):
         name = getattr(item, "__qualname__", repr(item))
-        raise ValueError(f"{name} does not come from src/naranhi")
-    return "src/naranhi/" + path.relative_to(ROOT).as_posix()
+        raise ValueError(f"{name} does not come from src/")
+    return "src/" + path.relative_to(ROOT).as_posix()
 
 
 def _text(item, docstrings):
-    text = textwrap.dedent(inspect.getsource(inspect.unwrap(item))).rstrip() + "\n"
+    if isinstance(item, tuple):
+        text = item[0].read_text()
+        [node] = [one for one in ast.parse(text).body if getattr(one, "name", None) == item[1]]
+        text = ast.get_source_segment(text, node) + "\n"
+    else:
+        text = textwrap.dedent(inspect.getsource(inspect.unwrap(item))).rstrip() + "\n"
     return text if docstrings else _without_docstrings(text)
 
 
