@@ -43,11 +43,11 @@ def test_neither_launcher():
     assert done.returncode != 0
 
 
-def batch(slurm, script, folder, *options, timeout=120):
-    """Submit a script, wait for its end, return what it printed."""
+def batch(slurm, script, folder, *options, timeout=120, program=()):
+    """Submit a script (with arguments), wait for its end, return what it printed."""
     output = folder / "output"
     command = ["sbatch", "--parsable", f"--chdir={folder}", f"--output={output}", "-n4"]
-    job = run([*command, "--overcommit", *options, script], env=slurm).strip()
+    job = run([*command, "--overcommit", *options, script, *program], env=slurm).strip()
     end = time.monotonic() + timeout
     # (sbatch --wait would look only every half minute)
     while run(["squeue", "--noheader", f"--jobs={job}", "--states=PD,R,CG"], env=slurm).strip():
