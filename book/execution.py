@@ -6,7 +6,8 @@ The key is made of
 
 - ``cells``: the code cells, in order;
 - ``modules``: each module of ``src/naranhi`` that they import, directly or through another, with
-  the hash of its text, found by reading the import statements and running nothing;
+  the hash of its text, found by reading the import statements and running nothing; and the recipes,
+  where a cell names their folder;
 - ``requirements``: the hash of ``requirements.txt``;
 - ``device``: ``cpu``, or ``cuda`` where torch sees a GPU.
 
@@ -104,7 +105,10 @@ def key(notebook, root: Path) -> dict:
     cells = code_cells(notebook)
     flow = {"raises-exception", "skip-execution"}
     text = [[c.id, c.source, sorted(flow & set(c.metadata.get("tags", [])))] for c in cells]
-    modules = modules_used([cell.source for cell in cells], root / "src" / PACKAGE)
+    sources = [cell.source for cell in cells]
+    modules = modules_used(sources, root / "src" / PACKAGE)
+    if any('"recipes"' in source for source in sources):
+        modules |= {f"recipes/{file.name}": file for file in (root / "src/recipes").glob("*.*")}
     return {
         "cells": digest(repr(text)),
         "modules": {name: digest(file.read_bytes()) for name, file in sorted(modules.items())},

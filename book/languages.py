@@ -54,6 +54,7 @@ LANGUAGES = (
             "Communication": "통신",
             "Pipelines": "파이프라인",
             "Data and tensors": "데이터와 텐서",
+            "In practice": "실전",
             "Reference": "찾아보기",
         },
         fold={
