@@ -27,10 +27,10 @@ class Grade:
     schedule: Schedule | None = None
     timeline: Timeline | None = None
 
-    def __bool__(self):
+    def __bool__(self) -> bool:
         return not self.faults
 
-    def __str__(self):
+    def __str__(self) -> str:
         return "; ".join(self.faults) or "passes"
 
 

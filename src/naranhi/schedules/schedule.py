@@ -28,6 +28,9 @@ class ScheduleError(ValueError):
         action: The action at fault, or None; also an attribute.
     """
 
+    rank: int | None
+    action: Action | None
+
     def __init__(self, message: str, rank: int | None = None, action: Action | None = None):
         super().__init__(message)
         self.rank, self.action = rank, action
@@ -71,7 +74,7 @@ class Action(NamedTuple):
             return cls(int(stage), kind, None, int(number))
         return cls(int(stage), kind, int(number), int(version or 0))
 
-    def __str__(self):
+    def __str__(self) -> str:
         if self.kind == "U":
             return f"{self.stage}U{self.version}"
         return f"{self.stage}{self.kind}{self.microbatch}" + f"@{self.version}" * bool(self.version)
@@ -112,21 +115,21 @@ class Schedule:
 
     rows: tuple[tuple[Action, ...], ...]
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         rows = self.rows.strip().splitlines() if isinstance(self.rows, str) else self.rows
         rows = tuple(_row(rank, row) for rank, row in enumerate(rows))
         object.__setattr__(self, "rows", rows)
 
-    def __getitem__(self, rank):
+    def __getitem__(self, rank: int) -> tuple[Action, ...]:
         return self.rows[rank]
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.rows)
 
-    def __str__(self):
+    def __str__(self) -> str:
         return "\n".join(" ".join(map(str, row)) for row in self.rows)
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f'Schedule("""\n{self}\n""")'
 
     @property

@@ -34,7 +34,7 @@ class Timeline:
 
     rows: tuple[tuple[Span, ...], ...]
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         object.__setattr__(self, "rows", tuple(map(tuple, self.rows)))
         for rank, spans in enumerate(self.rows):
             if not spans:
@@ -47,13 +47,13 @@ class Timeline:
                     )
                 free = end
 
-    def __getitem__(self, rank):
+    def __getitem__(self, rank: int) -> tuple[Span, ...]:
         return self.rows[rank]
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.rows)
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         numbers = f"cost={float(self.cost):g}, bubble_rate={float(self.bubble_rate):.3g}"
         return f"<Timeline of {len(self)} ranks: {numbers}>"
 
