@@ -41,8 +41,8 @@ class Call:
     @classmethod
     def of(
         cls,
-        function: Callable,
-        args: tuple,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
         kwargs: dict[str, Any],
         name: str | None = None,
     ) -> tuple[Call, list[torch.Tensor]]:

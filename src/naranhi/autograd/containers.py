@@ -13,6 +13,10 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
+from torch.autograd.function import FunctionCtx
+
+# What was copied: (container or tensor, its replacement, the replacement's items).
+Copies = list[tuple[Any, Any, list[tuple[Any, Any]]]]
 
 
 class AfterBackward(torch.autograd.Function):
@@ -23,7 +27,7 @@ class AfterBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, call: Callable[[], object], *tensors: torch.Tensor
+        ctx: FunctionCtx, call: Callable[[], object], *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         """Return the inputs unchanged."""
         ctx.call = call
@@ -31,13 +35,15 @@ class AfterBackward(torch.autograd.Function):
         return tensors
 
     @staticmethod
-    def backward(ctx, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(
+        ctx: FunctionCtx, *gradients: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
         """Run the call, and return the gradients unchanged."""
         ctx.call()
         return None, *gradients
 
 
-def watch_backward(call: Callable[[], None], value: Any, copies: list | None) -> Any:
+def watch_backward(call: Callable[[], None], value: Any, copies: Copies | None) -> Any:
     """Return the pytree, its tensors that require a gradient passed through `AfterBackward`."""
     inputs = [one for one in tensors_of(value) if one.requires_grad]
     if not inputs:
@@ -60,7 +66,7 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
 
 
 def map_tensors(
-    function: Callable[[torch.Tensor], Any], value: Any, copies: list | None = None
+    function: Callable[[torch.Tensor], Any], value: Any, copies: Copies | None = None
 ) -> Any:
     """Return the pytree with function(tensor) in place of each tensor.
 
@@ -85,7 +91,7 @@ def map_tensors(
     return new
 
 
-def write_back(copies: list) -> None:
+def write_back(copies: Copies) -> None:
     """Apply what was changed in copied containers (see `map_tensors`) to the originals as well."""
     original = {id(new): value for value, new, _ in copies}
     for value, new, items in reversed(copies):

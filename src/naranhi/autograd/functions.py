@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import FunctionCtx
 
 
 class ReLU(torch.autograd.Function):
@@ -22,14 +23,14 @@ class ReLU(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: FunctionCtx, x: torch.Tensor) -> torch.Tensor:
         """Return max(x, 0)."""
         y = x.clamp(min=0)
         ctx.save_for_backward(y)
         return y
 
     @staticmethod
-    def backward(ctx, gradient: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> torch.Tensor:
         """Return dL/dx."""
         (y,) = ctx.saved_tensors
         return gradient.masked_fill(y <= 0, 0)
@@ -43,14 +44,14 @@ class MaskedReLU(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: FunctionCtx, x: torch.Tensor) -> torch.Tensor:
         """Return max(x, 0)."""
         closed = x <= 0
         ctx.save_for_backward(closed)
         return x.masked_fill(closed, 0)
 
     @staticmethod
-    def backward(ctx, gradient: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> torch.Tensor:
         """Return dL/dx."""
         (closed,) = ctx.saved_tensors
         return gradient.masked_fill(closed, 0)
@@ -80,7 +81,9 @@ class MaxPool2d(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, window: int, stride: int | None = None) -> torch.Tensor:
+    def forward(
+        ctx: FunctionCtx, x: torch.Tensor, window: int, stride: int | None = None
+    ) -> torch.Tensor:
         """Return the maxima."""
         stride = window if stride is None else stride
         if x.dim() != 4:
@@ -96,7 +99,7 @@ class MaxPool2d(torch.autograd.Function):
         return windows.gather(-1, place).squeeze(-1)
 
     @staticmethod
-    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         """Return dL/dx, and None for the window and the stride."""
         place = ctx.saved_tensors[0].long()
         rows, columns = (
@@ -127,7 +130,7 @@ class Dropout(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, probability: float) -> torch.Tensor:
+    def forward(ctx: FunctionCtx, x: torch.Tensor, probability: float) -> torch.Tensor:
         """Return x with some elements 0 and the others scaled up."""
         if not 0 <= probability < 1:
             raise ValueError(f"a probability in [0, 1), not {probability!r}")
@@ -137,7 +140,7 @@ class Dropout(torch.autograd.Function):
         return x * kept * ctx.scale
 
     @staticmethod
-    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Return dL/dx, and None for the probability."""
         (kept,) = ctx.saved_tensors
         return gradient * kept * ctx.scale, None
@@ -150,6 +153,9 @@ class FunctionLayer(nn.Module):
         function: called with the layer's input, then `arguments`.
         *arguments: the function's other arguments, the same in every call.
     """
+
+    function: Callable[..., torch.Tensor]
+    arguments: tuple[Any, ...]
 
     def __init__(self, function: Callable[..., torch.Tensor], *arguments: Any) -> None:
         super().__init__()

@@ -68,9 +68,9 @@ class ModuleHook(Hook):
         self._kept, self._copying = method.__self__ if keep else None, copying
 
     # torch.compiler.disable without its import, which takes seconds even if nothing is compiled.
-    __call__ = torch._disable_dynamo(Hook.__call__)
+    __call__: Callable[..., Any] = torch._disable_dynamo(Hook.__call__)
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[type[Silent], tuple[()]]:
         if self._copying:
             self._copying()
         return Silent, ()
@@ -96,6 +96,10 @@ class Handles:
         last: those of hooks that must run after all others of their module or parameter.
         others: the rest.
     """
+
+    first: list[RemovableHandle]
+    last: list[RemovableHandle]
+    others: list[RemovableHandle]
 
     def __init__(
         self,

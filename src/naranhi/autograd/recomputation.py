@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
+from torch.autograd.function import FunctionCtx, once_differentiable
 
 from naranhi.autograd.calls import Call, find_stranger
 from naranhi.autograd.parameter_hooks import at_rest, wait_where_none
@@ -77,7 +77,9 @@ class RecomputeFunction(torch.autograd.Function):
     """The node of `recompute` in autograd's graph."""
 
     @staticmethod
-    def forward(ctx, run: Call, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: FunctionCtx, run: Call, count: int, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         """Run the call without a graph on the first `count` tensors; the rest are parameters."""
         ctx.run, ctx.parameters = run, tensors[count:]
         ctx.circumstances = _Circumstances(tensors, run.function)
@@ -93,7 +95,9 @@ class RecomputeFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(
+        ctx: FunctionCtx, *gradients: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
         """Run the call again, with a graph, and differentiate that."""
         saved, wants_gradient = ctx.saved_tensors, ctx.needs_input_grad[2:]
         count = len(saved) - len(ctx.parameters)

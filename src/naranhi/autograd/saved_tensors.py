@@ -7,7 +7,7 @@ What is kept is not "the outputs of the layers" but whatever each operation's ba
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import nn
@@ -58,10 +58,14 @@ class SavedTensors(saved_tensors_hooks):
         peak: the maximum of `held` so far.
     """
 
+    parameter_bytes: int
+    held: int
+    peak: int
+
     def __init__(self, layers: nn.Module | dict[str, nn.Module] | Iterable[nn.Module]) -> None:
         super().__init__(self.pack, self._unpack)
-        self.layers = _named(layers)
-        self.items = []
+        self.layers: dict[str, nn.Module] = _named(layers)
+        self.items: list[Saved] = []
         self.parameter_bytes = self.held = self.peak = 0
         self._within, self._hooks = [""], []
         self._known, self._users = {}, {}  # storages: of parameters; of activations, users of each
@@ -79,7 +83,7 @@ class SavedTensors(saved_tensors_hooks):
             sums[item.layer] = sums.get(item.layer, 0) + item.bytes
         return sums
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         for name, layer in self.layers.items():
             for tensor in (*layer.parameters(), *layer.buffers()):
                 self._known.setdefault(tensor.untyped_storage(), False)
@@ -90,7 +94,7 @@ class SavedTensors(saved_tensors_hooks):
         super().__enter__()
         return self
 
-    def __exit__(self, *error):
+    def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         while self._hooks:
             self._hooks.pop().remove()
@@ -135,12 +139,15 @@ class SavedTensors(saved_tensors_hooks):
 class _Kept:
     """A saved tensor in autograd's graph: once the graph frees it, it is no longer held."""
 
-    def __init__(self, saved, tensor):
+    saved: SavedTensors
+    tensor: torch.Tensor
+
+    def __init__(self, saved: SavedTensors, tensor: torch.Tensor) -> None:
         # Detached: an operation's own output references the operation, which would reference it.
         self.saved, self.tensor = saved, tensor.detach()
         saved.hold(self.tensor)
 
-    def __del__(self):
+    def __del__(self) -> None:
         self.saved.release(self.tensor)
 
 

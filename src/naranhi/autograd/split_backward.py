@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
+from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
@@ -105,7 +105,7 @@ class SplitFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx,
+        ctx: FunctionCtx,
         layer: Splittable,
         call: Call,
         with_graph: bool,
@@ -137,7 +137,7 @@ class SplitFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: FunctionCtx, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Compute the input gradients; the weight gradients too, or leave them for later."""
         start = perf_counter()
         layer, inputs, weights, later = ctx.layer, ctx.inputs, ctx.weights, ctx.layer.later

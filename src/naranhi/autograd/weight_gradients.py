@@ -26,6 +26,8 @@ class Later:
         done: as `Splittable.done`.
     """
 
+    defer: Callable[[Later], None]
+
     def __init__(
         self,
         defer: Callable[[Later], None],

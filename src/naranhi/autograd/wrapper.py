@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 
@@ -20,7 +22,7 @@ class Wrapper(nn.Module):
         self.register_state_dict_post_hook(_strip_layer)
         self.register_load_state_dict_pre_hook(_add_layer)
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
