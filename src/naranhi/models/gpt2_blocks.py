@@ -33,6 +33,11 @@ class GPT2Embedding(nn.Module):
         ValueError: in the forward, for a sequence longer than the model has positions.
     """
 
+    wte: nn.Embedding
+    wpe: nn.Embedding
+    drop: nn.Dropout
+    positions: int
+
     def __init__(self, transformer: GPT2Model) -> None:
         super().__init__()
         self.wte, self.wpe, self.drop = transformer.wte, transformer.wpe, transformer.drop
@@ -58,6 +63,9 @@ class GPT2Block(nn.Module):
         block: the block of `transformers`.
         attention: "sdpa" or "eager", as in `gpt2`.
     """
+
+    block: nn.Module
+    attention: str
 
     def __init__(self, block: nn.Module, attention: str) -> None:
         super().__init__()
@@ -96,6 +104,9 @@ class GPT2Head(nn.Module):
         transformer: the model whose final norm this layer uses.
         head: from the hidden state to one logit for each token of the vocabulary.
     """
+
+    ln_f: nn.LayerNorm
+    lm_head: nn.Linear
 
     def __init__(self, transformer: GPT2Model, head: nn.Linear) -> None:
         super().__init__()

@@ -15,6 +15,9 @@ class MLPBlock(nn.Module):
         inner: the size in between.
     """
 
+    up: nn.Linear
+    down: nn.Linear
+
     def __init__(self, hidden: int, inner: int) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(hidden, inner), nn.Linear(inner, hidden)

@@ -48,7 +48,7 @@ class Paced(Splittable):
         weight_grad: float | None = None,
     ) -> None:
         super().__init__(layer)
-        self.times = {
+        self.times: dict[str, float] = {
             "forward": forward,
             "backward": backward,
             "input_grad": backward / 2 if input_grad is None else input_grad,
@@ -57,7 +57,7 @@ class Paced(Splittable):
         for name, seconds in self.times.items():
             if not (isfinite(seconds) and seconds >= 0):
                 raise ValueError(f"{name} is a time in seconds, 0 or more, not {seconds!r}")
-        self.late = 0
+        self.late: int = 0
 
     def done(self, start: float, what: str) -> None:
         """Wait until `what` has taken its time since `start`."""

@@ -36,6 +36,16 @@ class TransformerLayer(nn.Module):
         ValueError: if hidden is not a multiple of heads, or for another value of `recompute`.
     """
 
+    heads: int
+    dropout: float
+    recompute: str
+    norm1: nn.LayerNorm
+    norm2: nn.LayerNorm
+    qkv: nn.Linear
+    projection: nn.Linear
+    up: nn.Linear
+    down: nn.Linear
+
     def __init__(
         self, hidden: int, heads: int, dropout: float = 0.1, recompute: str = "none"
     ) -> None:

@@ -11,8 +11,10 @@ import json
 import platform
 import re
 import sysconfig
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
@@ -34,7 +36,7 @@ LEFT_OUT = {
 }
 
 
-def paragraphs(text):
+def paragraphs(text: str) -> Iterator[str]:
     """The paragraphs of a page that are prose, each on one line as SQuAD's are."""
     text = re.sub(r"^(```|~~~|:::).*?^\1", "", text, flags=re.DOTALL | re.MULTILINE)
     text = re.sub(r"\{[\w:]+\}`([^`]*)`", r"\1", text)  # a role of MyST: what it is applied to
@@ -45,7 +47,7 @@ def paragraphs(text):
             yield line
 
 
-def book_pages():
+def book_pages() -> Iterator[tuple[str, str]]:
     """(title, text in Markdown) of the book's pages and chapters."""
     for path in sorted((BOOK / "book" / "en").glob("*.md")):
         yield path.stem, path.read_text()
@@ -55,7 +57,7 @@ def book_pages():
         yield path.stem, "\n\n".join(prose)
 
 
-def docstrings():
+def docstrings() -> Iterator[tuple[str, str]]:
     """(module, its docstrings) of the standard library, but for files with terms of their own."""
     library = Path(sysconfig.get_path("stdlib"))
     for path in sorted(library.rglob("*.py")):
@@ -73,7 +75,7 @@ def docstrings():
         yield name, "\n\n".join(text for text in found if text and text.isascii())
 
 
-def articles():
+def articles() -> Iterator[dict[str, Any]]:
     """SQuAD's `data`: a title and its paragraphs each, without questions. No paragraph twice."""
     seen = set()
     for title, text in (*sorted(topics.items()), *docstrings(), *book_pages()):
@@ -83,7 +85,7 @@ def articles():
             yield {"title": title, "paragraphs": [{"context": one, "qas": []} for one in fresh]}
 
 
-def tokenizer(contexts):
+def tokenizer(contexts: Iterable[str]) -> Tokenizer:
     """Byte-level BPE as GPT-2 has it, with fewer words; its one special token ends a text."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -101,7 +103,8 @@ def tokenizer(contexts):
     return made
 
 
-def main():
+def main() -> None:
+    """Write the corpus, the tokenizer and the licence of Python's texts beside this file."""
     data = list(articles())
     contexts = [one["context"] for article in data for one in article["paragraphs"]]
     version = f"Naranhi's pages, and texts of Python {platform.python_version()}"
