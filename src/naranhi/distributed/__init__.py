@@ -5,6 +5,7 @@ need torch.
 """
 
 import importlib
+from typing import Any
 
 # In full, so that `book/execution.py` finds what a chapter depends on.
 _HOME = {
@@ -18,7 +19,7 @@ _HOME = {
 __all__ = ["Mesh", "agree", "fingerprint", "from_all_ranks", "join", "raise_on_all"]
 
 
-def __getattr__(name):
+def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ import torch.distributed as dist
 Result = TypeVar("Result")
 
 
-def from_all_ranks(value: object, group: dist.ProcessGroup | None = None) -> list:
+def from_all_ranks(value: object, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return the values of all ranks of a group, by rank. Every rank of the group calls this.
 
     Args:

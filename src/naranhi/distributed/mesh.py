@@ -19,10 +19,10 @@ Megatron-LM" (2021), section 3, on why tensor parallelism belongs inside a node.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from naranhi.distributed.agreement import agree
 
@@ -65,6 +65,13 @@ class Mesh:
             is made.
     """
 
+    data: dist.ProcessGroup
+    pipeline: dist.ProcessGroup
+    tensor: dist.ProcessGroup
+    sizes: Place
+    place: Place
+    device_mesh: DeviceMesh
+
     def __init__(self, data: int = 1, pipeline: int = 1, tensor: int = 1):
         self.sizes = Place(data, pipeline, tensor)
         agree(size_of_the_mesh=str(self))
@@ -82,7 +89,7 @@ class Mesh:
         self.data, self.pipeline, self.tensor = map(self.device_mesh.get_group, Place._fields)
         self.place = Place(*map(self.device_mesh.get_local_rank, Place._fields))
 
-    def __str__(self):
+    def __str__(self) -> str:
         return " x ".join(f"{axis} {size}" for axis, size in self.sizes._asdict().items())
 
     def close(self) -> None:
@@ -91,8 +98,8 @@ class Mesh:
             if group is not dist.group.WORLD:
                 dist.destroy_process_group(group)
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error):
+    def __exit__(self, *error: object) -> None:
         self.close()
