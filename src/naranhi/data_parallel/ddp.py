@@ -69,6 +69,14 @@ class DDP:
             known to have ended, which is after the backward.
     """
 
+    model: nn.Module
+    group: dist.ProcessGroup | None
+    buffers: bool
+    finite: bool
+    tell: Callable[[str, str | int], object]
+    names: dict[nn.Parameter, str]
+    buckets: list[GradientBucket]
+
     def __init__(
         self,
         model: nn.Module,
@@ -259,6 +267,12 @@ class GradientBucket:
     Args:
         parameters: Those whose gradients share this bucket, of one dtype and device.
     """
+
+    flat: torch.Tensor
+    views: dict[nn.Parameter, torch.Tensor]
+    flags: torch.Tensor
+    awaited: set[nn.Parameter]
+    work: dist.Work | None
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         sizes = [one.numel() for one in parameters]
