@@ -8,6 +8,9 @@ takes no memory, and raises an error when it is used.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
 import torch
 
 
@@ -28,14 +31,20 @@ class Elsewhere(torch.Tensor):
         self.text = text
         return self
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__: Callable[..., Any] = torch._C._disabled_torch_function_impl
 
     @classmethod
-    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        cls,
+        function: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> NoReturn:
         first = next(arg for arg in _flat((args, kwargs or {})) if isinstance(arg, cls))
         raise RuntimeError(first.text)
 
-    def __repr__(self, **options):
+    def __repr__(self, **options: Any) -> str:
         return f"<{self.text}>"
 
 

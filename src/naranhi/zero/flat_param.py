@@ -49,6 +49,24 @@ class FlatParam:
         gradient: This rank's shard of the sum over the ranks; None until it is reduced.
     """
 
+    group: dist.ProcessGroup
+    stage: int
+    group_of: Mapping[nn.Parameter, int]
+    tag: int
+    rank: int
+    ranks: int
+    shapes: list[torch.Size]
+    places: list[slice]
+    length: int
+    size: int
+    shard: torch.Tensor
+    master: torch.Tensor
+    starts: dict[int, int]
+    spans: dict[int, slice]
+    pieces: dict[int, nn.Parameter]
+    gradient: torch.Tensor | None
+    seen: set[nn.Parameter]
+
     def __init__(
         self,
         named: Sequence[tuple[str, nn.Parameter]],
@@ -60,21 +78,21 @@ class FlatParam:
     ) -> None:
         self.group, self.stage, self.group_of, self.tag = group, stage, group_of, tag
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-        self.names = [name for name, _ in named]
-        self.parameters = [one for _, one in named]
-        self.name_of = {param: name for name, param in named}
-        self.trained = self.parameters[0].requires_grad
+        self.names: list[str] = [name for name, _ in named]
+        self.parameters: list[nn.Parameter] = [one for _, one in named]
+        self.name_of: dict[nn.Parameter, str] = {param: name for name, param in named}
+        self.trained: bool = self.parameters[0].requires_grad
         self.shapes, self.places, end = [one.shape for one in self.parameters], [], 0
         for one in self.parameters:
             self.places.append(slice(end, end + one.numel()))
             end += -(-one.numel() // ALIGN) * ALIGN
         self.length, self.size = end, shard_size(end, self.ranks)
-        self.mine = slice(self.rank * self.size, (self.rank + 1) * self.size)
+        self.mine: slice = slice(self.rank * self.size, (self.rank + 1) * self.size)
 
         values = self.parameters[0].detach().new_zeros(self.size * self.ranks)
         for one, place in zip(self.parameters, self.places, strict=True):
             values[place].copy_(one.detach().reshape(-1))
-        self.whole = values.to(dtype)
+        self.whole: torch.Tensor = values.to(dtype)
         self.shard = self.whole[self.mine] if stage < 3 else self.whole[self.mine].clone()
         self.master = self.shard if dtype == values.dtype else values[self.mine].clone()
         self.starts, self.spans, self.pieces = {}, {}, {}
@@ -102,7 +120,7 @@ class FlatParam:
         self.seen = set()  # parameters that got a gradient in this step, on this rank
         self._stand_ins = {}  # by parameter, for `.grad` once the gradients are reduced
         if self.trained:
-            self.gradients = torch.zeros_like(self.whole)
+            self.gradients: torch.Tensor = torch.zeros_like(self.whole)
             self._gradient_of = dict(zip(self.parameters, self.cut(self.gradients), strict=True))
             self._gradient_rows = self.gradients.view(self.ranks, -1).unbind()
             ends = [*(place.start for place in self.places[1:]), len(self.gradients)]

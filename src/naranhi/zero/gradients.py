@@ -10,8 +10,10 @@ import torch.distributed as dist
 from naranhi.data_parallel.sync import have_gradients
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
+    from naranhi.zero.flat_param import FlatParam
     from naranhi.zero.units import Unit
 
 
@@ -31,6 +33,14 @@ class Gradients:
         seen: After the last reduction of a step, a row for each rank: which parameters have a
             gradient.
     """
+
+    order: list[Unit]
+    flats: list[FlatParam]
+    names: Mapping[nn.Parameter, str]
+    stage: int
+    group: dist.ProcessGroup
+    tell: Callable[[str, str], object]
+    seen: torch.Tensor | None
 
     def __init__(
         self,

@@ -65,8 +65,8 @@ class Hooks:
     # --- forward ---------------------------------------------------------------------------------
 
     def pre_forward(
-        self, unit: Unit, module: nn.Module, args: tuple, kwargs: dict
-    ) -> tuple[tuple, dict]:
+        self, unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Unshard the unit; return the module's inputs, watched for the end of its backward."""
         self._require_end()
         if unit is self.root and not self._backward.running:
@@ -98,7 +98,12 @@ class Hooks:
             self._announce(True)
 
     def post_forward(
-        self, unit: Unit, module: nn.Module, args: tuple, kwargs: dict, output: Any
+        self,
+        unit: Unit,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
     ) -> Any:
         """Reshard the unit; return the output, watched for the beginning of its backward."""
         write_back(self._copies.pop())

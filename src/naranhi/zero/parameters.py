@@ -22,6 +22,11 @@ class Parameters:
         tell: As in `zero.Zero`, and not None.
     """
 
+    units: Sequence[Unit]
+    sharded: bool
+    tell: Callable[[str, str], object]
+    order: Prefetch
+
     def __init__(
         self, units: Sequence[Unit], stage: int, tell: Callable[[str, str], object]
     ) -> None:

@@ -15,6 +15,8 @@ class Prefetch:
         recording: Whether the pass in progress is one with a backward.
     """
 
+    recording: bool
+
     def __init__(self):
         self._orders = {True: [], False: []}
         self.begin(True)

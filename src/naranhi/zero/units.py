@@ -34,6 +34,16 @@ class Unit:
         flats: Its flat parameters.
     """
 
+    number: int
+    name: str
+    modules: Sequence[nn.Module]
+    flats: Sequence[FlatParam]
+    trained: list[FlatParam]
+    flat_of: dict[nn.Parameter, FlatParam]
+    state: ParamState
+    hidden: Counter[nn.Module]
+    awaited: set[nn.Parameter]
+
     def __init__(
         self, number: int, name: str, modules: Sequence[nn.Module], flats: Sequence[FlatParam]
     ) -> None:
@@ -104,6 +114,8 @@ class Transfer:
     Args:
         kernels: The kernels to run; each makes its first step at once.
     """
+
+    steps: int
 
     def __init__(self, kernels: Iterable[Iterator[None]]) -> None:
         self._kernels, self.steps = list(kernels), 0

@@ -34,6 +34,9 @@ class Whole:
         zero: The sharded model.
     """
 
+    zero: Zero
+    state: str | None
+
     def __init__(self, zero: Zero) -> None:
         self.zero, self.state = zero, None
 

@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from naranhi.zero.flat_param import FlatParam
+    from naranhi.zero.units import Unit
 
 
 class Zero(Hooks):
@@ -105,6 +106,17 @@ class Zero(Hooks):
     A unit's inputs and outputs may be nested in tuples, lists, dicts and dataclasses. Tensors in
     other objects are not seen: at stage 3 a backward through them finds no parameters.
     """
+
+    group: dist.ProcessGroup
+    model: nn.Module
+    stage: int
+    precision: str
+    buffers: bool
+    tell: Callable[[str, str], object]
+    names: dict[nn.Parameter, str]
+    units: list[Unit]
+    root: Unit
+    flats: list[FlatParam]
 
     def __init__(
         self,
