@@ -34,6 +34,15 @@ class ParallelAttention(nn.Module):
         TypeError: another kind of layer, including a subclass.
     """
 
+    group: dist.ProcessGroup | None
+    scaling: float
+    head_size: int
+    eager: bool
+    c_attn: nn.Module
+    c_proj: nn.Module
+    attn_dropout: nn.Dropout
+    resid_dropout: nn.Dropout
+
     def __init__(self, attention: nn.Module, group: dist.ProcessGroup | None = None):
         super().__init__()
         ranks = dist.get_world_size(group)

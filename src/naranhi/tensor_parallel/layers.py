@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
+from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional as F
 
 from naranhi.autograd import Splittable
@@ -60,6 +60,9 @@ class ColumnParallelLinear(ShardedModule):
             would be lost.
         TypeError: another kind of layer, including a subclass.
     """
+
+    transposed: bool
+    sends: bool
 
     def __init__(
         self,
@@ -135,7 +138,7 @@ class RowParallelLinear(ShardedModule):
     ):
         super().__init__(group, sequence)
         require_linear(linear)
-        self.transposed = is_conv1d(linear)
+        self.transposed: bool = is_conv1d(linear)
         dim = 0 if self.transposed else 1
         inputs = linear.weight.shape[dim]
         if inputs % self.ranks:
@@ -160,7 +163,7 @@ class ColumnFunction(Function):
 
     @staticmethod
     def forward(
-        ctx,
+        ctx: FunctionCtx,
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
@@ -174,7 +177,7 @@ class ColumnFunction(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Return the gradients of input, weight and bias; the input's is summed over the group."""
         x, weight = ctx.saved_tensors
         wants_x, *wants = ctx.needs_input_grad[:3]

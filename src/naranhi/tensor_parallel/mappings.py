@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Function
+from torch.autograd.function import FunctionCtx
 
 from naranhi import collectives
 
@@ -47,13 +48,13 @@ class CopyFunction(Function):
     """The identity in the forward, an all-reduce in the backward."""
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    def forward(ctx: FunctionCtx, x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
         """Return x unchanged."""
         ctx.group = group
         return x
 
     @staticmethod
-    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Return the sum of the ranks' gradients."""
         return reduce_from_group(gradient, ctx.group), None
 
@@ -67,13 +68,13 @@ class ReduceFunction(Function):
     """An all-reduce in the forward, the identity in the backward."""
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    def forward(ctx: FunctionCtx, x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
         """Return the sum of the ranks' x."""
         ctx.group = group
         return start_reduce(x.clone(memory_format=torch.contiguous_format), group)()
 
     @staticmethod
-    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Return the gradient unchanged."""
         return copy_to_group(gradient, ctx.group), None
 

@@ -27,6 +27,7 @@ from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -90,7 +91,10 @@ class Row:
 class Heads:
     """Split GPT-2's attention by heads; its c_attn and c_proj need plan entries of their own."""
 
-    needs = ("c_attn", Column(parts=3)), ("c_proj", Row())
+    needs: ClassVar[tuple[tuple[str, Column | Row], ...]] = (
+        ("c_attn", Column(parts=3)),
+        ("c_proj", Row()),
+    )
 
     def cut(
         self, layer: nn.Module, group: dist.ProcessGroup | None, sequence: bool
@@ -163,6 +167,9 @@ class SequencePositions(ShardedModule):
     Raises:
         ValueError: the ranks do not divide the sequence; raised in the forward.
     """
+
+    num_embeddings: int
+    padding_idx: int | None
 
     def __init__(self, embedding: nn.Embedding, group: dist.ProcessGroup | None):
         super().__init__(group, True)

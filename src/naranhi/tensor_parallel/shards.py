@@ -58,6 +58,12 @@ class ShardedModule(nn.Module):
         sequence: whether activations outside are split along the sequence (sequence parallelism).
     """
 
+    group: dist.ProcessGroup | None
+    sequence: bool
+    rank: int
+    ranks: int
+    splits: dict[str, Split]
+
     def __init__(self, group: dist.ProcessGroup | None, sequence: bool = False):
         super().__init__()
         self.group, self.sequence = group, sequence

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
+from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional as F
 
 from naranhi.models import IGNORE_INDEX
@@ -53,6 +53,11 @@ class VocabularyParallelEmbedding(ShardedModule):
         TypeError: another kind of layer, including a subclass.
         RuntimeError: a token is not in the vocabulary; raised in the forward, on a GPU later.
     """
+
+    num_embeddings: int
+    embedding_dim: int
+    padding_idx: int | None
+    padding_row: int | None
 
     def __init__(
         self,
@@ -181,7 +186,10 @@ class CrossEntropyFunction(Function):
 
     @staticmethod
     def forward(
-        ctx, logits: torch.Tensor, targets: torch.Tensor, group: dist.ProcessGroup | None
+        ctx: FunctionCtx,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        group: dist.ProcessGroup | None,
     ) -> torch.Tensor:
         """Return the summed loss, and save this rank's part of the softmax."""
         ctx.dtype, logits = logits.dtype, logits.to(torch.promote_types(logits.dtype, torch.float))
@@ -202,7 +210,7 @@ class CrossEntropyFunction(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         """Return the gradient of this rank's logits, without communication."""
         softmax, column, here, valid = ctx.saved_tensors
         gradient = gradient * valid
