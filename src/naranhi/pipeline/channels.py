@@ -22,9 +22,11 @@ for the whole GPU has the same effect: within a step, wait for a stream, and do 
 `torch.cuda.synchronize()`.
 """
 
+from __future__ import annotations
+
 from collections import deque
-from collections.abc import Hashable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -145,11 +147,16 @@ class Sender:
         device: the device through whose memory messages travel, until `carrier` is set anew.
     """
 
+    group: dist.ProcessGroup | None
+    peer: int
+    carrier: torch.device
+    pending: deque[Future[None] | _Polled]
+
     def __init__(self, group: dist.ProcessGroup, peer: int, device: torch.device) -> None:
         self.group, self.peer, self.carrier = group, peer, device
         self.pending = deque()
         # With gloo, only waiting tells whether a send is done, so a thread waits.
-        self.thread = ThreadPoolExecutor(1)
+        self.thread: ThreadPoolExecutor = ThreadPoolExecutor(1)
         dist.send(torch.zeros(1, device=device), peer, group)
 
     def send(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -189,13 +196,16 @@ def _wait(works, tensors):
 class _Polled:
     """A message in flight that can be asked whether it is done, with the interface of a future."""
 
-    def __init__(self, works, tensors):
+    works: list[dist.Work]
+    tensors: list[torch.Tensor]
+
+    def __init__(self, works: list[dist.Work], tensors: list[torch.Tensor]) -> None:
         self.works, self.tensors = works, tensors
 
-    def done(self):
+    def done(self) -> bool:
         return all(work.is_completed() for work in self.works)
 
-    def result(self):
+    def result(self) -> None:
         _wait(self.works, self.tensors)
 
 
@@ -210,6 +220,13 @@ class Receiver:
         device: the device of the tensors that `take` returns, through whose memory messages travel
             until `carrier` is set anew.
     """
+
+    group: dist.ProcessGroup | None
+    peer: int
+    device: torch.device
+    carrier: torch.device
+    coming: Iterator[Sequence[tuple[tuple[int, ...], torch.dtype]]]
+    posted: deque[tuple[list[dist.Work], list[torch.Tensor]]]
 
     def __init__(self, group: dist.ProcessGroup, peer: int, device: torch.device) -> None:
         self.group, self.peer, self.device, self.carrier = group, peer, device, device

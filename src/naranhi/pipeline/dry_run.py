@@ -5,10 +5,11 @@ Copies of the layers run, so what they set, count and cache goes away with the c
 
 import gc
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from itertools import chain
+from typing import Any
 from weakref import ref
 
 import torch
@@ -84,13 +85,21 @@ class CreatedTensors(TorchDispatchMode):
         creator: the name of what runs the operations; set the attribute again when that changes.
     """
 
+    creator: str
+
     supports_higher_order_operators = True
 
     def __init__(self, creator: str) -> None:
         super().__init__()
         self.creator, self._references = creator, []
 
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self,
+        operation: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         result = operation(*args, **(kwargs or {}))
         self.record(tree_leaves(result))
         return result

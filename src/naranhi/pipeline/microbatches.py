@@ -1,5 +1,7 @@
 """Split the batch of a step into micro-batches: views of equal size along its first dimension."""
 
+from collections.abc import Sequence
+
 import torch
 
 
@@ -22,6 +24,9 @@ class Microbatches:
         inputs: a list of tensors for each micro-batch.
         counts: what the loss of each micro-batch is divided by.
     """
+
+    inputs: list[tuple[torch.Tensor, ...]]
+    counts: Sequence[float]
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import torch
 import torch.distributed as dist
@@ -109,6 +109,14 @@ class Pipeline:
         stages: {virtual stage: `Stage`} of this rank.
     """
 
+    group: dist.ProcessGroup
+    rank: int
+    schedule: Schedule
+    device: torch.device
+    replicas: dist.ProcessGroup | None
+    last: int
+    stages: dict[int, Stage]
+
     def __init__(
         self,
         layers: Iterable[nn.Module],
@@ -193,10 +201,10 @@ class Pipeline:
                 self._ends[channel] = self._end(channel, groups[self._group_of(channel)])
                 users.append(self._ends[channel])
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error):
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -67,7 +67,7 @@ class StageSignature(NamedTuple):
         ]
         return cls(tuple(specs), isinstance(value, tuple))
 
-    def __str__(self):
+    def __str__(self) -> str:
         return ", ".join(f"{spec.dtype} {spec.shape}" for spec in self.specs)
 
     def describe(self) -> str:

@@ -36,6 +36,13 @@ class StageSignatures:
         tied: this rank's `TiedWeight` parameters.
     """
 
+    stages: Mapping[int, Stage]
+    placement: Sequence[int]
+    group: dist.ProcessGroup | None
+    trial: str
+    rank: int
+    ranks: int
+
     def __init__(
         self,
         stages: Mapping[int, Stage],

@@ -4,14 +4,20 @@ A forward keeps its input, and of its output only the edge in the autograd graph
 may be freed as soon as it has been sent: a backward that needs it has saved it.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from naranhi.autograd import Splittable
 from naranhi.pipeline.shape_inference import StageSignature, name_of, require_values
+
+if TYPE_CHECKING:
+    from naranhi.pipeline.weight_stash import WeightStash
 
 
 class Stage(nn.Module):
@@ -28,6 +34,13 @@ class Stage(nn.Module):
         losses: the loss of each micro-batch, divided by its count.
         total: the sum of `losses`, None before the first.
     """
+
+    layers: nn.ModuleList
+    first: int
+    loss: Callable[..., torch.Tensor] | None
+    weights: WeightStash | None
+    losses: dict[int, torch.Tensor]
+    total: torch.Tensor | None
 
     def __init__(
         self,

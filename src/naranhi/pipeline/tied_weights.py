@@ -85,6 +85,11 @@ class TiedWeight:
         group: the ranks that have a copy.
     """
 
+    name: str
+    parameter: nn.Parameter
+    group: dist.ProcessGroup | None
+    before: torch.Tensor | None
+
     def __init__(self, name: str, parameter: nn.Parameter, group: dist.ProcessGroup) -> None:
         self.name, self.parameter, self.group, self.before = name, parameter, group, None
 

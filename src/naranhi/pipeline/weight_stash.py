@@ -29,13 +29,16 @@ class WeightStash:
             read: its gradients are wrong. Use it to see how wrong.
     """
 
+    optimizer: torch.optim.Optimizer | None
+    stash: bool
+
     def __init__(
         self,
         module: nn.Module,
         optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
         stash: bool = True,
     ) -> None:
-        self.newest = list(module.parameters())
+        self.newest: list[nn.Parameter] = list(module.parameters())
         self.optimizer, self.stash = optimizer(self.newest) if self.newest else None, stash
         number = {id(parameter): n for n, parameter in enumerate(self.newest)}
         self._uses = [
@@ -47,7 +50,7 @@ class WeightStash:
 
     def begin(self) -> None:
         """Begin a step: the newest version becomes version 0."""
-        self.versions = {0: self._view()}
+        self.versions: dict[int, list[nn.Parameter]] = {0: self._view()}
 
     def _view(self):
         # `.data` has a version counter of its own, so that autograd lets the storage change if
