@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from typing import Any
+from typing import Any, Self
 
 
 class Log:
@@ -22,6 +22,9 @@ class Log:
         OSError: the file cannot be opened.
         ValueError: a value is infinite or NaN, which JSON does not have; raised by `write`.
     """
+
+    path: str | os.PathLike[str] | None
+    size: int
 
     def __init__(self, path: str | os.PathLike[str] | None):
         self.path, self.size = path, 0
@@ -56,8 +59,8 @@ class Log:
             os.close(self.file)
             self.file = None
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error):
+    def __exit__(self, *error: object) -> None:
         self.close()

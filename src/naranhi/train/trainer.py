@@ -20,11 +20,11 @@ from __future__ import annotations
 import argparse
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -93,6 +93,13 @@ class Training:
             a step whose loss, or clipped gradient norm, is not finite.
     """
 
+    options: argparse.Namespace
+    device: torch.device | str
+    about: str
+    mesh: Mesh
+    pipeline: Pipeline
+    optimizer: torch.optim.Optimizer
+
     def __init__(self, options: argparse.Namespace, device: torch.device | str | None = None):
         if device is None:
             gpu = dist.get_backend() == "nccl"
@@ -144,7 +151,7 @@ class Training:
             sequences, options.batch, seed=options.seed, pad=pad, multiple=MULTIPLE
         )
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Step]:
         for step, batch in enumerate(islice(self._batches, self.options.steps)):
             start = perf_counter()
             try:
@@ -178,10 +185,10 @@ class Training:
         self.pipeline.close()
         self.mesh.close()
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error):
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
