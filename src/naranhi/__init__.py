@@ -5,6 +5,7 @@
 """
 
 import importlib
+from typing import Any
 
 __all__ = ["RankError", "World"]
 
@@ -30,7 +31,7 @@ MOVED = {
 }
 
 
-def __getattr__(name):
+def __getattr__(name: str) -> Any:
     # Import on demand: a process under torchrun must not import ipyparallel, and a helper process
     # must not import torch.
     if name in __all__:

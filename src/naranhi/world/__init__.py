@@ -4,6 +4,7 @@ Its modules are imported on demand, because helper processes use those that need
 """
 
 import importlib
+from typing import Any
 
 # In full, so that `book/execution.py` finds what a chapter depends on.
 _HOME = {
@@ -14,7 +15,7 @@ _HOME = {
 __all__ = ["RankError", "RankInterrupt", "World"]
 
 
-def __getattr__(name):
+def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

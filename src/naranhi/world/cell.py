@@ -10,6 +10,8 @@ from naranhi.world import interrupts, lifeline
 from naranhi.world.errors import BUSY, DEAF, FROZEN, UNREACHABLE, kind
 
 if TYPE_CHECKING:
+    from ipyparallel import AsyncResult
+
     from naranhi.world.launch import Launched
 
 PAUSE = 0.4  # seconds without an answer after which the other ranks are assumed to be waiting
@@ -34,6 +36,14 @@ class Cell:
         severed: whether connections of the process group were shut down.
         controller_died: whether the controller died, so that no more answers can arrive.
     """
+
+    outcomes: dict[int, dict[str, Any]]
+    died: dict[int, str]
+    stuck: dict[int, str]
+    pending: dict[int, AsyncResult]
+    interrupted: bool
+    severed: bool
+    controller_died: bool
 
     def __init__(self, ranks: Launched, timeout: float):
         self._ranks, self._timeout = ranks, timeout

@@ -98,11 +98,11 @@ class environment:
     def __init__(self, values: Mapping[str, str]):
         self._values = values
 
-    def __enter__(self):
+    def __enter__(self) -> None:
         self._before = {k: os.environ.get(k) for k in self._values}
         os.environ.update(self._values)
 
-    def __exit__(self, *raised):
+    def __exit__(self, *raised: object) -> None:
         for key, value in self._before.items():
             if value is None:
                 del os.environ[key]

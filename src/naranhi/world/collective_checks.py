@@ -77,6 +77,9 @@ class Checks:
         timeout: seconds to wait for the other ranks.
     """
 
+    store: Store
+    timeout: float
+
     def __init__(self, store: Store, timeout: float):
         self.store, self.timeout = store, timeout
         self._count = {}

@@ -42,7 +42,7 @@ class RankError(_Readable, RuntimeError):
     ):
         super().__init__(message)
         self.rank = rank
-        self.errors = errors or {}
+        self.errors: dict[int, tuple[str, str]] = errors or {}
 
 
 class RankInterrupt(_Readable, KeyboardInterrupt):

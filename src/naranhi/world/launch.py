@@ -47,7 +47,7 @@ class Member:
     engine: int
     local_rank: int = 0
     threads: int = 1
-    shown: tuple = (0, 0)  # bytes of its stdout and stderr that the notebook has shown
+    shown: tuple[int, int] = (0, 0)  # bytes of its stdout and stderr that the notebook has shown
 
     @property
     def who(self) -> tuple[str, int]:
@@ -68,26 +68,28 @@ class Launched:
         RankError: the processes did not start; the message quotes what they printed.
     """
 
+    members: list[Member] | None
+
     def __init__(self, size: int, backend: str | None, check: Callable[[], None]):
-        self.in_slurm = slurm.is_here()
+        self.in_slurm: bool = slurm.is_here()
         self._several_nodes = slurm.several_nodes()
-        self.host = slurm.own_address() if self._several_nodes else "127.0.0.1"
+        self.host: str = slurm.own_address() if self._several_nodes else "127.0.0.1"
         if not self._several_nodes:
             requirements.loopback()
         requirements.current_folder()
         requirements.open_files(size)
         if backend == "nccl" and not self.in_slurm:
             requirements.gpus(size)
-        self.folder = requirements.folder()
-        self.keys = Keys()
-        self.lifelines = lifeline.Lifelines()
+        self.folder: str = requirements.folder()
+        self.keys: Keys = Keys()
+        self.lifelines: lifeline.Lifelines = lifeline.Lifelines()
         self._server = server.Server(self.host, lifeline=self.lifelines, store=self.keys)
         self._check = check
         self._client = self._cluster = self.members = None
         try:
             self._launch(size)
             self.members = self._introduce(size)
-            self.backend = self._choose(backend, size)
+            self.backend: str = self._choose(backend, size)
         except BaseException as error:
             said = self._said()
             self.close()

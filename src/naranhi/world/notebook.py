@@ -9,7 +9,7 @@ from naranhi.world.errors import RankError
 if TYPE_CHECKING:
     from naranhi.world.world import World
 
-current = None  # the notebook's one World
+current: World | None = None  # the notebook's one World
 _original_init = None
 
 

@@ -42,7 +42,7 @@ class Server:
         self._secret = secrets.token_hex(16)
         self._listener = socket.create_server((host, 0), backlog=128)
         self._listener.setblocking(False)
-        self.address = "{}:{}:{}".format(*self._listener.getsockname()[:2], self._secret)
+        self.address: str = "{}:{}:{}".format(*self._listener.getsockname()[:2], self._secret)
         self._strangers = {}  # connection -> (what it has sent, its deadline), the oldest first
         self._connections = set()
         self._selector = selectors.DefaultSelector()

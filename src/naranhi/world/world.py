@@ -71,7 +71,7 @@ class World:
         atexit.register(self.close)
         notebook.enter(self)
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         if self._closed:
             return f"<World of {self.size}, closed>"
         return f"<World of {self.size}, {self.backend}>"
@@ -136,7 +136,7 @@ class World:
     def _start(self):
         with interrupts.deferred() as check:
             self._ranks = Launched(self.size, self._wanted, check)
-            self.backend = self._ranks.backend
+            self.backend: str = self._ranks.backend
             self._epoch = 0
             try:
                 self._join()
