@@ -204,7 +204,8 @@ def test_source_of_a_method_is_named_and_moved_to_the_margin(shown):
     show.source(definitions.Block.__add__)
     plain = shown[0][0]["text/plain"]
     assert plain.startswith(
-        "# src/naranhi/show/definitions.py · Block.__add__\ndef __add__(self, other):\n    return"
+        "# src/naranhi/show/definitions.py · Block.__add__\n"
+        "def __add__(self, other: Block) -> Block:\n    return"
     )
 
 

@@ -22,10 +22,10 @@ class Block(NamedTuple):
 
     terms: tuple[tuple[int, int], ...]
 
-    def __add__(self, other):
+    def __add__(self, other: Block) -> Block:
         return Block(tuple(sorted(self.terms + other.terms)))
 
-    def __str__(self):
+    def __str__(self) -> str:
         return "+".join(f"{string.ascii_uppercase[at]}{rank}" for at, rank in self.terms)
 
 
