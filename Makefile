@@ -5,13 +5,14 @@ READY := .venv/.ready
 # Two processes run tests, beside each other: much of a test's time is waiting. The longest first.
 BESIDE := -n 2 --no-loadscope-reorder
 
-.PHONY: help book test test-fast check bench lab images clean
+.PHONY: help book test test-fast check types bench lab images clean
 
 help:
 	@echo "make book       execute the notebooks on this machine's ranks and render the site"
 	@echo "make test       pass every test"
 	@echo "make test-fast  pass those that need one process only, in two minutes"
 	@echo "make check      style, layout, spelling, and which package may import which"
+	@echo "make types      every public name has a type; half a minute"
 	@echo "make bench      our kernels beside the production engines"
 	@echo "make lab        JupyterLab on the notebooks"
 	@echo "make images     draw the pictures"
@@ -31,7 +32,7 @@ book: $(READY)
 
 test: $(READY)
 	@echo "Testing: the kernels, real ranks, the notebooks, the site in a browser; most of an hour"
-	@$(MAKE) --no-print-directory check
+	@$(MAKE) --no-print-directory check types
 	@$(BIN)/python -m pytest tests $(BESIDE)
 
 test-fast: check
@@ -43,6 +44,11 @@ check: $(READY)
 	@$(BIN)/ruff format --check --quiet src tests book images
 	@$(BIN)/lint-imports --no-logo > /dev/null || $(BIN)/lint-imports --no-logo
 	@$(BIN)/codespell
+
+# Every public name has a type. It looks for the package as the first python in PATH finds it.
+types: $(READY)
+	@told=$$(PATH="$(CURDIR)/$(BIN):$$PATH" basedpyright --verifytypes naranhi --ignoreexternal 2>&1) \
+	|| { echo "$$told" | sed '/^Module name/,/^$$/{/error/!d;}; /^Public modules/,/^$$/d; /^Symbols exported/,$$d'; exit 1; }
 
 bench: $(READY)
 	@$(BIN)/python -m tests.benchmarks
