@@ -3,6 +3,7 @@
 import copy
 import re
 from contextlib import nullcontext
+from functools import partial
 from itertools import chain, product
 
 import pytest
@@ -331,7 +332,7 @@ def misuse():
     found.append(message(step, float("nan") if rank else 1.0))
     model.zero_grad()
     found += [message(step), message(global_count, 0, group)]
-    found.append(message(DDP, mlp()[0], group, 0))
+    found.append(message(partial(DDP, mlp()[0], group, bucket_bytes=0)))
     return found
 
 

@@ -183,7 +183,9 @@ def failure(ranks, case):
         inputs = torch.zeros(8, 8 + rank)
     count = [1] * 3 if case == "counts" else 1
     try:
-        pipeline.run(schedule, layers, squared_error, inputs, targets, count, balance, group)
+        pipeline.run(
+            schedule, layers, squared_error, inputs, targets, count, balance=balance, group=group
+        )
     except (ValueError, TypeError) as error:
         told = type(error).__name__, str(error)
     else:

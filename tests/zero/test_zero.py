@@ -680,11 +680,11 @@ def misuse():
     norm = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     found["norm"] = message(Zero, norm, 3, precision="mixed", group=group)
     one = model()
-    found["units"] = message(Zero, one, 1, [one[rank]], group=group)
-    found["empty"] = message(Zero, one, 1, [[]], group=group)
-    found["twice a unit"] = message(Zero, one, 1, [one[1], (one[0], one[1])], group=group)
-    found["nested"] = message(Zero, nn.Sequential(one), 1, [one, one[0]], group=group)
-    found["foreign unit"] = message(Zero, one, 1, [nn.Linear(3, 3)], group=group)
+    found["units"] = message(Zero, one, 1, units=[one[rank]], group=group)
+    found["empty"] = message(Zero, one, 1, units=[[]], group=group)
+    found["twice a unit"] = message(Zero, one, 1, units=[one[1], (one[0], one[1])], group=group)
+    found["nested"] = message(Zero, nn.Sequential(one), 1, units=[one, one[0]], group=group)
+    found["foreign unit"] = message(Zero, one, 1, units=[nn.Linear(3, 3)], group=group)
     found["no group"] = message(Zero, one, 1, groups=[{"params": [one[0].weight]}], group=group)
     found["foreign"] = message(
         Zero, one, 1, groups=[{"params": [nn.Parameter(torch.ones(3))]}], group=group
