@@ -3,6 +3,7 @@
 torchrun --standalone --nproc-per-node 4 ddp.py
 """
 
+import torch
 import torch.distributed as dist
 from model_and_data import (
     IGNORE_INDEX,
@@ -22,6 +23,7 @@ def main():
     options, device = parser(__doc__).parse_args(), join()
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = load_model(options).to(device)
+    torch.manual_seed(options.seed + 1 + rank)  # for dropout: another mask on each rank
     parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
     data = load_passages(options)
     sampler = DistributedSampler(data, seed=options.seed)  # the same order, other rows of it
@@ -38,7 +40,7 @@ def main():
     for step, batch in zip(range(options.steps), loader, strict=False):
         batch = batch.to(device)
         count = (batch["targets"] != IGNORE_INDEX).sum()
-        dist.all_reduce(count)  # of the whole step: each rank has another number of targets
+        dist.all_reduce(count)  # of the whole step: ranks have different numbers of targets
         loss = summed_loss(parallel, batch) / count
         (ranks * loss).backward()  # DDP divides the sum of the gradients by the ranks
         optimizer.step()

@@ -7,6 +7,7 @@ torchrun --standalone --nproc-per-node 4 deepspeed_zero.py  anywhere; on CPUs DS
 from itertools import islice
 
 import deepspeed
+import torch
 import torch.distributed as dist
 from model_and_data import (
     IGNORE_INDEX,
@@ -35,6 +36,7 @@ def main():
     deepspeed.init_distributed()
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = load_model(options)
+    torch.manual_seed(options.seed + 1 + rank)  # for dropout: another mask on each rank
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=make_optimizer(options, model.parameters()),
@@ -74,8 +76,9 @@ def main():
         dist.all_reduce(loss)
         if rank == 0:
             print(f"step {step}: loss {loss.item():.6f}", flush=True)
+        start = step + 1
     if options.save:
-        engine.save_checkpoint(options.save, client_state={"step": options.steps})  # every rank
+        engine.save_checkpoint(options.save, client_state={"step": start})  # every rank
     dist.destroy_process_group()
 
 

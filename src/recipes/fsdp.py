@@ -52,6 +52,7 @@ def main():
     options, device = arguments(), join()
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = shard(options, device)
+    torch.manual_seed(options.seed + 1 + rank)  # for dropout: another mask on each rank
     data = load_passages(options)
     sampler = DistributedSampler(data, seed=options.seed)
     loader = DataLoader(
@@ -82,9 +83,10 @@ def main():
         dist.all_reduce(loss.detach_())
         if rank == 0:
             print(f"step {step}: loss {loss.item():.6f}", flush=True)
+        state["step"] = step + 1
     if options.save:
         state["model"], state["optimizer"] = states.get_state_dict(model, optimizer)
-        dcp.save({**state, "step": options.steps}, checkpoint_id=options.save)
+        dcp.save(state, checkpoint_id=options.save)
     dist.destroy_process_group()
 
 

@@ -71,6 +71,8 @@ def main():
     )
     shares, share = mesh["dp"].size(), mesh["dp"].get_local_rank()
     model = load_model(options).to(device)
+    # For dropout: another mask on each share of the rows, the same within a tp group.
+    torch.manual_seed(options.seed + 1 + share)
     cut(model, mesh["tp"])
     for block in model.transformer.h:
         fully_shard(block, mesh=mesh["dp"])

@@ -40,8 +40,10 @@ def load_model(options):
     """Return the model, with the hub's weights; the small one has none, and gets random ones."""
     torch.manual_seed(options.seed)
     if options.model == SMALL / "gpt2":
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(options.model))
-    return AutoModelForCausalLM.from_pretrained(options.model)
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(options.model))
+    else:
+        model = AutoModelForCausalLM.from_pretrained(options.model)
+    return model.train()  # from_pretrained leaves dropout off
 
 
 def make_optimizer(options, parameters):

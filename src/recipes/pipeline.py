@@ -26,19 +26,19 @@ def arguments():
 
 
 class Stage(torch.nn.Module):
-    """This rank's run of the blocks; the first has the embedding too, the last norm and head."""
+    """This rank's run of blocks; the first rank also has the embeddings, the last the head."""
 
     def __init__(self, model, rank, ranks):
         super().__init__()
         gpt, blocks = model.transformer, list(model.transformer.h)
-        ends = [len(blocks) * (one + 1) // ranks for one in range(-1, ranks)]
+        ends = [len(blocks) * stage // ranks for stage in range(ranks + 1)]
         self.blocks = torch.nn.ModuleList(blocks[ends[rank] : ends[rank + 1]])
-        self.wte, self.wpe = (gpt.wte, gpt.wpe) if rank == 0 else (None, None)
+        self.wte, self.wpe, self.drop = (gpt.wte, gpt.wpe, gpt.drop) if rank == 0 else 3 * [None]
         self.ln_f, self.head = (gpt.ln_f, model.lm_head) if rank == ranks - 1 else (None, None)
 
     def forward(self, x):
         if self.wte is not None:
-            x = self.wte(x) + self.wpe.weight[: x.shape[1]]
+            x = self.drop(self.wte(x) + self.wpe.weight[: x.shape[1]])
         for block in self.blocks:  # attention is causal, and padding comes last: no mask is needed
             x = block(x)
         return x if self.head is None else self.head(self.ln_f(x))
