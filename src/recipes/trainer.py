@@ -8,6 +8,7 @@ accelerate launch --num_processes 4 --use_fsdp trainer.py   FSDP
 import os
 
 import torch
+import torch.distributed as dist
 from model_and_data import IGNORE_INDEX, Collate, load_model, load_passages, parser
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -59,6 +60,8 @@ def main():
         train_dataset=data.select(order),
         callbacks=[Print()],
     ).train()
+    if dist.is_initialized():  # the Trainer leaves the group, whose threads may abort the exit
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
