@@ -49,7 +49,7 @@ check: $(READY)
 # Every public name has a type. It looks for the package as the first python in PATH finds it.
 types: $(READY)
 	@told=$$(PATH="$(CURDIR)/$(BIN):$$PATH" basedpyright --verifytypes naranhi --ignoreexternal 2>&1) \
-	|| { echo "$$told" | sed '/^Module name/,/^$$/{/error/!d;}; /^Public modules/,/^$$/d; /^Symbols exported/,$$d'; exit 1; }
+	|| { echo "$$told" | grep -B 1 error; exit 1; }
 
 bench: $(READY)
 	@$(BIN)/python -m tests.benchmarks

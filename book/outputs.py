@@ -3,8 +3,8 @@
 Two executions of a chapter have to show the same. To execute each twice takes twice as long. So
 ``python book/build.py --record`` writes down what an execution showed, as a hash for each cell, and
 the next execution is compared with the record. A record stands for the cells, modules and
-requirements that it was made from, and for a machine of the same kind; where it does not stand, the
-chapter is executed twice (``tests/notebooks/test_same_twice.py``).
+requirements that it was made from, and for a machine of the same kind; where it does not stand, or
+differs, the chapter is executed twice (``tests/notebooks/test_same_twice.py``).
 """
 
 import json

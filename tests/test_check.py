@@ -195,6 +195,23 @@ def test_a_measured_claim_that_is_false_is_printed_and_stops_nothing(
     assert said == f"✗ claim: {message} (measured: is the machine busy with something else?)\n"
 
 
+@pytest.mark.parametrize(
+    "actual, expected",
+    [([1.0], [1.0, 2.0]), ({"a": 1.0}, {"b": 1.0}), (torch.ones(2), torch.ones(3))],
+)
+def test_measured_values_of_another_form_are_an_error(actual, expected):
+    for function in (check.close, check.equal):
+        with pytest.raises(AssertionError):
+            function("claim", actual, expected, measured=True)
+
+
+def test_a_false_claim_is_a_plain_assertion_error():
+    for function, values in ((check.true, [False]), (check.equal, [1, 2]), (check.close, [1, 2])):
+        with pytest.raises(AssertionError) as caught:
+            function("claim", *values)
+        assert caught.type is AssertionError
+
+
 def test_a_measured_claim_still_has_to_be_one():
     with pytest.raises(TypeError):
         check.true("claim", 1, measured=True)

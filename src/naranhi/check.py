@@ -4,9 +4,9 @@ A true claim prints `✓ <what>` and never a measured number, so that two runs o
 the same. A false claim raises AssertionError, whose message says what differed, where, and by how
 much. NaN equals nothing, not even NaN: two losses that are both NaN are not a success.
 
-A claim about measured times (`measured=True`) is printed with ✗ when it is false, and raises
-nothing: other work on the machine can break it, and the notebook goes on. `book/build.py` names
-such claims when it ends.
+A claim about measured times (`measured=True`) is printed with ✗ when its values are others, and
+the notebook goes on: other work on the machine can break it. `book/build.py` names such claims when
+it ends. Values of another shape, dtype, length or with other keys are an error all the same.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def close(
         measured: whether the values are times, or follow from times.
 
     Raises:
-        AssertionError: the values differ by more, or in shape, dtype, length or keys, and are not
-            measured.
+        AssertionError: the values differ by more and are not measured, or they differ in shape,
+            dtype, length or keys.
         ValueError: a tolerance is negative or not finite.
     """
     tolerance = _Tolerance(rtol, atol)
@@ -64,7 +64,7 @@ def equal(what: str, actual: Any, expected: Any, *, measured: bool = False) -> N
         measured: whether the values follow from measured times.
 
     Raises:
-        AssertionError: anything differs, and nothing of it is measured.
+        AssertionError: a value differs and is not measured, or anything else differs.
     """
     with _printed(what, measured):
         _compare(what, actual, expected, None)
@@ -92,7 +92,7 @@ def true(what: str, condition: bool | torch.Tensor, *, measured: bool = False) -
         raise TypeError(f"{what}: a condition is a bool, not {type(value).__name__}")
     with _printed(what, measured):
         if not value:
-            raise AssertionError(f"{what}: it is false")
+            raise _OtherValue(f"{what}: it is false")
 
 
 @contextmanager
@@ -101,12 +101,16 @@ def _printed(what: str, measured: bool, within: str = "") -> Iterator[None]:
     notes = ", ".join(filter(None, [within, "measured" if measured else ""]))
     try:
         yield
-    except AssertionError as error:
+    except _OtherValue as error:
         if not measured:
-            raise
+            raise AssertionError(str(error)) from None
         print(f"✗ {error} (measured: is the machine busy with something else?)")
     else:
         print(f"✓ {what}" + (f" ({notes})" if notes else ""))
+
+
+class _OtherValue(AssertionError):
+    """Values differ, and not what holds them."""
 
 
 class _Tolerance(NamedTuple):
@@ -139,7 +143,8 @@ def _compare(what, actual, expected, tolerance, where=""):
             return
         gap = abs(actual - expected)
         if tolerance is None or not tolerance.allows(gap, expected):
-            _fail(what, where, f"{actual!r}, expected {expected!r}, {_off(gap, tolerance)}")
+            message = f"{actual!r}, expected {expected!r}, {_off(gap, tolerance)}"
+            _fail(what, where, message, kind=_OtherValue)
     elif isinstance(actual, dict) and isinstance(expected, dict):
         for word, keys in (
             ("lacks", expected.keys() - actual.keys()),
@@ -155,7 +160,7 @@ def _compare(what, actual, expected, tolerance, where=""):
         for i, (one, other) in enumerate(zip(actual, expected, strict=True)):
             _compare(what, one, other, tolerance, f"{where}[{i}]")
     elif actual != expected:
-        _fail(what, where, f"{actual!r}, expected {expected!r}")
+        _fail(what, where, f"{actual!r}, expected {expected!r}", kind=_OtherValue)
 
 
 def _compare_tensors(what, actual, expected, tolerance, where):
@@ -190,6 +195,7 @@ def _compare_tensors(what, actual, expected, tolerance, where):
         place,
         f"{a[index].item()!r}, expected {e[index].item()!r}, {_off(gap[index].item(), tolerance)}",
         count,
+        _OtherValue,
     )
 
 
@@ -218,8 +224,8 @@ def _off(gap, tolerance):
     return f"off by {_short(gap)} ({limit})"
 
 
-def _fail(what, where, message, count=""):
-    raise AssertionError(f"{what}: {count}" + (f"at {where}: " if where else "") + message)
+def _fail(what, where, message, count="", kind=AssertionError):
+    raise kind(f"{what}: {count}" + (f"at {where}: " if where else "") + message)
 
 
 def _short(number):

@@ -45,6 +45,7 @@ def guarded(wrong):
         ({rank: OSError(28, "full") for rank in range(5)}, "[Errno 28] full"),
         ({0: KeyError("w")}, "on rank 0: KeyError: 'w'"),
         ({0: AssertionError()}, "on rank 0: AssertionError: "),
+        ({2: ValueError(), 3: Refused()}, "on rank 2: ValueError: \non rank 3: Refused: "),
     ],
 )
 def test_an_error_on_any_rank_is_raised_on_all(five, wrong, message):

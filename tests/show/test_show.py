@@ -690,3 +690,5 @@ def test_two_functions_that_are_the_same_have_no_changes(monkeypatch):
     monkeypatch.setattr("naranhi.show._source.ROOT", Path(__file__).parents[1])
     with pytest.raises(ValueError, match="before is the same as"):
         show.changes(before, before)
+    with pytest.raises(ValueError, match=r"test_show.py defines no nothing"):
+        show.changes(before, (Path(__file__), "nothing"))

@@ -45,19 +45,20 @@ def raise_on_all(
         kind: `function` raised one of `errors` on some rank. Raised on every rank, with one line
             for each distinct error that names its ranks, unless these are all.
     """
-    result = wrong = None
+    result = message = None
     try:
         result = function()
     except errors as error:
-        told = isinstance(error, (kind, OSError, ValueError))
-        wrong = str(error) if told else f"{type(error).__name__}: {error}"
-    gathered = from_all_ranks(wrong, group)
-    if not any(gathered):
+        # What Python raises for itself (KeyError: 'w') says nothing without its type.
+        plain = isinstance(error, (kind, OSError, ValueError)) and str(error)
+        message = plain or f"{type(error).__name__}: {error}"
+    messages = from_all_ranks(message, group)
+    if not any(messages):
         return result
     lines = []
-    for message in dict.fromkeys(filter(None, gathered)):
-        ranks = [rank for rank, other in enumerate(gathered) if other == message]
-        everywhere = len(ranks) == len(gathered)
+    for message in dict.fromkeys(filter(None, messages)):
+        ranks = [rank for rank, other in enumerate(messages) if other == message]
+        everywhere = len(ranks) == len(messages)
         lines.append(message if everywhere else f"on rank {', '.join(map(str, ranks))}: {message}")
     raise kind("\n".join(lines))
 

@@ -83,7 +83,7 @@ def changes(
             two changes is shown as three dots.
 
     Raises:
-        ValueError: an object does not come from src/, or nothing changes.
+        ValueError: an object does not come from src/, or is not in its file, or nothing changes.
     """
     texts = [_text(item, docstrings=False).splitlines() for item in (before, after)]
     lines = list(difflib.unified_diff(*texts, n=context, lineterm=""))[2:]
@@ -131,8 +131,10 @@ def _file(item):
 def _text(item, docstrings):
     if isinstance(item, tuple):
         text = item[0].read_text()
-        [node] = [one for one in ast.parse(text).body if getattr(one, "name", None) == item[1]]
-        text = ast.get_source_segment(text, node) + "\n"
+        nodes = [node for node in ast.parse(text).body if getattr(node, "name", None) == item[1]]
+        if not nodes:
+            raise ValueError(f"{item[0]} defines no {item[1]}")
+        text = ast.get_source_segment(text, nodes[0]) + "\n"
     else:
         text = textwrap.dedent(inspect.getsource(inspect.unwrap(item))).rstrip() + "\n"
     return text if docstrings else _without_docstrings(text)
