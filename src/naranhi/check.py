@@ -157,8 +157,8 @@ def _compare(what, actual, expected, tolerance, where=""):
     elif isinstance(actual, list | tuple) and isinstance(expected, list | tuple):
         if len(actual) != len(expected):
             _fail(what, where, f"length {len(actual)}, expected {len(expected)}")
-        for i, (one, other) in enumerate(zip(actual, expected, strict=True)):
-            _compare(what, one, other, tolerance, f"{where}[{i}]")
+        for i, (value, other) in enumerate(zip(actual, expected, strict=True)):
+            _compare(what, value, other, tolerance, f"{where}[{i}]")
     elif actual != expected:
         _fail(what, where, f"{actual!r}, expected {expected!r}", kind=_OtherValue)
 

@@ -155,9 +155,9 @@ def test_zero_by_hand():
         [120, 31.4, 16.6, 1.88], abs=0.05
     )  # rounded, as printed there
     for (precision, optimizer), (values, state) in {
-        ("mixed", "adam"): ((2, 2), 12),
-        ("mixed", "momentum"): ((2, 2), 8),
-        ("mixed", "sgd"): ((2, 2), 4),
+        ("bf16", "adam"): ((2, 2), 12),
+        ("bf16", "momentum"): ((2, 2), 8),
+        ("bf16", "sgd"): ((2, 2), 4),
         ("fp32", "adam"): ((4, 4), 8),
         ("fp32", "momentum"): ((4, 4), 4),
         ("fp32", "sgd"): ((4, 4), 0),
@@ -183,7 +183,7 @@ def test_zero_by_hand():
 @given(
     st.integers(0, 10**12),
     ranks,
-    st.sampled_from(["mixed", "fp32"]),
+    st.sampled_from(["bf16", "fp32"]),
     st.sampled_from(["adam", "momentum", "sgd"]),
 )
 def test_zero_holds_less_with_each_stage(parameters, ranks, precision, optimizer):
@@ -191,7 +191,7 @@ def test_zero_holds_less_with_each_stage(parameters, ranks, precision, optimizer
     assert all(more >= less for more, less in pairwise(held))
     assert held[3] * ranks == pytest.approx(held[0])  # the ranks hold it once, together
     sent = [costs.zero_bytes_sent(parameters, ranks, stage, precision) for stage in range(4)]
-    size = parameters * (2 if precision == "mixed" else 4)
+    size = parameters * (2 if precision == "bf16" else 4)
     assert sent[:3] == [pytest.approx(costs.bytes_sent("all_reduce", size, ranks))] * 3
     assert sent[3] == pytest.approx(1.5 * sent[0])
 
@@ -236,7 +236,7 @@ def test_the_fit_is_least_squares():
         lambda: costs.zero_bytes(float("inf"), 2, 1),
         lambda: costs.zero_bytes(1, 0, 1),
         lambda: costs.zero_bytes(1, 2, 4),
-        lambda: costs.zero_bytes(1, 2, 1, "bf16"),
+        lambda: costs.zero_bytes(1, 2, 1, "mixed"),
         lambda: costs.zero_bytes(1, 2, 1, "fp32", "lion"),
         lambda: costs.zero_bytes_sent(1, 2, -1),
         lambda: costs.zero_bytes_sent(1, 2, 1, "half"),

@@ -143,7 +143,7 @@ def order_of_events():
         sums.append(len(told))
         return original(*args, **kwargs)
 
-    parallel = DDP(model, group, bucket_bytes=SMALL, tell=lambda *event: told.append(event))
+    parallel = DDP(model, group, bucket_bytes=SMALL, on_event=lambda *event: told.append(event))
     inputs, targets, _ = share("mlp", 0, rank)
     dist.all_reduce = counted
     try:
@@ -315,7 +315,7 @@ def misuse():
     if rank >= 2:
         return None
     model = mlp()[0]
-    parallel = DDP(model, group, finite=True)
+    parallel = DDP(model, group, check_finite=True)
     x = torch.ones(2, 8)
 
     def step(factor=1.0, backwards=1):

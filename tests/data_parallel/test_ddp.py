@@ -225,7 +225,7 @@ def dtypes():
     for dtype in torch.float64, torch.complex64, torch.complex128:
         model = layers(dtype=dtype)
         expected = gradients_alone(copy.deepcopy(model), dtype=dtype)
-        parallel = DDP(model, group, bucket_bytes=SMALL, finite=True)
+        parallel = DDP(model, group, bucket_bytes=SMALL, check_finite=True)
         model(rows(rank, dtype)).abs().square().sum().backward()
         for param, other in zip(model.parameters(), expected, strict=True):
             assert torch.equal(param.grad, other)

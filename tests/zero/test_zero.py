@@ -188,7 +188,7 @@ def strange(stage, ranks, how):
         stage,
         units=[model.skipped, *how([*units, *model.several])],
         group=group,
-        groups=[
+        param_groups=[
             {"params": [p for p in model.parameters() if p.dim() > 1]},
             {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
         ],
@@ -377,7 +377,7 @@ def mixed(stage):
     torch.manual_seed(0)
     model, loss = MAKE["mlp"]()
     masters = copy.deepcopy(model)
-    zero = Zero(model, stage, precision="mixed", group=group)
+    zero = Zero(model, stage, precision="bf16", group=group)
     ours = torch.optim.AdamW(zero.param_groups, lr=1e-3)
     theirs = torch.optim.AdamW(masters.parameters(), lr=1e-3)
     for step in range(5):
@@ -522,7 +522,7 @@ def absent(precision, with_root, joins):
     return found
 
 
-@pytest.mark.parametrize("precision", ["fp32", "mixed"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("with_root, joins", [(False, False), (True, False), (False, True)])
 def test_a_rank_without_a_forward_is_told_to_all(five, precision, with_root, joins):
     told = (
@@ -675,19 +675,21 @@ def misuse():
         "frozen": message(Zero, model().requires_grad_(False), 1, group=group),
     }
     half = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3).double())
-    found["double"] = message(Zero, half, 3, precision="mixed", group=group)
+    found["double"] = message(Zero, half, 3, precision="bf16", group=group)
     assert half[0].weight.shape == (4, 3), "nothing has been changed"
     norm = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-    found["norm"] = message(Zero, norm, 3, precision="mixed", group=group)
+    found["norm"] = message(Zero, norm, 3, precision="bf16", group=group)
     one = model()
     found["units"] = message(Zero, one, 1, units=[one[rank]], group=group)
     found["empty"] = message(Zero, one, 1, units=[[]], group=group)
     found["twice a unit"] = message(Zero, one, 1, units=[one[1], (one[0], one[1])], group=group)
     found["nested"] = message(Zero, nn.Sequential(one), 1, units=[one, one[0]], group=group)
     found["foreign unit"] = message(Zero, one, 1, units=[nn.Linear(3, 3)], group=group)
-    found["no group"] = message(Zero, one, 1, groups=[{"params": [one[0].weight]}], group=group)
+    found["no group"] = message(
+        Zero, one, 1, param_groups=[{"params": [one[0].weight]}], group=group
+    )
     found["foreign"] = message(
-        Zero, one, 1, groups=[{"params": [nn.Parameter(torch.ones(3))]}], group=group
+        Zero, one, 1, param_groups=[{"params": [nn.Parameter(torch.ones(3))]}], group=group
     )
 
     before = torch.optim.AdamW(one.parameters())
@@ -719,7 +721,7 @@ def misuse():
 
     found["twice"] = message(step, 1.0, 2)
     two = model()
-    zero = Zero(two, 2, group=group, finite=True)
+    zero = Zero(two, 2, group=group, check_finite=True)
     found["nan"] = message(step, float("nan") if rank else 1.0)
     two = model()
     zero = Zero(two, 3, group=group)
@@ -735,7 +737,7 @@ def test_misuse_is_told(five):
         "other shape": "ValueError: parameter 0.weight has shape (4, 3) on rank 0 and (5, 3) on "
         "rank 1",
         "stage": "ValueError: stage must be 1, 2 or 3, not 0",
-        "precision": "ValueError: precision must be 'fp32' or 'mixed', not 'fp16'",
+        "precision": "ValueError: precision must be 'fp32' or 'bf16', not 'fp16'",
         "stages": "ValueError: stage: 1 on rank 0, 2 on rank 1",
         "units": "ValueError: units: ['0'] on rank 0, ['1'] on rank 1",
         "frozen": "ValueError: no parameter of this model requires a gradient",

@@ -46,7 +46,7 @@ def watched(ranks, stage, precision, kind):
         stage,
         group=group,
         precision=precision,
-        tell=lambda *event: (samples.append(alive()), told.append(event)),
+        on_event=lambda *event: (samples.append(alive()), told.append(event)),
     )
     optimizer = OPTIMIZERS[kind](zero.param_groups, lr=1e-3)
     casts = []
@@ -86,7 +86,7 @@ def watched(ranks, stage, precision, kind):
     }
 
 
-@pytest.mark.parametrize("precision, kind", [("fp32", "adam"), ("mixed", "adam"), ("fp32", "sgd")])
+@pytest.mark.parametrize("precision, kind", [("fp32", "adam"), ("bf16", "adam"), ("fp32", "sgd")])
 @pytest.mark.parametrize("ranks, stage", list(product([2, 4], STAGES)))
 def test_bytes_are_those_of_the_formulas(five, ranks, stage, precision, kind):
     found = five.call(watched, ranks, stage, precision, kind)[0]
@@ -97,9 +97,9 @@ def test_bytes_are_those_of_the_formulas(five, ranks, stage, precision, kind):
     assert held["padding"] < 0.01 * formula and held["casts"] == 0
     # Held is what there is: nothing that Python knows of is left out.
     assert found["between"] == pytest.approx(state + held["padding"], rel=0.02)
-    value = 2 if precision == "mixed" else 4
+    value = 2 if precision == "bf16" else 4
     assert found["casts"] == (
-        pytest.approx(4 * parameters / ranks, rel=0.01) if precision == "mixed" else 0
+        pytest.approx(4 * parameters / ranks, rel=0.01) if precision == "bf16" else 0
     )
     # Two gathered units of parameters, and two of gradients (and what one row of data takes).
     assert found["peak"] <= found["between"] + 4 * unit * value + 2**15

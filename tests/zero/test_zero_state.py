@@ -12,7 +12,7 @@ from one_process import MAKE, OPTIMIZERS, share
 from torch import nn
 
 from naranhi import models
-from naranhi.zero import StateError, Zero, checkpoint
+from naranhi.zero import StateError, Zero, checkpoint_files
 
 SHARES = 4  # of each step, whatever the number of ranks
 
@@ -30,7 +30,7 @@ def run(ranks, work, stage, precision, steps, folder, load):
         stage,
         group=group,
         precision=precision,
-        groups=[
+        param_groups=[
             {"params": [one for one in model.parameters() if one.dim() > 1]},
             {"params": [one for one in model.parameters() if one.dim() == 1], "weight_decay": 0.0},
         ],
@@ -79,7 +79,7 @@ def numbers(zero, optimizer):
 
 @pytest.mark.parametrize(
     "work, stage, precision",
-    [("mlp", 1, "fp32"), ("tied gpt2", 2, "fp32"), ("tied gpt2", 3, "fp32"), ("mlp", 3, "mixed")],
+    [("mlp", 1, "fp32"), ("tied gpt2", 2, "fp32"), ("tied gpt2", 3, "fp32"), ("mlp", 3, "bf16")],
 )
 def test_training_goes_on_where_it_was_stopped(five, tmp_path, work, stage, precision):
     """On 4 ranks, then 2, then 1, then 4: each finds the very numbers that the one before left."""
@@ -137,7 +137,7 @@ def interrupted(folder):
     optimizer = torch.optim.AdamW(zero.param_groups)
     model(torch.ones(1, 4)).sum().backward()
     zero.step(optimizer)
-    original, told = checkpoint._write, []
+    original, told = checkpoint_files.write, []
 
     def full(path, data):
         original(path.with_name(path.name + ".part"), data[:10])
@@ -149,13 +149,13 @@ def interrupted(folder):
         told.append(str(error.value))
 
     for fails in 1, 0:  # its shards; the manifest, when all shards are there
-        checkpoint._write = lambda path, data, fails=fails: (
+        checkpoint_files.write = lambda path, data, fails=fails: (
             full if rank == fails and (fails or path.suffix == ".json") else original
         )(path, data)
         try:
             attempt()
         finally:
-            checkpoint._write = original
+            checkpoint_files.write = original
     optimizer.param_groups[0]["note"] = Path("x")
     attempt()
     del optimizer.param_groups[0]["note"]
@@ -204,7 +204,7 @@ def with_frozen(folder, stage, precision):
     assert torch.equal(*outputs)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "mixed"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_what_is_frozen_is_loaded_too(five, tmp_path, stage, precision):
     five.call(with_frozen, str(tmp_path / "state"), stage, precision)

@@ -213,7 +213,7 @@ def let_go(stage, precision, closed):
 
 
 @pytest.mark.parametrize("closed", [False, True])
-@pytest.mark.parametrize("stage, precision", [(1, "fp32"), (2, "mixed"), (3, "fp32"), (3, "mixed")])
+@pytest.mark.parametrize("stage, precision", [(1, "fp32"), (2, "bf16"), (3, "fp32"), (3, "bf16")])
 def test_what_is_let_go_is_freed(five, stage, precision, closed):
     assert five.call(let_go, stage, precision, closed)[:2] == [0, 0]
 
@@ -508,7 +508,7 @@ def fp32_buffers(stage):
     if rank >= 2:
         return
     model, one = Scaled(), Scaled()
-    zero = Zero(model, stage, precision="mixed", group=group)
+    zero = Zero(model, stage, precision="bf16", group=group)
     x = rows(rank)
     output = model(x)
     low = copy.deepcopy(one)
@@ -629,7 +629,7 @@ def different_options():
     if rank >= 2:
         return None
     return [
-        message(Zero, layers(), 2, group=group, finite=bool(rank)),
+        message(Zero, layers(), 2, group=group, check_finite=bool(rank)),
         message(Zero, layers(), 2, group=group, buffers=bool(rank)),
     ]
 
@@ -637,6 +637,6 @@ def different_options():
 def test_options_that_differ_are_told(five):
     for found in five.call(different_options)[:2]:
         assert found == [
-            "ValueError: finite: False on rank 0, True on rank 1",
+            "ValueError: check finite: False on rank 0, True on rank 1",
             "ValueError: buffers: False on rank 0, True on rank 1",
         ]

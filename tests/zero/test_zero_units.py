@@ -161,7 +161,7 @@ def recomputed_alone(stage, reentrant, regions):
         stage,
         units=[tuple(layers[:2]), tuple(layers[2:])],
         group=group,
-        tell=lambda event, what: told.append((event, what)),
+        on_event=lambda event, what: told.append((event, what)),
     )
     ours = torch.optim.SGD(zero.param_groups, lr=0.1)
     theirs = torch.optim.SGD(run.parameters(), lr=0.1)

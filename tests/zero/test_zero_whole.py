@@ -14,7 +14,7 @@ from torch import nn
 
 from naranhi.zero import Zero, children
 
-KINDS = list(product([1, 2, 3], ["fp32", "mixed"]))
+KINDS = list(product([1, 2, 3], ["fp32", "bf16"]))
 
 
 def message(function, *args, **kwargs):
@@ -67,7 +67,7 @@ def taken_out(stage, precision):
     zero.step(optimizer)
     with zero.gathered():
         assert not torch.equal(model[0].weight, one[0].weight)
-    if stage == 3 or precision == "mixed":  # else they are the parameters' own, as in any model
+    if stage == 3 or precision == "bf16":  # else they are the parameters' own, as in any model
         assert same(state, one)
 
 
@@ -92,11 +92,11 @@ def forward_inside(stage, precision):
         with zero.gathered():
             pass
         assert same({name: p.detach() for name, p in model.named_parameters()}, one)
-        if precision == "mixed":
+        if precision == "bf16":
             found.append(message(model, x))
         found.append(message(zero.gathered(write=True).__enter__))
         found.append(message(zero.step, torch.optim.SGD(zero.param_groups, lr=0.1)))
-    if precision == "mixed":
+    if precision == "bf16":
         return found
     for within in True, False:
         with zero.gathered():
@@ -126,7 +126,7 @@ def test_a_forward_does_not_end_a_block(five, stage, precision):
     masters = [
         "RuntimeError: inside of gathered() parameters are the masters in fp32: leave the "
         "block before a forward that is to be trained"
-    ] * (precision == "mixed")
+    ] * (precision == "bf16")
     assert (
         five.call(forward_inside, stage, precision)[:2]
         == [
@@ -191,7 +191,7 @@ def loaded(stage, precision, how):
 @pytest.mark.parametrize(
     "stage, precision, how",
     [
-        *product([1, 2, 3], ["fp32", "mixed"], ["load_state_dict", "in place", "data", "a part"]),
+        *product([1, 2, 3], ["fp32", "bf16"], ["load_state_dict", "in place", "data", "a part"]),
         (1, "fp32", ""),
         (2, "fp32", ""),
     ],
@@ -233,7 +233,7 @@ def refused(stage, precision):
             model.load_state_dict({**state, "0.weight": torch.ones(5, 5)})
 
     found["ranks differ"] = message(other)
-    if stage == 3 or precision == "mixed":  # else there is no other memory to write into
+    if stage == 3 or precision == "bf16":  # else there is no other memory to write into
         with zero.gathered():
             assert same({name: p.detach() for name, p in model.named_parameters()}, one)
         found["raises"] = message(wrong).splitlines()[0]

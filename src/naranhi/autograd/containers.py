@@ -45,12 +45,12 @@ class AfterBackward(torch.autograd.Function):
 
 def watch_backward(call: Callable[[], None], value: Any, copies: Copies | None) -> Any:
     """Return the pytree, its tensors that require a gradient passed through `AfterBackward`."""
-    inputs = [one for one in tensors_of(value) if one.requires_grad]
+    inputs = [tensor for tensor in tensors_of(value) if tensor.requires_grad]
     if not inputs:
         return value
     outputs = AfterBackward.apply(call, *inputs)
     new = dict(zip(map(id, inputs), outputs, strict=True))
-    return map_tensors(lambda one: new.get(id(one), one), value, copies)
+    return map_tensors(lambda tensor: new.get(id(tensor), tensor), value, copies)
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
@@ -58,8 +58,8 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, tuple | list | dict):
-        for one in value.values() if isinstance(value, dict) else value:
-            yield from tensors_of(one)
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from tensors_of(item)
     elif is_dataclass_object(value):
         for field in fields(value):
             yield from tensors_of(getattr(value, field.name, None))
@@ -76,13 +76,13 @@ def map_tensors(
     if isinstance(value, torch.Tensor):
         new = function(value)
     elif isinstance(value, tuple):
-        mapped = [map_tensors(function, one, copies) for one in value]
+        mapped = [map_tensors(function, item, copies) for item in value]
         if all(a is b for a, b in zip(mapped, value, strict=True)):
             return value
         new = type(value)(*mapped) if hasattr(value, "_fields") else type(value)(mapped)
     else:
         items = _items(value)
-        mapped = [(key, map_tensors(function, one, copies)) for key, one in items]
+        mapped = [(key, map_tensors(function, item, copies)) for key, item in items]
         new = value if _same(mapped, items) else copy(value)
         if new is not value:
             _put(new, mapped)
@@ -97,7 +97,7 @@ def write_back(copies: Copies) -> None:
     for value, new, items in reversed(copies):
         now = _items(new)
         if not _same(now, items):
-            _put(value, [(key, original.get(id(one), one)) for key, one in now])
+            _put(value, [(key, original.get(id(item), item)) for key, item in now])
 
 
 def _items(value):
@@ -120,18 +120,18 @@ def _put(value, items):
     if isinstance(value, dict):
         for key in value.keys() - dict(items).keys():
             del value[key]
-        for key, one in items:
-            value[key] = one
+        for key, item in items:
+            value[key] = item
     elif isinstance(value, list):
-        value[:] = [one for _, one in items]
+        value[:] = [item for _, item in items]
     else:
-        for key, one in items:
-            object.__setattr__(value, key, one)  # also if it is frozen
+        for key, item in items:
+            object.__setattr__(value, key, item)  # also if it is frozen
 
 
-def _same(one, other):
-    return len(one) == len(other) and all(
-        a == c and b is d for (a, b), (c, d) in zip(one, other, strict=True)
+def _same(items, other):
+    return len(items) == len(other) and all(
+        a == c and b is d for (a, b), (c, d) in zip(items, other, strict=True)
     )
 
 

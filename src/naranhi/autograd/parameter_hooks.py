@@ -34,7 +34,7 @@ def hooks_of_parameter(parameter: torch.Tensor) -> Iterator[Callable[..., Any]]:
 @contextmanager
 def at_rest(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
     """Keep `torch.autograd.grad` from running hooks of these parameters, inside the context."""
-    gates = [_gate(one) for one in parameters if one._backward_hooks]
+    gates = [_gate(param) for param in parameters if param._backward_hooks]
     for gate in gates:
         gate.resting += 1
     try:

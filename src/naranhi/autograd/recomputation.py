@@ -90,7 +90,7 @@ class RecomputeFunction(torch.autograd.Function):
         ctx.circumstances.buffers.forget_the_same()
         # A passed-on mask has no gradient; without a graph, nothing is known of the other outputs.
         constants = {id(tensor) for tensor in tensors if not tensor.requires_grad}
-        ctx.mark_non_differentiable(*(one for one in outputs if id(one) in constants))
+        ctx.mark_non_differentiable(*(output for output in outputs if id(output) in constants))
         return outputs
 
     @staticmethod
@@ -115,10 +115,10 @@ class RecomputeFunction(torch.autograd.Function):
             for output, gradient in zip(outputs, gradients, strict=True)
             if output.requires_grad and gradient is not None
         ]
-        found = iter(())
+        grads = iter(())
         if used:
             with at_rest(ctx.parameters):  # the outer graph runs their hooks
-                found = iter(
+                grads = iter(
                     torch.autograd.grad(
                         [output for output, _ in used],
                         [
@@ -130,9 +130,9 @@ class RecomputeFunction(torch.autograd.Function):
                         allow_unused=True,
                     )
                 )
-        found = [next(found, None) if wants else None for wants in wants_gradient]
-        wait_where_none(ctx.parameters, found[count:])
-        return None, None, *found
+        grads = [next(grads, None) if wants else None for wants in wants_gradient]
+        wait_where_none(ctx.parameters, grads[count:])
+        return None, None, *grads
 
 
 class _Circumstances:
@@ -169,11 +169,11 @@ class _Buffers:
         self._places = [
             (module._buffers, name)
             for module in modules
-            for name, one in module._buffers.items()
-            if one is not None
+            for name, buffer in module._buffers.items()
+            if buffer is not None
         ]
-        met = {id(one): (one, one._version, one.clone()) for one in self._now()}
-        self._met = [met[id(one)] for one in self._now()]
+        met = {id(buffer): (buffer, buffer._version, buffer.clone()) for buffer in self._now()}
+        self._met = [met[id(buffer)] for buffer in self._now()]
 
     def _now(self):
         return [buffers[name] for buffers, name in self._places]
@@ -181,8 +181,8 @@ class _Buffers:
     def forget_the_same(self):
         """Keep copies only of buffers that the forward has changed or replaced."""
         self._met = [
-            copy if now is not one or one._version != version else None
-            for (one, version, copy), now in zip(self._met, self._now(), strict=True)
+            copy if now is not buffer or buffer._version != version else None
+            for (buffer, version, copy), now in zip(self._met, self._now(), strict=True)
         ]
 
     @contextmanager

@@ -154,10 +154,10 @@ class SplitFunction(torch.autograd.Function):
                 return [None] * len(tensors)
             edges, given = zip(*used, strict=True)
             with at_rest(weights):  # their hooks run where the gradients are added to `.grad`
-                found = iter(
+                grads = iter(
                     torch.autograd.grad(edges, wanted, given, retain_graph=keep, allow_unused=True)
                 )
-            return [next(found) if tensor.requires_grad else None for tensor in tensors]
+            return [next(grads) if tensor.requires_grad else None for tensor in tensors]
 
         if later and not ctx.once:
             to_inputs, to_weights = gradients_of(inputs, True), [None] * len(weights)

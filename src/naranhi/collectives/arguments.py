@@ -45,10 +45,10 @@ def expect(name: str, tensor: object, shape: Sequence[int], like: torch.Tensor) 
     if not isinstance(tensor, torch.Tensor):
         kind = "None" if tensor is None else f"a {type(tensor).__name__}"
         raise ValueError(f"{name} must be a tensor of shape {wanted[0]} here, not {kind}")
-    found = (tuple(tensor.shape), tensor.dtype, tensor.device)
-    for what, one, other in zip(("shape", "dtype", "device"), found, wanted, strict=True):
-        if one != other:
-            raise ValueError(f"{name} must have {what} {other}, not {one}")
+    given = (tuple(tensor.shape), tensor.dtype, tensor.device)
+    for what, value, other in zip(("shape", "dtype", "device"), given, wanted, strict=True):
+        if value != other:
+            raise ValueError(f"{name} must have {what} {other}, not {value}")
 
 
 def expect_none(name: str, tensor: object) -> None:
@@ -59,8 +59,8 @@ def expect_none(name: str, tensor: object) -> None:
 
 def require_sum(tensor: torch.Tensor) -> None:
     """Raise TypeError if torch cannot add tensors of this dtype on this device."""
-    one = tensor.new_empty(1)
+    element = tensor.new_empty(1)
     try:
-        torch.add(one, one)
+        torch.add(element, element)
     except RuntimeError as error:
         raise TypeError(f"{tensor.dtype} has no sum on {tensor.device}") from error

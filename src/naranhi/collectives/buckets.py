@@ -29,7 +29,7 @@ def buckets(
     full, filling = [], {}
     for tensor in reversed(tensors):
         bucket = filling.setdefault((tensor.dtype, tensor.device), [])
-        if bucket and sum(one.nbytes for one in bucket) + tensor.nbytes > bucket_bytes:
+        if bucket and sum(member.nbytes for member in bucket) + tensor.nbytes > bucket_bytes:
             full.append(bucket)
             bucket = filling[tensor.dtype, tensor.device] = []
         bucket.append(tensor)
@@ -38,10 +38,12 @@ def buckets(
 
 def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the elements of a bucket, copied into one tensor of one dimension."""
-    return torch.cat([one.detach().reshape(-1) for one in tensors])
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
 
 
 def unpack(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     """Copy the elements of `flat` back into the tensors, in place: the inverse of `pack`."""
-    for one, piece in zip(tensors, flat.split([one.numel() for one in tensors]), strict=True):
-        one.detach().copy_(piece.view(one.shape))
+    for tensor, piece in zip(
+        tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True
+    ):
+        tensor.detach().copy_(piece.view(tensor.shape))

@@ -34,10 +34,10 @@ def all_gather(
     block = len(flat) // ranks
     for held in distances(ranks):
         partner = rank ^ held
-        mine, theirs = (
+        kept, theirs = (
             flat[place // held * held * block :][: held * block] for place in (rank, partner)
         )
-        works = start(group, sends=[(mine, partner)], receives=[(theirs, partner)])
+        works = start(group, sends=[(kept, partner)], receives=[(theirs, partner)])
         yield
         finish(works)
 

@@ -10,7 +10,7 @@ from naranhi.costs.communication import bytes_sent, checked_arguments
 
 
 def zero_bytes(
-    parameters: float, ranks: int, stage: int, precision: str = "mixed", optimizer: str = "adam"
+    parameters: float, ranks: int, stage: int, precision: str = "bf16", optimizer: str = "adam"
 ) -> float:
     """Return the bytes of model state on a rank: parameters, gradients and optimizer state.
 
@@ -22,7 +22,7 @@ def zero_bytes(
         parameters: The number of parameters.
         ranks: The number of ranks that share the model state.
         stage: The stage of ZeRO, 0 to 3.
-        precision: "mixed" (2 bytes for a parameter and 2 for its gradient, plus an fp32 copy that
+        precision: "bf16" (2 bytes for a parameter and 2 for its gradient, plus an fp32 copy that
             counts as optimizer state) or "fp32" (4 and 4, no copy).
         optimizer: "adam" keeps two fp32 values per parameter, "momentum" one, "sgd" none.
 
@@ -40,13 +40,13 @@ def zero_bytes(
     return parameters * (sum(state[:stage]) / ranks + sum(state[stage:]))
 
 
-def zero_bytes_sent(parameters: float, ranks: int, stage: int, precision: str = "mixed") -> float:
+def zero_bytes_sent(parameters: float, ranks: int, stage: int, precision: str = "bf16") -> float:
     """Return the bytes that each rank sends in a step, and receives.
 
     That is close to 2 values per parameter, and 3 at stage 3. Gradients are reduce-scattered and
     parameters all-gathered, on a ring, which is the traffic of an all-reduce (stage 0); stage 3
     all-gathers parameters twice, for the forward and for the backward. A value is 2 bytes in
-    "mixed" precision and 4 in "fp32". With micro-batches, this is the cost of one reduction and one
+    "bf16" precision and 4 in "fp32". With micro-batches, this is the cost of one reduction and one
     all-gather (of each kind). Arguments, errors and source are those of `zero_bytes`.
     """
     value, _ = _check_zero(parameters, ranks, stage, precision)
@@ -55,7 +55,7 @@ def zero_bytes_sent(parameters: float, ranks: int, stage: int, precision: str = 
 
 
 _OPTIMIZER_STATE = {"adam": 8, "momentum": 4, "sgd": 0}  # bytes per parameter, in fp32
-_PRECISION = {"mixed": (2, 4), "fp32": (4, 0)}  # bytes of a value, and of its fp32 copy
+_PRECISION = {"bf16": (2, 4), "fp32": (4, 0)}  # bytes of a value, and of its fp32 copy
 
 
 def _check_zero(parameters, ranks, stage, precision):

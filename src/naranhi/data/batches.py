@@ -66,11 +66,11 @@ def encode(
     Raises:
         ValueError: if no passage is left.
     """
-    found = tokenizer(list(passages), truncation=True, max_length=length)["input_ids"]
-    found = [tokens for tokens in found if len(tokens) > 1]
-    if not found:
+    sequences = tokenizer(list(passages), truncation=True, max_length=length)["input_ids"]
+    sequences = [tokens for tokens in sequences if len(tokens) > 1]
+    if not sequences:
         raise ValueError("no passage has more than one token: there is nothing to learn")
-    return found
+    return sequences
 
 
 def unigram_entropy(sequences: Iterable[Sequence[int]]) -> float:

@@ -41,13 +41,13 @@ def contexts(source: str | os.PathLike[str] | None = None) -> list[str]:
         ValueError: if the source is empty or not in SQuAD's form; it names the file and the place.
     """
     if source == "squad":
-        found = _squad()
+        passages = _squad()
     else:
-        found = _read(BUNDLED / "corpus.json.gz" if source is None else Path(source))
-    found = [context for context in found if context.strip()]
-    if not found:
+        passages = _read(BUNDLED / "corpus.json.gz" if source is None else Path(source))
+    passages = [context for context in passages if context.strip()]
+    if not passages:
         raise ValueError(f"the corpus {source} has no passage with text in it")
-    return found
+    return passages
 
 
 def unique(contexts: Iterable[str]) -> list[str]:
@@ -83,12 +83,12 @@ def tokenizer(name: str | os.PathLike[str] | None = None) -> PreTrainedTokenizer
         else offline(name)
     )
     with fetching(f"tokenizer of {name!r}", advice):
-        found = AutoTokenizer.from_pretrained(name)
-        if not found("a")["input_ids"]:  # transformers makes one of that kind without tokens
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        if not tokenizer("a")["input_ids"]:  # transformers makes one of that kind without tokens
             raise OSError("neither tokenizer.json nor vocab.json")
-    if found.pad_token_id is None:
-        found.pad_token = found.eos_token
-    return found
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
 
 
 def _squad():
@@ -129,7 +129,7 @@ def _read(path):
             raise ValueError(f"the corpus {path} is not in SQuAD's form, {FORM}: {fault}") from None
     if fault := _fault_in(articles):
         raise ValueError(f"the corpus {path} is not in SQuAD's form, {FORM}: {fault}")
-    return [one["context"] for article in articles for one in article["paragraphs"]]
+    return [paragraph["context"] for article in articles for paragraph in article["paragraphs"]]
 
 
 def _fault(path):

@@ -63,17 +63,17 @@ class DDP:
         group: The process group; None for the default one.
         bucket_bytes: See `buckets`. Small buckets start early; large ones cost less each.
         buffers: Whether each step ends with `broadcast_buffers`.
-        finite: Whether each step ends with `require_finite`.
-        tell: Called as tell("gradient", name) when a parameter's last gradient has arrived, as
-            tell("start", i) when the reduction of bucket i starts, and as tell("end", i) when it is
-            known to have ended, which is after the backward.
+        check_finite: Whether each step ends with `require_finite`.
+        on_event: Called as on_event("gradient", name) when a parameter's last gradient has arrived,
+            as on_event("start", i) when the reduction of bucket i starts, and as on_event("end", i)
+            when it is known to have ended, which is after the backward.
     """
 
     model: nn.Module
     group: dist.ProcessGroup | None
     buffers: bool
-    finite: bool
-    tell: Callable[[str, str | int], object]
+    check_finite: bool
+    on_event: Callable[[str, str | int], object]
     names: dict[nn.Parameter, str]
     buckets: list[GradientBucket]
 
@@ -84,14 +84,15 @@ class DDP:
         *,
         bucket_bytes: int = BUCKET,
         buffers: bool = True,
-        finite: bool = False,
-        tell: Callable[[str, str | int], object] | None = None,
+        check_finite: bool = False,
+        on_event: Callable[[str, str | int], object] | None = None,
     ) -> None:
         require_supported(model, group)
         broadcast_parameters(model, group)
-        agree(group, bucket_bytes=bucket_bytes, buffers=buffers, finite=finite)
-        self.model, self.group, self.buffers, self.finite = model, group, buffers, finite
-        self.tell = tell or (lambda event, what: None)
+        agree(group, bucket_bytes=bucket_bytes, buffers=buffers, check_finite=check_finite)
+        self.model, self.group = model, group
+        self.buffers, self.check_finite = buffers, check_finite
+        self.on_event = on_event or (lambda event, what: None)
         self.names = {p: name for name, p in model.named_parameters() if p.requires_grad}
         self.buckets = [GradientBucket(some) for some in buckets(list(self.names), bucket_bytes)]
         self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.views}
@@ -180,7 +181,7 @@ class DDP:
                 "backward, when the first may be in flight"
             )
         bucket.awaited.remove(parameter)
-        self.tell("gradient", self.names[parameter])
+        self.on_event("gradient", self.names[parameter])
         # In the same order on all ranks, in whatever order gradients arrive.
         while self._started < len(self.buckets) and not self.buckets[self._started].awaited:
             self.start_next()
@@ -191,7 +192,7 @@ class DDP:
         for parameter in bucket.views:
             self._move(parameter, bucket)
         bucket.start(self.group)
-        self.tell("start", self._started)
+        self.on_event("start", self._started)
         self._started += 1
 
     def finish(self) -> None:
@@ -207,7 +208,7 @@ class DDP:
         alike = True
         for i, bucket in enumerate(self.buckets):
             alike &= bucket.finish()
-            self.tell("end", i)
+            self.on_event("end", i)
         if any(bucket.failed for bucket in self.buckets):
             raise RuntimeError("the backward of another rank has failed in this step")
         if not alike:
@@ -216,7 +217,7 @@ class DDP:
         self._local.clear()
         if self.buffers:
             broadcast_buffers(self.model, self.group)
-        if self.finite:
+        if self.check_finite:
             require_finite(self.model)
 
     def _give_up(self):
@@ -275,11 +276,11 @@ class GradientBucket:
     work: dist.Work | None
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        sizes = [one.numel() for one in parameters]
+        sizes = [param.numel() for param in parameters]
         self.flat = parameters[0].new_zeros(sum(sizes) + 2 * len(sizes) + 1)
         *pieces, flags, self._failed = self.flat.split([*sizes, 2 * len(sizes), 1])
         self.views = {
-            one: piece.view(one.shape) for one, piece in zip(parameters, pieces, strict=True)
+            param: piece.view(param.shape) for param, piece in zip(parameters, pieces, strict=True)
         }
         self.flags = flags.view(2, -1)
         self.awaited, self.work = set(), None
@@ -292,8 +293,8 @@ class GradientBucket:
             failed: Whether this rank's backward has failed.
         """
         # The slot of a missing gradient is summed as well, and ignored.
-        has = [one.grad is not None for one in self.views]
-        self.flags.copy_(torch.tensor([has, [not here for here in has]]))
+        has = [param.grad is not None for param in self.views]
+        self.flags.copy_(torch.tensor([has, [not flag for flag in has]]))
         self._failed.fill_(failed)
         self.work = dist.all_reduce(self.flat, group=group, async_op=True)
 

@@ -32,16 +32,16 @@ def broadcast_parameters(model: nn.Module, group: dist.ProcessGroup | None = Non
             difference.
     """
     group = group or dist.group.WORLD
-    tensors = [("parameter", *one) for one in model.named_parameters()]
-    tensors += [("buffer", *one) for one in model.named_buffers()]
-    mine = {
-        f"{kind} {name}": (tuple(one.shape), str(one.dtype), one.requires_grad)
-        for kind, name, one in tensors
+    tensors = [("parameter", *named) for named in model.named_parameters()]
+    tensors += [("buffer", *named) for named in model.named_buffers()]
+    local = {
+        f"{kind} {name}": (tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad)
+        for kind, name, tensor in tensors
     }
-    told = from_all_ranks(mine, group)
-    for rank, other in enumerate(told):
-        _compare(told[0], other, rank)
-    _broadcast([one for _, _, one in tensors], group)
+    gathered = from_all_ranks(local, group)
+    for rank, other in enumerate(gathered):
+        _compare(gathered[0], other, rank)
+    _broadcast([tensor for _, _, tensor in tensors], group)
 
 
 def _compare(first, other, rank):
@@ -50,11 +50,13 @@ def _compare(first, other, rank):
         if name not in first or name not in other:
             has, lacks = (0, rank) if name in first else (rank, 0)
             raise ValueError(f"rank {has} has a {name}, rank {lacks} has none")
-        for what, one, two in zip(
+        for what, expected, given in zip(
             ("shape", "dtype", "requires_grad"), first[name], other[name], strict=True
         ):
-            if one != two:
-                raise ValueError(f"{name} has {what} {one} on rank 0 and {two} on rank {rank}")
+            if expected != given:
+                raise ValueError(
+                    f"{name} has {what} {expected} on rank 0 and {given} on rank {rank}"
+                )
     if list(first) != list(other):
         raise ValueError(f"rank {rank} has its parameters in another order than rank 0")
 
@@ -91,13 +93,13 @@ def with_gradient(model: nn.Module, group: dist.ProcessGroup | None) -> list[nn.
             parameter and the ranks.
         TypeError: On every rank, if a gradient is sparse; it names the parameter and the ranks.
     """
-    named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
+    named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     same_on_all_ranks(
-        {name: _flag(one.grad) for name, one in named},
+        {name: _flag(param.grad) for name, param in named},
         group,
-        next((one.device for _, one in named), "cpu"),
+        next((param.device for _, param in named), "cpu"),
     )
-    return [one for _, one in named if one.grad is not None]
+    return [param for _, param in named if param.grad is not None]
 
 
 def _flag(gradient):
@@ -123,12 +125,12 @@ def same_on_all_ranks(
 
 
 def have_gradients(
-    mine: Sequence[int], group: dist.ProcessGroup, device: torch.device | str
+    flags: Sequence[int], group: dist.ProcessGroup, device: torch.device | str
 ) -> tuple[torch.Tensor, Iterator[None]]:
     """Return a table of all ranks' flags, and the kernel that fills it (see `collectives`).
 
     Args:
-        mine: This rank's flag for each parameter: ABSENT, DENSE or SPARSE (or False, True).
+        flags: This rank's flag for each parameter: ABSENT, DENSE or SPARSE (or False, True).
         group: The process group.
         device: Where the table is, and messages are sent from.
 
@@ -137,8 +139,8 @@ def have_gradients(
         and the kernel.
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    table = torch.empty(ranks, len(mine), dtype=torch.uint8, device=device)
-    table[rank] = table.new_tensor(mine)
+    table = torch.empty(ranks, len(flags), dtype=torch.uint8, device=device)
+    table[rank] = table.new_tensor(flags)
     return table, ring.all_gather(list(table), group, rank, ranks)
 
 
@@ -187,10 +189,10 @@ def require_finite(model: nn.Module) -> None:
     Raises:
         FloatingPointError: Naming the first parameter with such a gradient.
     """
-    named = [(name, one) for name, one in model.named_parameters() if one.grad is not None]
+    named = [(name, param) for name, param in model.named_parameters() if param.grad is not None]
     if not named:
         return
-    finite = torch.stack([one.grad.isfinite().all() for _, one in named]).tolist()
+    finite = torch.stack([param.grad.isfinite().all() for _, param in named]).tolist()
     bad = [name for (name, _), fine in zip(named, finite, strict=True) if not fine]
     if bad:
         more = f" (and of {len(bad) - 1} more)" * (len(bad) > 1)

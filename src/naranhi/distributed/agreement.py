@@ -77,22 +77,22 @@ def agree(group: dist.ProcessGroup | None = None, **things: object) -> None:
     """
     group = dist.group.WORLD if group is None else group
     large = torch.Tensor, torch.nn.Module
-    mine = {
-        name.replace("_", " "): one
-        if not isinstance(one, large)
-        else _Fingerprint(fingerprint(one))
-        for name, one in things.items()
+    local = {
+        name.replace("_", " "): value
+        if not isinstance(value, large)
+        else _Fingerprint(fingerprint(value))
+        for name, value in things.items()
     }
-    told = from_all_ranks(mine, group)
+    gathered = from_all_ranks(local, group)
     first = dist.get_global_rank(group, 0)
-    for place, other in enumerate(told):
-        for name in {**told[0], **other}:
-            one, two = told[0].get(name), other.get(name)
-            if one != two:
+    for place, other in enumerate(gathered):
+        for name in {**gathered[0], **other}:
+            expected, given = gathered[0].get(name), other.get(name)
+            if expected != given:
                 rank = dist.get_global_rank(group, place)
-                if isinstance(one, _Fingerprint) and isinstance(two, _Fingerprint):
+                if isinstance(expected, _Fingerprint) and isinstance(given, _Fingerprint):
                     raise ValueError(f"rank {first} and rank {rank} have different {name}")
-                raise ValueError(f"{name}: {one} on rank {first}, {two} on rank {rank}")
+                raise ValueError(f"{name}: {expected} on rank {first}, {given} on rank {rank}")
 
 
 class _Fingerprint(str):
@@ -110,7 +110,7 @@ def fingerprint(value: torch.Tensor | torch.nn.Module) -> str:
         if isinstance(value, torch.Tensor)
         else dict([*value.named_parameters(), *value.named_buffers()])
     )
-    for name, one in tensors.items():
-        digest.update(f"{name} {tuple(one.shape)} {one.dtype}".encode())
-        digest.update(one.detach().reshape(-1).contiguous().view(torch.uint8).cpu().numpy())
+    for name, tensor in tensors.items():
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(tensor.detach().reshape(-1).contiguous().view(torch.uint8).cpu().numpy())
     return digest.hexdigest()

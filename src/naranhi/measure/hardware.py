@@ -91,11 +91,11 @@ def gpus() -> list[Part]:
     """Return the GPUs that this process sees, by kind: their L2 caches and their memories."""
     each = (torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count()))
     kinds = Counter((gpu.name, gpu.L2_cache_size, gpu.total_memory) for gpu in each)
-    found = []
+    caches = []
     for (name, cache, memory), count in kinds.items():
-        found.append(Part("GPU's L2 cache", count, cache))
-        found.append(Part("GPU's memory", count, memory, detail=name))
-    return found
+        caches.append(Part("GPU's L2 cache", count, cache))
+        caches.append(Part("GPU's memory", count, memory, detail=name))
+    return caches
 
 
 def rdma_ports(root: Path = ROOT) -> list[Part]:
@@ -106,12 +106,12 @@ def rdma_ports(root: Path = ROOT) -> list[Part]:
     Args:
         root: the folder that contains /sys.
     """
-    found = []
+    links = []
     for rate in sorted(Path(root, "sys/class/infiniband").glob("*/ports/*/rate")):
         gigabits = float(rate.read_text().split()[0])  # "400 Gb/sec (4X NDR)"
         layer = (rate.parent / "link_layer").read_text().strip()  # "InfiniBand" or "Ethernet"
-        found.append(Part(f"{layer} port", 1, None, gigabits * 1e9 / 8, rate.parts[-4]))
-    return found
+        links.append(Part(f"{layer} port", 1, None, gigabits * 1e9 / 8, rate.parts[-4]))
+    return links
 
 
 def topology() -> str | None:
@@ -132,8 +132,8 @@ def copy_seconds(sizes: list[int], device: torch.device | str = CPU) -> dict[int
     target = torch.zeros_like(source)
 
     def copying(size):
-        here, there = source[:size], target[:size]
-        return lambda: there.copy_(here)
+        start, end = source[:size], target[:size]
+        return lambda: end.copy_(start)
 
     return best_seconds({size: copying(size) for size in sizes}, device)
 

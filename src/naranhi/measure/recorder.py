@@ -65,8 +65,8 @@ class Recorder:
         """
         group = dist.group.WORLD if group is None else group
         offset = clock_offset(group)
-        mine = [(action, start + offset, end + offset) for action, start, end in self._spans]
-        rows = from_all_ranks(mine, group)
+        spans = [(action, start + offset, end + offset) for action, start, end in self._spans]
+        rows = from_all_ranks(spans, group)
         zero = min((start for row in rows for _, start, _ in row), default=0.0)
         return Timeline(
             [Span(action, start - zero, end - zero) for action, start, end in row] for row in rows
@@ -91,36 +91,36 @@ def clock_offset(group: dist.ProcessGroup | None = None) -> float:
     group = dist.group.WORLD if group is None else group
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     clocks = from_all_ranks(_clock(), group)
-    found = 0.0
+    offset = 0.0
     for other in range(1, ranks):
         if clocks[other] == clocks[0]:
             continue
         if rank == 0:
             _tell_time(group, other)
         elif rank == other:
-            found = measured_offset(group)
-    return found
+            offset = measured_offset(group)
+    return offset
 
 
 def measured_offset(group: dist.ProcessGroup, peer: int = 0) -> float:
     """Return this rank's estimate of the offset, by round trips to a peer in `_tell_time`."""
     best = (float("inf"), 0.0)
     for _ in range(ROUND_TRIPS):
-        told = _message(group)
+        message = _message(group)
         asked = perf_counter()
-        dist.send(told, group=group, group_dst=peer)
-        dist.recv(told, group=group, group_src=peer)
+        dist.send(message, group=group, group_dst=peer)
+        dist.recv(message, group=group, group_src=peer)
         answered = perf_counter()
         # Assume that the peer read its clock halfway through the round trip.
-        best = min(best, (answered - asked, told.item() - (asked + answered) / 2))
+        best = min(best, (answered - asked, message.item() - (asked + answered) / 2))
     return best[1]
 
 
 def _tell_time(group, other):
     for _ in range(ROUND_TRIPS):
-        told = _message(group)
-        dist.recv(told, group=group, group_src=other)
-        dist.send(told.fill_(perf_counter()), group=group, group_dst=other)
+        message = _message(group)
+        dist.recv(message, group=group, group_src=other)
+        dist.send(message.fill_(perf_counter()), group=group, group_dst=other)
 
 
 def _message(group):

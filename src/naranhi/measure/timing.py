@@ -48,7 +48,7 @@ def interleaved(
     settle = torch.cuda.synchronize if torch.cuda.is_available() else _nothing
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
 
-    mine = torch.zeros(repeats, len(contenders), dtype=torch.float64)
+    seconds = torch.zeros(repeats, len(contenders), dtype=torch.float64)
     for repeat in range(-warmup, repeats):
         for column, run in enumerate(contenders.values()):
             dist.barrier(group)
@@ -57,8 +57,8 @@ def interleaved(
             run()
             settle()
             if repeat >= 0:
-                mine[repeat, column] = perf_counter() - start
-    slowest = mine.to(device)
+                seconds[repeat, column] = perf_counter() - start
+    slowest = seconds.to(device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
     return dict(zip(contenders, slowest.T.tolist(), strict=True))
 

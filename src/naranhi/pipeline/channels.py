@@ -41,7 +41,7 @@ BY_CPU = 2  # see [The first steps between GPUs]; an optimizer's second update r
 
 
 def new_groups(
-    mine: dict[str, Any], timeout: float
+    local: dict[str, Any], timeout: float
 ) -> dict[tuple[tuple[int, ...], Hashable], dist.ProcessGroup]:
     """Create this rank's process groups, unless something is wrong on any rank of the world.
 
@@ -49,7 +49,7 @@ def new_groups(
     and in one order, so every rank creates the groups of all pipelines.
 
     Args:
-        mine: what this rank was given for its pipeline, by name; empty for a rank in no pipeline.
+        local: what this rank was given for its pipeline, by name; empty for a rank in no pipeline.
             "pipeline": the pipeline's ranks in the world. On these, all entries must be equal
                 except "replicas", "place in the pipeline" and "copies".
             "replicas": the ranks in the world that have the same stages in other pipelines, or
@@ -68,18 +68,20 @@ def new_groups(
         ValueError: ranks of a pipeline, or replicas, were given different things, or copies that
             are not equal.
     """
-    told = from_all_ranks(mine)
-    for one in (mine, *told):
-        if "error" in one:
-            raise one["error"]
+    gathered = from_all_ranks(local)
+    for given in (local, *gathered):
+        if "error" in given:
+            raise given["error"]
     for which, called, but in (
         ("pipeline", "of one pipeline", {"replicas", "place in the pipeline", "copies"}),
         ("replicas", "replicas of one another", {"pipeline", "groups", "copies"}),
     ):
-        _compare(told, which, called, but)
-        _compare_copies(told, which, called)
+        _compare(gathered, which, called, but)
+        _compare_copies(gathered, which, called)
     groups, both = {}, "cpu:gloo,cuda:nccl" if dist.get_backend() == "nccl" else "gloo"
-    for ranks, purpose in dict.fromkeys(pair for one in told for pair in one.get("groups", ())):
+    for ranks, purpose in dict.fromkeys(
+        pair for given in gathered for pair in given.get("groups", ())
+    ):
         group = dist.new_group(
             list(ranks),
             timeout=timedelta(seconds=timeout),
@@ -87,26 +89,26 @@ def new_groups(
             # The ranks agree through their CPUs, which would otherwise wait for their GPUs.
             backend="gloo" if purpose == AGREEMENT else both,
         )
-        if (ranks, purpose) in mine.get("groups", ()):
+        if (ranks, purpose) in local.get("groups", ()):
             groups[ranks, purpose] = group
     return groups
 
 
-def _compare(told, which, called, but):
+def _compare(gathered, which, called, but):
     """Raise ValueError if two ranks that belong together were given different things.
 
     `which` names the entry that lists the ranks to compare, `called` is their relation in the
     error, and `but` names the entries that may differ.
     """
-    for rank, one in enumerate(told):
-        other = (one.get(which) or [rank])[0]
-        given = told[other]
-        for what in one:
-            if what not in but and one[what] != given.get(what):
+    for rank, given in enumerate(gathered):
+        other = (given.get(which) or [rank])[0]
+        expected = gathered[other]
+        for what in given:
+            if what not in but and given[what] != expected.get(what):
                 short = what not in ("schedule", "groups")
                 raise ValueError(
                     f"rank {other} and rank {rank}, {called}, disagree on {what}"
-                    + f": {given.get(what)} and {one[what]}" * short
+                    + f": {expected.get(what)} and {given[what]}" * short
                 )
 
 

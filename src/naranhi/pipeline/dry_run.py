@@ -64,7 +64,7 @@ def _hook_owners(modules):
             if name.endswith("_hooks") and isinstance(hooks, dict):
                 for hook in hooks.values():
                     owner = getattr(hook, "__self__", None)
-                    if owner is not None and not any(owner is one for one in modules):
+                    if owner is not None and not any(owner is module for module in modules):
                         yield owner
 
 

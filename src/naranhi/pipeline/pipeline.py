@@ -137,7 +137,7 @@ class Pipeline:
         gpu = dist.get_backend(self.group) == "nccl"
         self.device = torch.device(*("cuda", torch.cuda.current_device()) if gpu else ("cpu",))
         self.replicas = replicas if replicas and dist.get_world_size(replicas) > 1 else None
-        mine = {
+        local = {
             "pipeline": tuple(dist.get_process_group_ranks(self.group)),
             "replicas": self.replicas and tuple(dist.get_process_group_ranks(self.replicas)),
             "number of replicas": self.replicas and dist.get_world_size(self.replicas),
@@ -166,11 +166,11 @@ class Pipeline:
             tied = tied_parameters(parts, schedule.placement)
             self._messages = channels(schedule)
             purposes = [AGREEMENT, *self._messages, *dict.fromkeys(ranks for _, _, ranks in tied)]
-            mine["groups"] = [self._group_of(purpose) for purpose in purposes]
-            mine["copies"] = copies(parts, schedule.placement, self.rank, self.replicas)
+            local["groups"] = [self._group_of(purpose) for purpose in purposes]
+            local["copies"] = copies(parts, schedule.placement, self.rank, self.replicas)
         except ValueError as error:
-            mine["error"] = error
-        groups = new_groups(mine, timeout)
+            local["error"] = error
+        groups = new_groups(local, timeout)
         self._ends, users = {}, []
         self._let_go = weakref.finalize(self, _let_go, users, groups)
         self._let_go.atexit = False  # at exit, the process and its groups end anyway
@@ -297,20 +297,20 @@ class Pipeline:
         tied = self._tied if torch.is_grad_enabled() else ()
         for part in (*self.stages.values(), *tied):
             part.begin()
-        here = {}  # messages between two stages of this rank
+        local = {}  # messages between two stages of this rank
 
         def take(message):
             if message is None:
                 return None
             channel = self.schedule.channel(message)
-            return self._ends[channel].take() if channel else here.pop(message)
+            return self._ends[channel].take() if channel else local.pop(message)
 
         def give(message, tensors):
             channel = self.schedule.channel(message)
             if channel:
                 self._ends[channel].send(tensors)
             else:
-                here[message] = tensors
+                local[message] = tensors
 
         def do(stage, action, arrived, released):
             number, kind, k, version = action

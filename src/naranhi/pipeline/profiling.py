@@ -60,11 +60,11 @@ def profile(
         raise ValueError("profile at least one layer, at least once, after 0 or more warm-ups")
     saved, output_bytes = _count(layers, inputs)
     runs = [_time(layers, inputs) for _ in range(warmup + repeats)][warmup:]
-    found = []
+    profiles = []
     for place, (name, layer) in enumerate(saved.layers.items()):
         forwards, backwards = zip(*(run[place] for run in runs), strict=True)
         storages = {parameter.untyped_storage() for parameter in layer.parameters()}
-        found.append(
+        profiles.append(
             LayerProfile(
                 name,
                 median(forwards),
@@ -74,7 +74,7 @@ def profile(
                 sum(storage.nbytes() for storage in storages),
             )
         )
-    return found
+    return profiles
 
 
 def _count(layers, inputs):

@@ -51,7 +51,9 @@ class Stage(nn.Module):
         super().__init__()
         self.layers, self.first, self.loss = nn.ModuleList(layers), first, loss
         self.weights, self._own = None, list(self.layers.parameters())
-        self._splittable = [one for one in self.layers.modules() if isinstance(one, Splittable)]
+        self._splittable = [
+            module for module in self.layers.modules() if isinstance(module, Splittable)
+        ]
         self.begin()
 
     def begin(self) -> None:
@@ -97,8 +99,8 @@ class Stage(nn.Module):
         takes.note_changes(taken, tensors)
         if self.loss:
             value = self.loss(value, target) / count
-            self.losses[microbatch] = one = value.detach()
-            self.total = one if self.total is None else self.total + one
+            self.losses[microbatch] = loss = value.detach()
+            self.total = loss if self.total is None else self.total + loss
             gives = StageSignature.of(value)
         gives.require(value, number, layer)
         edges, outputs = gives.edges(value), gives.detached(value)
@@ -123,7 +125,7 @@ class Stage(nn.Module):
         own = self.weights.versions[version] if self.weights else self._own
         new = [weight for weight in own if weight.grad is None]
         if not pairs:
-            return [torch.zeros_like(one) for one in inputs]
+            return [torch.zeros_like(tensor) for tensor in inputs]
         with self._reading(version):
             torch.autograd.backward(*map(list, zip(*pairs, strict=True)))
             # The gradient of a bias with the input's shape may be the very tensor that is sent:
@@ -133,8 +135,12 @@ class Stage(nn.Module):
                 for weight in new
                 if weight.grad is not None
             }
-        found = [torch.zeros_like(one) if one.grad is None else one.grad for one in inputs]
-        return [one.clone() if one.untyped_storage().data_ptr() in taken else one for one in found]
+        grads = [
+            torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in inputs
+        ]
+        return [
+            grad.clone() if grad.untyped_storage().data_ptr() in taken else grad for grad in grads
+        ]
 
     def _dense(self, weight):
         """Return the gradient of a weight, or raise ValueError if it is sparse."""

@@ -55,7 +55,7 @@ class WeightStash:
     def _view(self):
         # `.data` has a version counter of its own, so that autograd lets the storage change if
         # `stash` is False.
-        return [nn.Parameter(one.data, one.requires_grad) for one in self.newest]
+        return [nn.Parameter(param.data, param.requires_grad) for param in self.newest]
 
     @property
     def held(self) -> int:
@@ -75,14 +75,14 @@ class WeightStash:
             yield
         finally:
             self._put(self.newest)
-        for one, newest in zip(view, self.newest, strict=True):
-            if one.grad is not None and _has_hooks(newest):
-                torch.autograd.backward(newest.view_as(newest), one.grad)  # runs the hooks
-            elif one.grad is not None and newest.grad is None:
-                newest.grad = one.grad
-            elif one.grad is not None:
-                newest.grad += one.grad
-            one.grad = None
+        for param, newest in zip(view, self.newest, strict=True):
+            if param.grad is not None and _has_hooks(newest):
+                torch.autograd.backward(newest.view_as(newest), param.grad)  # runs the hooks
+            elif param.grad is not None and newest.grad is None:
+                newest.grad = param.grad
+            elif param.grad is not None:
+                newest.grad += param.grad
+            param.grad = None
 
     def _put(self, parameters):
         for owner, name, n in self._uses:
@@ -96,8 +96,8 @@ class WeightStash:
         """
         if torch.is_grad_enabled():
             if self.stash and not last_use:
-                for one in self.newest:
-                    one.data = one.data.clone()
+                for param in self.newest:
+                    param.data = param.data.clone()
             if self.optimizer:
                 self.optimizer.step()
                 self.optimizer.zero_grad()

@@ -194,7 +194,7 @@ def staleness(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
     stalest counts.
     """
     read = versions_read(schedule)
-    found = [[] for _ in range(schedule.virtual_stages)]
+    versions = [[] for _ in range(schedule.virtual_stages)]
     for row in schedule:
         oldest = {}  # by stage: the oldest version behind the gradients since its last update
         for stage, kind, microbatch, version in row:
@@ -202,5 +202,5 @@ def staleness(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
                 its = read[microbatch][stage]
                 oldest[stage] = min(oldest.get(stage, its), its)
             elif kind == "U":
-                found[stage].append(version - 1 - oldest.pop(stage))
-    return tuple(map(tuple, found))
+                versions[stage].append(version - 1 - oldest.pop(stage))
+    return tuple(map(tuple, versions))

@@ -201,13 +201,13 @@ class Schedule:
     @cached_property
     def _channels(self):
         """The channel of a message, or None, by the message's two stages."""
-        found, of = {}, self.placement
+        channels, of = {}, self.placement
         for stage in range(1, len(of)):
             apart = of[stage - 1] != of[stage]
             activations = Channel(of[stage - 1], of[stage], "activation") if apart else None
             gradients = Channel(of[stage], of[stage - 1], "gradient") if apart else None
-            found[stage - 1, stage], found[stage, stage - 1] = activations, gradients
-        return found
+            channels[stage - 1, stage], channels[stage, stage - 1] = activations, gradients
+        return channels
 
 
 def _row(rank, row):

@@ -175,13 +175,13 @@ def _deadlock(schedule, waiting, position):
         rank = schedule.placement[waiting[rank].from_stage]
     if rank in path:  # else the last rank on the path waits for a rank that has ended
         path = path[path.index(rank) :]
-    told = []
+    links = []
     for rank in path:
         message = waiting[rank]
         giver = schedule.placement[message.from_stage]
         later = schedule[giver][position[giver] :]
         action = next((action for action in later if schedule.gives(action) == message), None)
         what = f"{action} of rank {giver}" if action else "a message that never comes"
-        told.append(f"rank {rank} waits at {schedule[rank][position[rank]]} for {what}")
+        links.append(f"rank {rank} waits at {schedule[rank][position[rank]]} for {what}")
     culprit = schedule[path[0]][position[path[0]]]
-    return ScheduleError("deadlock: " + ", ".join(told), path[0], culprit)
+    return ScheduleError("deadlock: " + ", ".join(links), path[0], culprit)

@@ -46,7 +46,7 @@ def panels(
         for numbers in (predicted, measured):
             if numbers is not None and len(numbers) != len(labels):
                 raise ValueError(f"{name}: {len(numbers)} numbers for {len(labels)} rows")
-            if any(not math.isfinite(one) or one < 0 for one in numbers or ()):
+            if any(not math.isfinite(number) or number < 0 for number in numbers or ()):
                 raise ValueError(f"{name}: bars are drawn from zero, and {numbers} does not fit")
     fig = Figure(figsize=(WIDTH, 0.6 + ROW * len(labels)), layout="constrained")
     columns = fig.subplots(1, len(measures), sharey=True, squeeze=False)[0]

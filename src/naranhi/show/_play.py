@@ -55,7 +55,7 @@ def _moving(fig, alt, seconds):
     clip = next(root.iter(f"{{{SVG}}}clipPath"))
     window = clip[0]
     name = clip.get("id").partition("-")[0]
-    left, top, wide, high = (float(window.get(one)) for one in ("x", "y", "width", "height"))
+    left, top, wide, high = (float(window.get(key)) for key in ("x", "y", "width", "height"))
     window.set("class", "window")
     now = {
         "class": "now",

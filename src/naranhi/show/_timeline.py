@@ -196,5 +196,5 @@ def draw_key(ax: Axes, keys: Mapping[str, Rectangle]) -> None:
 
 def row_in_words(rank, row):
     names = [str(action) for action, _, _ in row]
-    told = ", ".join(names) if len(names) <= 8 else f"{', '.join(names[:3])} … {names[-1]}"
-    return f"Rank {rank}: {told}."
+    listed = ", ".join(names) if len(names) <= 8 else f"{', '.join(names[:3])} … {names[-1]}"
+    return f"Rank {rank}: {listed}."

@@ -223,7 +223,8 @@ def _in_by_out(weight, transposed):
 
 def _weight_gradients(x, gradient, transposed, wants_weight, wants_bias):
     """Return the gradients of the weight, in the weight's layout, and of the bias, or None."""
-    x, gradient = (one.unsqueeze(0).flatten(0, -2) for one in (x, gradient))  # x may be one row
+    # x may be a single row.
+    x, gradient = (tensor.unsqueeze(0).flatten(0, -2) for tensor in (x, gradient))
     to_weight = None
     if wants_weight:
         to_weight = x.t() @ gradient if transposed else gradient.t() @ x
@@ -237,6 +238,6 @@ def _as_autocast(x, *weights):
         return x, *weights
     dtype, as_they_are = torch.get_autocast_dtype(kind), (None, torch.float64)
     return tuple(
-        one if getattr(one, "dtype", None) in as_they_are else one.to(dtype)
-        for one in (x, *weights)
+        tensor if getattr(tensor, "dtype", None) in as_they_are else tensor.to(dtype)
+        for tensor in (x, *weights)
     )

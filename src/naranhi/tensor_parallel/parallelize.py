@@ -308,17 +308,17 @@ def _way(layer, parameter):
 def _agree(module, plan, error, group):
     """Raise the error of any rank, or ValueError if plans or weights differ."""
     tensors = {} if error else dict([*module.named_parameters(), *module.named_buffers()])
-    mine = error, plan, {name: fingerprint(one) for name, one in tensors.items()}
-    told = from_all_ranks(mine, group)
-    for wrong, _, _ in (mine, *told):
+    local = error, plan, {name: fingerprint(tensor) for name, tensor in tensors.items()}
+    gathered = from_all_ranks(local, group)
+    for wrong, _, _ in (local, *gathered):
         if wrong:
             raise wrong
     ranks = dist.get_process_group_ranks(group)
-    for rank, (_, other, weights) in zip(ranks, told, strict=True):
-        if other != told[0][1]:
+    for rank, (_, other, weights) in zip(ranks, gathered, strict=True):
+        if other != gathered[0][1]:
             raise ValueError(f"rank {ranks[0]} and rank {rank} were given different plans")
-        for name in told[0][2].keys() | weights.keys():
-            if told[0][2].get(name) != weights.get(name):
+        for name in gathered[0][2].keys() | weights.keys():
+            if gathered[0][2].get(name) != weights.get(name):
                 raise ValueError(
                     f"rank {ranks[0]} and rank {rank} start from different weights: {name} differs"
                 )

@@ -45,7 +45,7 @@ class Split(NamedTuple):
 
     def join(self, shards: Iterable[torch.Tensor]) -> torch.Tensor:
         """Return the whole tensor of all ranks' shards: the inverse of `shard`."""
-        pieces = zip(*(one.chunk(self.parts, self.dim) for one in shards), strict=True)
+        pieces = zip(*(shard.chunk(self.parts, self.dim) for shard in shards), strict=True)
         whole = torch.cat([piece for part in pieces for piece in part], self.dim)
         return whole.narrow(self.dim, 0, self.size)
 
@@ -133,8 +133,8 @@ def load_full_state_dict(
     if state.keys() != own.keys():
         name = sorted(state.keys() ^ own.keys())[0]
         raise ValueError(f"{name} is in the {'model' if name in own else 'state'} only")
-    for name, mine in own.items():
-        wanted = list(mine.shape)
+    for name, part in own.items():
+        wanted = list(part.shape)
         if name in splits:
             wanted[splits[name][0].dim] = splits[name][0].size
         if list(state[name].shape) != wanted:
@@ -142,9 +142,9 @@ def load_full_state_dict(
                 f"{name} has shape {tuple(state[name].shape)} in the state, and "
                 f"{tuple(wanted)} in the model"
             )
-    for name, mine in own.items():
+    for name, part in own.items():
         whole = state[name]
         if name in splits:
             split, group = splits[name]
             whole = split.shard(whole, dist.get_rank(group))
-        mine.copy_(whole)
+        part.copy_(whole)

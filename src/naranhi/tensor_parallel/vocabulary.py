@@ -78,8 +78,8 @@ class VocabularyParallelEmbedding(ShardedModule):
         """Return the tokens' embeddings, summed over the ranks."""
         fine = ((tokens >= 0) & (tokens < self.num_embeddings)).all()
         torch._assert_async(fine, f"a token is not in the vocabulary of {self.num_embeddings}")
-        row, here = _own(tokens, len(self.weight), self.rank)
-        rows = F.embedding(row, self.weight, self.padding_row).masked_fill(~here.unsqueeze(-1), 0)
+        row, own = _own(tokens, len(self.weight), self.rank)
+        rows = F.embedding(row, self.weight, self.padding_row).masked_fill(~own.unsqueeze(-1), 0)
         summed = reduce_scatter_to_sequence if self.sequence else reduce_from_group
         return summed(rows, self.group)
 
@@ -197,33 +197,33 @@ class CrossEntropyFunction(Function):
         words = logits.shape[-1] * dist.get_world_size(group)
         fine = (~valid | (targets >= 0) & (targets < words)).all()
         torch._assert_async(fine, f"a target is not among {words} words")
-        column, here = _own(targets, logits.shape[-1], dist.get_rank(group))
+        column, own = _own(targets, logits.shape[-1], dist.get_rank(group))
 
         largest = start_reduce(logits.amax(-1), group, dist.ReduceOp.MAX)()
-        score = (_at(logits, column) - largest).masked_fill(~here, 0)
+        score = (_at(logits, column) - largest).masked_fill(~own, 0)
         score = start_reduce(score, group)()
         softmax = (logits - largest.unsqueeze(-1)).exp_()
         total = start_reduce(softmax.sum(-1), group)()
 
-        ctx.save_for_backward(softmax.div_(total.unsqueeze(-1)), column, here, valid)
+        ctx.save_for_backward(softmax.div_(total.unsqueeze(-1)), column, own, valid)
         return (total.log() - score).masked_fill(~valid, 0).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         """Return the gradient of this rank's logits, without communication."""
-        softmax, column, here, valid = ctx.saved_tensors
+        softmax, column, own, valid = ctx.saved_tensors
         gradient = gradient * valid
-        found = softmax * gradient.unsqueeze(-1)
-        found.scatter_add_(-1, column.unsqueeze(-1), -(gradient * here).unsqueeze(-1))
-        return found.to(ctx.dtype), None, None
+        grad = softmax * gradient.unsqueeze(-1)
+        grad.scatter_add_(-1, column.unsqueeze(-1), -(gradient * own).unsqueeze(-1))
+        return grad.to(ctx.dtype), None, None
 
 
 def _own(numbers, each, rank):
     """Return the index of each token among this rank's `each` (else 0), and whether it is there."""
     place = numbers - each * rank
-    here = (place >= 0) & (place < each)
-    return place.masked_fill(~here, 0), here
+    own = (place >= 0) & (place < each)
+    return place.masked_fill(~own, 0), own
 
 
 def _at(logits, column):

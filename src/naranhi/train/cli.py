@@ -209,7 +209,9 @@ def schedule_names() -> Iterator[str]:
         function = getattr(schedules, name)
         if inspect.isfunction(function):
             parameters = inspect.signature(function).parameters.values()
-            needed = [one.name for one in parameters if one.default is one.empty]
+            needed = [
+                parameter.name for parameter in parameters if parameter.default is parameter.empty
+            ]
             if needed == ["stages", "microbatches"] and not actions_of(function(1, 1), "U"):
                 yield name
 
@@ -276,7 +278,7 @@ def train(
     Raises:
         UsageError: see `Training`; raised on every rank.
     """
-    first, found = dist.get_rank() == 0, []
+    first, step_losses = dist.get_rank() == 0, []
     with (
         Training(options, device) as training,
         raise_on_all(lambda: Log(options.log if first else None)) as log,
@@ -285,13 +287,13 @@ def train(
             say(training.about)
         start = perf_counter()
         for step in training:
-            found.append(step.loss)
+            step_losses.append(step.loss)
             log.write(**step._asdict())
             if first and (step.step % EVERY == 0 or step.step == options.steps - 1):
                 say(f"step: {step.step}, loss: {step.loss:.4f}")
         if first:
             say(f"{options.steps} steps in {perf_counter() - start:.1f} s")
-    return found
+    return step_losses
 
 
 def losses(arguments: str = "") -> list[float]:

@@ -112,7 +112,7 @@ class Training:
         )
         self.mesh = raise_on_all(partial(make_mesh, options))
         layers, sequences, pad, self.about = raise_on_all(lambda: build_model_and_data(options))
-        ends = [token for one in sequences for token in (*one, -1)]
+        ends = [token for sequence in sequences for token in (*sequence, -1)]
         raise_on_all(partial(agree, weights=nn.ModuleList(layers), passages=torch.tensor(ends)))
         loss, place, sizes = models.loss, self.mesh.place, self.mesh.sizes
         if sizes.tensor > 1:
@@ -165,7 +165,7 @@ class Training:
     def _step(self, batch):
         """Run one optimizer step on a whole batch, and return its loss as a float."""
         share = data.Batch(
-            *(one.chunk(self.mesh.sizes.data)[self.mesh.place.data] for one in batch)
+            *(tensor.chunk(self.mesh.sizes.data)[self.mesh.place.data] for tensor in batch)
         ).to(self.device)
         self.optimizer.zero_grad()
         loss = self.pipeline.step(share.inputs, share.targets, batch.count)
@@ -235,7 +235,7 @@ def build_model_and_data(
             f"the tokenizer of {options.model} has {len(tokenizer)} words, its model only {words}"
         )
     sequences = data.encode(tokenizer, distinct, positions)
-    parameters = sum(one.numel() for one in nn.ModuleList(layers).parameters())
+    parameters = sum(param.numel() for param in nn.ModuleList(layers).parameters())
     about = (
         f"{len(sequences):,} passages ({len(passages) - len(distinct):,} repeated ones left out), "
         f"{sum(map(len, sequences)):,} tokens, unigram entropy "

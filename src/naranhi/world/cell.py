@@ -154,6 +154,6 @@ class Cell:
         if self._is_stopped(rank):
             return FROZEN
         if rank in silent:
-            here = self._ranks.lifelines.is_here(self._ranks.members[rank].who)
-            return DEAF if here else UNREACHABLE
+            alive = self._ranks.lifelines.is_here(self._ranks.members[rank].who)
+            return DEAF if alive else UNREACHABLE
         return BUSY

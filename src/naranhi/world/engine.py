@@ -241,15 +241,15 @@ def _interrupt():
 
 def _sockets():
     """Return the sockets of this process as (file descriptor, inode) pairs."""
-    found = set()
+    sockets = set()
     for entry in os.listdir("/proc/self/fd"):
         try:
             status = os.fstat(int(entry))
         except OSError:  # the descriptor of the listing itself
             continue
         if stat.S_ISSOCK(status.st_mode):
-            found.add((int(entry), status.st_ino))
-    return found
+            sockets.add((int(entry), status.st_ino))
+    return sockets
 
 
 def sever() -> None:

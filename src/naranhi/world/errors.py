@@ -116,9 +116,9 @@ def diagnose(
     kinds = {r: kind(e) for r, e in errors.items()}
     of = {k: sorted(r for r in errors if kinds[r] == k) for k in set(kinds.values())}
     where = {r: place(e, cell) for r, e in errors.items()}
-    head, culprit, told = _cause(errors, of, where, died, stuck, timeout, outcomes)
+    head, culprit, mentioned = _cause(errors, of, where, died, stuck, timeout, outcomes)
     rest = {}
-    for rank in sorted(set(errors) - set(told)):
+    for rank in sorted(set(errors) - set(mentioned)):
         text = f"{_suffered(errors[rank], kinds[rank])}{where[rank]}"
         rest.setdefault(text, []).append(rank)
     if rest:

@@ -129,10 +129,11 @@ class Store(dist.Store):
     def _connection(self):
         if self.severed:
             raise Severed("the process group has failed; the next cell has a new one")
-        mine = self._connections
-        if getattr(mine, "pid", None) != os.getpid():  # this thread's first, or a forked child's
-            mine.connection, mine.pid = server.connect("store"), os.getpid()
-        return mine.connection
+        connections = self._connections
+        # This thread's first, or a forked child's.
+        if getattr(connections, "pid", None) != os.getpid():
+            connections.connection, connections.pid = server.connect("store"), os.getpid()
+        return connections.connection
 
     def _drop(self):
         connection = self._connections.__dict__.pop("connection", None)

@@ -1,6 +1,44 @@
-"""ZeRO: optimizer state, gradients and parameters in shards."""
+"""ZeRO: data parallelism in which each rank keeps a shard of the model's state instead of a copy.
 
-from naranhi.zero.checkpoint import StateError
+Stage 1 shards the optimizer's state, stage 2 the gradients as well, stage 3 the parameters as well.
+Every rank still computes with the whole model on its share of the batch, as in `data_parallel`
+(whose rule for the loss holds here); what a rank does not keep is sent to it when it needs it.
+
+    zero = Zero(model, stage=3)
+    optimizer = torch.optim.AdamW(zero.param_groups, lr=1e-3)    # after sharding, over the shards
+    with zero.no_sync():                                   # micro-batches, if there are several
+        for inputs, targets in shares[:-1]:
+            (loss(model(inputs), targets) / count).backward()
+    (loss(model(inputs), targets) / count).backward()      # the last
+    zero.clip_grad_norm_(1.0)                              # optional
+    zero.step(optimizer)                                   # or zero.zero_grad(), to skip the step
+
+Whole weights are there in a block:
+
+    with zero.gathered():                                  # whole weights: read, save, copy
+        state = model.state_dict()
+    with zero.gathered(write=True):                        # or change them
+        model.load_state_dict(state)
+
+The model is split into *units*; each of them moves as one flat parameter (`flat_param.FlatParam`).
+At stage 3:
+
+    forward    all-gather a unit just before it computes, and the next unit meanwhile; free it after
+    backward   the same from the last unit to the first; reduce-scatter the flat gradients of a unit
+               whose backward is over while the unit before it computes
+    step       each rank updates its own shards
+
+At stage 2 parameters stay whole, and are all-gathered once, after the step; at stage 1 gradients
+stay whole too, and are reduced by the last backward of a step only. The last backward is the one
+that begins outside of `no_sync()`; there is one in a step. Messages match by order: all ranks must
+run the same units in the same order.
+
+Sources: Rajbhandari et al., "ZeRO: Memory optimizations toward training trillion parameter models"
+(2020); Zhao et al., "PyTorch FSDP: Experiences on scaling fully sharded data parallel" (2023), for
+the hooks and the prefetch. In production: `fully_shard`, and DeepSpeed.
+"""
+
+from naranhi.zero.checkpoint_files import StateError
 from naranhi.zero.units import children, joined
 from naranhi.zero.zero import Zero
 

@@ -14,6 +14,16 @@ from typing import Any, NoReturn
 import torch
 
 
+def sharded_gradient(param: torch.Tensor, name: str) -> Elsewhere:
+    """Return the stand-in for the gradient of a parameter, whose sum is in shards on the ranks."""
+    return Elsewhere(
+        param,
+        f"the gradient of parameter {name} is summed and sharded over the ranks: use "
+        "clip_grad_norm_() or shard_gradients() of Zero for it, and step() or zero_grad() before "
+        "another backward",
+    )
+
+
 class Elsewhere(torch.Tensor):
     """A tensor without memory, on which any operation raises RuntimeError(text).
 

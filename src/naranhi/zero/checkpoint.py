@@ -12,12 +12,8 @@ rank assembles its shard from the files that hold a part of it.
 
 from __future__ import annotations
 
-import hashlib
-import io
 import json
 import os
-import pickle
-import re
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,17 +22,14 @@ import torch
 import torch.distributed as dist
 
 from naranhi.distributed import from_all_ranks, raise_on_all
+from naranhi.zero import checkpoint_files
+from naranhi.zero.checkpoint_files import StateError
 from naranhi.zero.flat_param import shard_size
 
 if TYPE_CHECKING:
     from naranhi.zero.zero import Zero
 
 FORMAT = 1
-OWN = re.compile(r"rank-\d+-[0-9a-f]{16}\.pt(\.part)?")  # the files that save() writes
-
-
-class StateError(ValueError):
-    """A saved state that is missing, incomplete, or not of this model."""
 
 
 def save(zero: Zero, folder: str | os.PathLike[str], optimizer: torch.optim.Optimizer) -> None:
@@ -65,33 +58,18 @@ def save(zero: Zero, folder: str | os.PathLike[str], optimizer: torch.optim.Opti
 def _write_shards(zero, folder, optimizer):
     """Write this rank's file; return its name and digest."""
     folder.mkdir(parents=True, exist_ok=True)
-    _require_own(folder / "manifest.json")
+    checkpoint_files.require_own(folder / "manifest.json")
     rank, flats = dist.get_rank(zero.group), _flats(zero)
-    buffer = io.BytesIO()
-    torch.save(
-        {
-            "masters": [_copy(flat.master[: _used(flat)]) for flat in flats],
-            "states": [
-                {number: _state(optimizer, piece) for number, piece in flat.pieces.items()}
-                for flat in flats
-            ],
-            "options": [_options(one) for one in optimizer.param_groups],
-            "buffers": [_copy(one) for one in zero.model.buffers()] if rank == 0 else None,
-        },
-        buffer,
-    )
-    buffer.seek(0)
-    unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(buffer)
-    if unsafe:
-        raise StateError(
-            f"the optimizer or its groups have a {', '.join(unsafe)}, which is not "
-            "read from files: use plain numbers and tensors"
-        )
-    data = buffer.getbuffer()
-    digest = hashlib.sha256(data).hexdigest()
-    name = f"rank-{rank}-{digest[:16]}.pt"
-    _write(folder / name, data)
-    return {"name": name, "sha256": digest}
+    content = {
+        "masters": [_copy(flat.master[: _used(flat)]) for flat in flats],
+        "states": [
+            {number: _state(optimizer, piece) for number, piece in flat.pieces.items()}
+            for flat in flats
+        ],
+        "options": [_options(group) for group in optimizer.param_groups],
+        "buffers": [_copy(buffer) for buffer in zero.model.buffers()] if rank == 0 else None,
+    }
+    return checkpoint_files.write_shards(folder, rank, content)
 
 
 def _write_manifest(zero, folder, optimizer, files):
@@ -103,24 +81,11 @@ def _write_manifest(zero, folder, optimizer, files):
             "files": files,
             "optimizer": _kind(optimizer),
         }
-        _write(folder / "manifest.json", json.dumps(manifest, indent=1).encode())
+        checkpoint_files.write(folder / "manifest.json", json.dumps(manifest, indent=1).encode())
         keep = {file["name"] for file in files}
         for old in folder.iterdir():
-            if OWN.fullmatch(old.name) and old.name not in keep and old.is_file():
+            if checkpoint_files.OWN.fullmatch(old.name) and old.name not in keep and old.is_file():
                 old.unlink()
-
-
-def _require_own(manifest):
-    """Raise StateError rather than overwrite a manifest that `save` has not written."""
-    if manifest.exists():
-        try:
-            own = json.loads(manifest.read_text()).keys() >= {"format", "model", "files"}
-        except (ValueError, AttributeError):
-            own = False
-        if not own:
-            raise StateError(
-                f"{manifest} was not written by save: pass another folder, or move the file away"
-            )
 
 
 def load(zero: Zero, folder: str | os.PathLike[str], optimizer: torch.optim.Optimizer) -> None:
@@ -142,8 +107,8 @@ def load(zero: Zero, folder: str | os.PathLike[str], optimizer: torch.optim.Opti
     zero.zero_grad()
     flats = _flats(zero)
     number_of = {
-        one: i
-        for i, one in enumerate(
+        shard: i
+        for i, shard in enumerate(
             chain.from_iterable(group["params"] for group in optimizer.param_groups)
         )
     }
@@ -156,15 +121,15 @@ def load(zero: Zero, folder: str | os.PathLike[str], optimizer: torch.optim.Opti
                 if state[group]
             },
             "param_groups": [
-                {**option, "params": [number_of[one] for one in group["params"]]}
+                {**option, "params": [number_of[shard] for shard in group["params"]]}
                 for option, group in zip(options, optimizer.param_groups, strict=True)
             ],
         }
     )
     for flat, master in zip(flats, masters, strict=True):
         flat.master[: len(master)].copy_(master)
-    for one, saved in zip(zero.model.buffers(), buffers, strict=True):
-        one.copy_(saved)
+    for buffer, saved in zip(zero.model.buffers(), buffers, strict=True):
+        buffer.copy_(saved)
     zero.refresh(flats)  # frozen parameters, too
 
 
@@ -173,7 +138,7 @@ def _read(zero, folder, optimizer):
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
         version, saved, kind = manifest["format"], manifest["model"], manifest["optimizer"]
-        files = [(folder / Path(one["name"]).name, one["sha256"]) for one in manifest["files"]]
+        files = [(folder / Path(file["name"]).name, file["sha256"]) for file in manifest["files"]]
     except FileNotFoundError:
         raise StateError(
             f"{folder} has no manifest.json: nothing was saved there, or not to the end"
@@ -185,49 +150,36 @@ def _read(zero, folder, optimizer):
     if version != FORMAT:
         raise StateError(f"{folder} has a state of format {version}, this is format {FORMAT}")
     _compare(saved, _layout(zero))
-    here = _kind(optimizer)
-    if kind != here:
-        raise StateError(f"the state is of {kind}, not of {here}")
+    own_kind = _kind(optimizer)
+    if kind != own_kind:
+        raise StateError(f"the state is of {kind}, not of {own_kind}")
 
     flats = _flats(zero)
     masters = [torch.zeros_like(flat.master[: _used(flat)]) for flat in flats]
     states = [{number: {} for number in flat.pieces} for flat in flats]
     ranks, options, buffers = len(files), None, None
     for rank, file in enumerate(files):
-        content = _content(*file)
+        content = checkpoint_files.read(*file)
         if rank == 0:
             options, buffers = content["options"], content["buffers"]
         for i, flat in enumerate(flats):
             start = rank * shard_size(flat.length, ranks)
-            _overlay(masters[i], flat.mine.start, content["masters"][i], start)
+            _overlay(masters[i], flat.shard_slice.start, content["masters"][i], start)
             for number, there in content["states"][i].items():
                 first, own = flat.starts[number], flat.pieces[number]
-                for key, one in there.items():
-                    if not (torch.is_tensor(one) and one.dim()):
-                        states[i][number][key] = one
+                for key, value in there.items():
+                    if not (torch.is_tensor(value) and value.dim()):
+                        states[i][number][key] = value
                         continue
                     if key not in states[i][number]:
-                        states[i][number][key] = torch.zeros(len(own), dtype=one.dtype)
+                        states[i][number][key] = torch.zeros(len(own), dtype=value.dtype)
                     _overlay(
-                        states[i][number][key], max(first, flat.mine.start), one, max(first, start)
+                        states[i][number][key],
+                        max(first, flat.shard_slice.start),
+                        value,
+                        max(first, start),
                     )
     return masters, states, options, buffers
-
-
-def _content(path, digest):
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise StateError(f"{path} cannot be read: {error.strerror}") from error
-    if hashlib.sha256(data).hexdigest() != digest:
-        raise StateError(
-            f"{path} is not as it was written ({len(data)} bytes, with another "
-            "digest): truncated or corrupted"
-        )
-    try:
-        return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
-    except pickle.UnpicklingError as error:
-        raise StateError(f"{path} has more than tensors and numbers in it: {error}") from error
 
 
 def _overlay(target, target_start, source, source_start):
@@ -245,29 +197,30 @@ def _layout(zero):
     layout = {}
     for unit in zero.units:
         for flat in unit.flats:
-            for name, shape, one in zip(flat.names, flat.shapes, flat.parameters, strict=True):
+            for name, shape, param in zip(flat.names, flat.shapes, flat.parameters, strict=True):
                 layout[f"parameter {name}"] = {
                     "unit": unit.name,
                     "dtype": str(flat.master.dtype),
                     "shape": list(shape),
-                    "group": flat.group_of.get(one),
+                    "group": flat.group_of.get(param),
                 }
-    for name, one in zero.model.named_buffers():
-        layout[f"buffer {name}"] = {"shape": list(one.shape), "dtype": str(one.dtype)}
+    for name, buffer in zero.model.named_buffers():
+        layout[f"buffer {name}"] = {"shape": list(buffer.shape), "dtype": str(buffer.dtype)}
     return layout
 
 
-def _compare(saved, here):
+def _compare(saved, own):
     """Raise StateError, naming the first difference."""
-    for name in {**saved, **here}:
-        if name not in saved or name not in here:
+    for name in {**saved, **own}:
+        if name not in saved or name not in own:
             raise StateError(f"the {'model' if name in saved else 'state'} has no {name}")
-        for what, one in here[name].items():
-            if saved[name].get(what) != one:
+        for what, value in own[name].items():
+            if saved[name].get(what) != value:
                 raise StateError(
-                    f"{name} has {what} {saved[name].get(what)} in the state and {one} in the model"
+                    f"{name} has {what} {saved[name].get(what)} in the state and {value} in "
+                    "the model"
                 )
-    if list(saved) != list(here):
+    if list(saved) != list(own):
         raise StateError("the state has its parameters in another order than the model")
 
 
@@ -277,19 +230,19 @@ def _flats(zero):
 
 def _used(flat):
     """Return how many elements of a shard lie before the end of the flat parameter."""
-    return min(max(flat.length - flat.mine.start, 0), flat.size)
+    return min(max(flat.length - flat.shard_slice.start, 0), flat.size)
 
 
 def _state(optimizer, piece):
     """Return what the optimizer keeps for a shard, per element or for the shard as a whole."""
     state = optimizer.state.get(piece, {})
-    for key, one in state.items():
-        if torch.is_tensor(one) and one.dim() and one.shape != piece.shape:
+    for key, value in state.items():
+        if torch.is_tensor(value) and value.dim() and value.shape != piece.shape:
             raise StateError(
-                f"{type(optimizer).__name__} keeps {key} of shape {tuple(one.shape)} "
+                f"{type(optimizer).__name__} keeps {key} of shape {tuple(value.shape)} "
                 f"for {len(piece)} numbers: it is not element-wise"
             )
-    return {key: _copy(one) if torch.is_tensor(one) else one for key, one in state.items()}
+    return {key: _copy(value) if torch.is_tensor(value) else value for key, value in state.items()}
 
 
 def _kind(optimizer):
@@ -298,19 +251,9 @@ def _kind(optimizer):
 
 
 def _options(group):
-    return {key: one for key, one in group.items() if key != "params"}
+    return {key: value for key, value in group.items() if key != "params"}
 
 
 def _copy(tensor):
     """Copy a tensor without the rest of its storage, which would be written too."""
     return tensor.detach().clone()
-
-
-def _write(path, data):
-    """Write a file atomically: under another name until it is complete."""
-    unfinished = path.with_name(path.name + ".part")
-    with unfinished.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)

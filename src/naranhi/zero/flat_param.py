@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from naranhi.collectives import chunks, ring
-from naranhi.zero.absent_gradient import Elsewhere
+from naranhi.zero.absent_gradient import sharded_gradient
 
 ALIGN = 8  # elements: parameters begin where a processor loads 16 bytes (in bf16) at once
 
@@ -59,6 +59,7 @@ class FlatParam:
     places: list[slice]
     length: int
     size: int
+    shard_slice: slice
     shard: torch.Tensor
     master: torch.Tensor
     starts: dict[int, int]
@@ -79,35 +80,32 @@ class FlatParam:
         self.group, self.stage, self.group_of, self.tag = group, stage, group_of, tag
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.names: list[str] = [name for name, _ in named]
-        self.parameters: list[nn.Parameter] = [one for _, one in named]
+        self.parameters: list[nn.Parameter] = [param for _, param in named]
         self.name_of: dict[nn.Parameter, str] = {param: name for name, param in named}
         self.trained: bool = self.parameters[0].requires_grad
-        self.shapes, self.places, end = [one.shape for one in self.parameters], [], 0
-        for one in self.parameters:
-            self.places.append(slice(end, end + one.numel()))
-            end += -(-one.numel() // ALIGN) * ALIGN
+        self.shapes, self.places, end = [param.shape for param in self.parameters], [], 0
+        for param in self.parameters:
+            self.places.append(slice(end, end + param.numel()))
+            end += -(-param.numel() // ALIGN) * ALIGN
         self.length, self.size = end, shard_size(end, self.ranks)
-        self.mine: slice = slice(self.rank * self.size, (self.rank + 1) * self.size)
+        own = self.shard_slice = slice(self.rank * self.size, (self.rank + 1) * self.size)
 
         values = self.parameters[0].detach().new_zeros(self.size * self.ranks)
-        for one, place in zip(self.parameters, self.places, strict=True):
-            values[place].copy_(one.detach().reshape(-1))
+        for param, place in zip(self.parameters, self.places, strict=True):
+            values[place].copy_(param.detach().reshape(-1))
         self.whole: torch.Tensor = values.to(dtype)
-        self.shard = self.whole[self.mine] if stage < 3 else self.whole[self.mine].clone()
-        self.master = self.shard if dtype == values.dtype else values[self.mine].clone()
+        self.shard = self.whole[own] if stage < 3 else self.whole[own].clone()
+        self.master = self.shard if dtype == values.dtype else values[own].clone()
         self.starts, self.spans, self.pieces = {}, {}, {}
         if self.trained:
             for number, places in groupby(
                 zip(map(group_of.get, self.parameters), self.places, strict=True),
-                lambda one: one[0],
+                lambda pair: pair[0],
             ):
                 places = [place for _, place in places]
                 self.starts[number], stop = places[0].start, places[-1].stop
                 self.spans[number] = slice(
-                    *(
-                        min(max(one - self.mine.start, 0), self.size)
-                        for one in (places[0].start, stop)
-                    )
+                    *(min(max(edge - own.start, 0), self.size) for edge in (places[0].start, stop))
                 )
                 self.pieces[number] = nn.Parameter(self.master[self.spans[number]])
 
@@ -146,10 +144,9 @@ class FlatParam:
     def all_gather(self) -> Iterator[None]:
         """Return a kernel (see `collectives`) that all-gathers `whole`, which is valid at its end.
 
-        Each rank sends its shard to every other rank: as many bytes as on a ring, but nothing has
-        to be forwarded while a unit computes. Messages carry this flat parameter's own tag, if the
-        backend supports tags: ranks that gather different ones hang, and never mistake one for
-        another.
+        Each rank sends its shard to every other: as many bytes as on a ring, and nothing to forward
+        while a unit computes. Messages carry this flat parameter's own tag, if the backend supports
+        tags: ranks that gather different ones hang, and never mistake one for another.
         """
         if self.stage == 3:
             _allocate(self.whole)
@@ -178,23 +175,25 @@ class FlatParam:
             row: The flat tensor; by default `whole`, which has been gathered.
         """
         views = self._views if row is None else self.cut(row)
-        for one, view in zip(self.parameters, views, strict=True):
-            one.data = view
+        for param, view in zip(self.parameters, views, strict=True):
+            param.data = view
 
     def use_sharded(self) -> None:
         """Put the parameters into their state between two steps: at stage 3, empty."""
         self.use_unsharded()
         # Autograd's nodes for the parameters remember shape and dtype: make and keep them now.
         self._nodes = [
-            torch.autograd.graph.get_gradient_edge(one) for one in self.parameters if self.trained
+            torch.autograd.graph.get_gradient_edge(param)
+            for param in self.parameters
+            if self.trained
         ]
         if self.stage == 3:
             self.reshard()
 
     def reshard(self) -> None:
         """Free `whole`. Parameters become empty tensors: any use fails with a shape error."""
-        for one in self.parameters:
-            one.data = self._nothing
+        for param in self.parameters:
+            param.data = self._nothing
         _free(self.whole)
 
     # --- gradients -------------------------------------------------------------------------------
@@ -237,7 +236,9 @@ class FlatParam:
     def gradient_parts(self) -> Iterator[torch.Tensor]:
         """Yield a view of this rank's part of each parameter's gradient, in order; may be empty."""
         for place in self.places:
-            start, stop = (max(one - self.mine.start, 0) for one in (place.start, place.stop))
+            start, stop = (
+                max(edge - self.shard_slice.start, 0) for edge in (place.start, place.stop)
+            )
             yield self.gradient[start:stop]
 
     def not_finite(self) -> Iterator[str]:
@@ -255,33 +256,24 @@ class FlatParam:
         It is None if no parameter of the group has a gradient in this step. (A parameter without a
         gradient beside others that have one gets zeros.)
         """
-        with_gradient = {self.group_of[one] for one in self.seen}
+        with_gradient = {self.group_of[param] for param in self.seen}
         for number, piece in self.pieces.items():
-            piece.grad = (
-                self.gradient[self.spans[number]].to(piece.dtype)
-                if number in with_gradient
-                else None
-            )
+            grad = self.gradient[self.spans[number]]
+            piece.grad = grad.to(piece.dtype) if number in with_gradient else None
 
     def hide_gradients(self) -> None:
         """Make every use of `.grad` raise: the sums are in `gradient`, a shard on each rank."""
         for param in self.seen:
             stand_in = self._stand_ins.get(param)
             if stand_in is None or stand_in.shape != param.shape:
-                stand_in = self._stand_ins[param] = Elsewhere(
-                    param,
-                    (
-                        f"the gradient of parameter {self.name_of[param]} is summed and sharded "
-                        "over the ranks: use clip_grad_norm_() or shard_gradients() of Zero for "
-                        "it, and step() or zero_grad() before another backward"
-                    ),
-                )
+                stand_in = sharded_gradient(param, self.name_of[param])
+                self._stand_ins[param] = stand_in
             param.grad = stand_in
 
     def zero_grad(self) -> None:
         """Discard all gradients after a step."""
-        for one in [*self.pieces.values(), *self.parameters]:
-            one.grad = None
+        for param in [*self.pieces.values(), *self.parameters]:
+            param.grad = None
         self.gradient = None
         self.seen.clear()
         if self.trained:

@@ -27,7 +27,7 @@ class Gradients:
         names: {trained parameter: its name}.
         stage: As in `zero.Zero`.
         group: As in `zero.Zero`, and not None.
-        tell: As in `zero.Zero`, and not None.
+        on_event: As in `zero.Zero`, and not None.
 
     Attributes:
         seen: After the last reduction of a step, a row for each rank: which parameters have a
@@ -39,7 +39,7 @@ class Gradients:
     names: Mapping[nn.Parameter, str]
     stage: int
     group: dist.ProcessGroup
-    tell: Callable[[str, str], object]
+    on_event: Callable[[str, str], object]
     seen: torch.Tensor | None
 
     def __init__(
@@ -48,11 +48,11 @@ class Gradients:
         names: Mapping[nn.Parameter, str],
         stage: int,
         group: dist.ProcessGroup,
-        tell: Callable[[str, str], object],
+        on_event: Callable[[str, str], object],
     ) -> None:
         self.order = [unit for unit in (*units[-2::-1], units[-1]) if unit.trained]
         self.flats = [flat for unit in units for flat in unit.trained]
-        self.names, self.stage, self.group, self.tell = names, stage, group, tell
+        self.names, self.stage, self.group, self.on_event = names, stage, group, on_event
         self.seen = self._in_flight = None  # the latter: a unit and its Transfer
         self.reset()
 
@@ -71,7 +71,7 @@ class Gradients:
             self._started += 1
             self.finish()
             unit.accumulate()
-            self.tell("reduce", unit.name)
+            self.on_event("reduce", unit.name)
             self._in_flight = unit, unit.reduce_scatter(*self._flags(last))
 
     def _flags(self, last):
@@ -101,5 +101,5 @@ class Gradients:
             unit, transfer = self._in_flight
             transfer.finish()
             unit.keep_reduced()
-            self.tell("reduced", unit.name)
+            self.on_event("reduced", unit.name)
             self._in_flight = None

@@ -16,23 +16,41 @@ from naranhi.autograd.containers import (
     write_back,
 )
 from naranhi.autograd.hooks import Backward, Handles, Hook, ModuleHook
+from naranhi.data_parallel import broadcast_buffers
 from naranhi.data_parallel.supported import require_gradient, require_same_parameters
+from naranhi.data_parallel.sync import require_same_gradients
 from naranhi.zero.gradients import Gradients
 from naranhi.zero.parameters import Parameters
 from naranhi.zero.phase import Phase
-from naranhi.zero.step_checks import require_all
+from naranhi.zero.step_checks import require_all, require_finite, require_trained
 from naranhi.zero.whole import Whole
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch.distributed as dist
+
+    from naranhi.zero.flat_param import FlatParam
     from naranhi.zero.units import Unit
 
 
 class Hooks:
     """The hooks of a sharded model: the part of `zero.Zero` that autograd and modules call."""
 
+    group: dist.ProcessGroup
+    model: nn.Module
+    stage: int
+    precision: str
+    buffers: bool
+    on_event: Callable[[str, str], object]
+    names: dict[nn.Parameter, str]
+    units: list[Unit]
+    root: Unit
+    flats: list[FlatParam]
+
     def __init__(self):
-        self._parameters = Parameters(self.units, self.stage, self.tell)
-        self._gradients = Gradients(self.units, self.names, self.stage, self.group, self.tell)
+        self._parameters = Parameters(self.units, self.stage, self.on_event)
+        self._gradients = Gradients(self.units, self.names, self.stage, self.group, self.on_event)
         self._backward = Backward()
         self._phase = Phase.ACCUMULATING
         self._sync = True  # outside of no_sync()
@@ -72,7 +90,7 @@ class Hooks:
         if unit is self.root and not self._backward.running:
             self._begin_forward(torch.is_grad_enabled())
         inputs, copies = (args, kwargs), []
-        if self.precision == "mixed" and not self._whole.state:
+        if self.precision == "bf16" and not self._whole.state:
             inputs = map_tensors(to_bf16, inputs, copies)
         self._parameters.unshard(unit, module is unit.modules[0], self._whole.state)
         if self._backward.running:  # recomputed; if unrecorded before, only this marks the end
@@ -81,7 +99,7 @@ class Hooks:
                 # Frozen parameters too: their gradient never arrives, so the unit stays to the end.
                 own = set(module.parameters())
                 unit.awaited.update(
-                    one for flat in unit.flats for one in flat.parameters if one in own
+                    param for flat in unit.flats for param in flat.parameters if param in own
                 )
         elif torch.is_grad_enabled() and unit is not self.root:
             used = Hook(self.post_backward, unit.number, module is unit.modules[0])
@@ -112,12 +130,12 @@ class Hooks:
         recorded = watched = False
         if torch.is_grad_enabled():
             before = Hook(self.pre_backward, unit.number, module is unit.modules[-1])
-            for one in tensors_of(output):
-                if one.grad_fn is not None:
-                    one.register_hook(before)
+            for tensor in tensors_of(output):
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(before)
                     recorded = True
             watched = unit is not self.root and any(
-                one.requires_grad for one in tensors_of((args, kwargs))
+                tensor.requires_grad for tensor in tensors_of((args, kwargs))
             )
         unit.uses += recorded or watched
         unit.hidden[module] += self._parameters.order.recording and not torch.is_grad_enabled()
@@ -127,7 +145,7 @@ class Hooks:
             return output
         if not recorded:
             self._parameters.end_pass()
-        mixed = self.precision == "mixed" and not self._whole.state
+        mixed = self.precision == "bf16" and not self._whole.state
         return map_tensors(to_fp32, output) if mixed else output
 
     # --- backward --------------------------------------------------------------------------------
@@ -205,16 +223,36 @@ class Hooks:
             self._end_reduction()
         self._backward.end()
 
+    def _end_reduction(self):
+        """Check the step's gradients; by now all ranks know which rank has which."""
+        require_same_gradients(self.names.values(), self._gradients.seen)
+        if not any(flat.seen for flat in self.flats):  # after torch.autograd.grad, for example
+            self._forget()
+            return
+        require_trained(self.flats)
+        if self.buffers:
+            broadcast_buffers(self.model, self.group)
+        if self.check_finite:
+            require_finite(self.flats, self.group)
+        self._phase = Phase.REDUCED
+        for flat in self.flats:
+            flat.hide_gradients()
+
+    def _forget(self):
+        for flat in self.flats:
+            flat.zero_grad()
+        self._phase = Phase.ACCUMULATING
+
     # --- checks ----------------------------------------------------------------------------------
 
-    def _announce(self, here):
+    def _announce(self, has_forward):
         """Raise on all ranks, at stage 3, if only some ranks have a forward in this step.
 
         This precedes the messages of a step's last forward, as the others would wait for the shards
         of a rank without one.
         """
         if self.stage == 3:
-            require_all(here, self.group, self.flats[0].shard.device)
+            require_all(has_forward, self.group, self.flats[0].shard.device)
         self._phase = Phase.ANNOUNCED
 
     def _require_end(self):

@@ -44,23 +44,23 @@ def held(zero: Zero, optimizer: torch.optim.Optimizer | None = None) -> dict[str
     for unit in zero.units:
         for flat in unit.flats:
             whole = flat.numbers(0, flat.length)
-            mine = flat.numbers(flat.mine.start, flat.mine.stop)
+            own = flat.numbers(flat.shard_slice.start, flat.shard_slice.stop)
             add("parameters", flat.whole, whole)
-            add("parameters", flat.shard, mine)
-            add("master", flat.master, mine)
+            add("parameters", flat.shard, own)
+            add("master", flat.master, own)
             if flat.trained:
                 add("gradients", flat.gradients, whole)
             if flat.gradient is not None:
-                add("gradients", flat.gradient, mine)
-            for one in flat.parameters:
-                if one.grad is not None and not isinstance(one.grad, Elsewhere):
-                    add("gradients", one.grad, one.grad.numel())
+                add("gradients", flat.gradient, own)
+            for param in flat.parameters:
+                if param.grad is not None and not isinstance(param.grad, Elsewhere):
+                    add("gradients", param.grad, param.grad.numel())
             for number, piece in flat.pieces.items():
-                start = flat.mine.start + flat.spans[number].start
+                start = flat.shard_slice.start + flat.spans[number].start
                 numbers = flat.numbers(start, start + len(piece))
                 if piece.grad is not None:
                     add("casts", piece.grad, numbers)
-                for one in optimizer.state.get(piece, {}).values() if optimizer else ():
-                    if torch.is_tensor(one):
-                        add("optimizer", one, numbers if one.dim() else 1)
+                for value in optimizer.state.get(piece, {}).values() if optimizer else ():
+                    if torch.is_tensor(value):
+                        add("optimizer", value, numbers if value.dim() else 1)
     return dict(count)

@@ -19,18 +19,18 @@ class Parameters:
     Args:
         units: All units of the model.
         stage: The stage of ZeRO; below 3 every unit is whole at any time.
-        tell: As in `zero.Zero`, and not None.
+        on_event: As in `zero.Zero`, and not None.
     """
 
     units: Sequence[Unit]
     sharded: bool
-    tell: Callable[[str, str], object]
+    on_event: Callable[[str, str], object]
     order: Prefetch
 
     def __init__(
-        self, units: Sequence[Unit], stage: int, tell: Callable[[str, str], object]
+        self, units: Sequence[Unit], stage: int, on_event: Callable[[str, str], object]
     ) -> None:
-        self.units, self.sharded, self.tell = units, stage == 3, tell
+        self.units, self.sharded, self.on_event = units, stage == 3, on_event
         self.order = Prefetch()
 
     def unshard(self, unit: Unit, first: bool = True, whole: bool | str | None = False) -> None:
@@ -51,7 +51,7 @@ class Parameters:
             if unit.state is not ParamState.UNSHARDED:
                 self._wait(unit)
         if first:
-            self.tell("compute", unit.name)
+            self.on_event("compute", unit.name)
             # Yield: the backend's threads may need this core to send what other ranks wait for.
             _give_way()
 
@@ -59,7 +59,7 @@ class Parameters:
         """Free a unit's parameters, if they are gathered or their all-gather is in flight."""
         if self.sharded and unit.state is not ParamState.SHARDED:
             unit.reshard()
-            self.tell("free", unit.name)
+            self.on_event("free", unit.name)
 
     def reshard_all(self) -> None:
         """Free all units."""
@@ -72,7 +72,7 @@ class Parameters:
         self.reshard_all()
 
     def _start(self, unit):
-        self.tell("gather", unit.name)
+        self.on_event("gather", unit.name)
         unit.unshard()
 
     def _wait(self, unit):
@@ -83,7 +83,7 @@ class Parameters:
                 f"unit {unit.name} could not be gathered: do all ranks run the same "
                 "units in the same order?"
             ) from error
-        self.tell("gathered", unit.name)
+        self.on_event("gathered", unit.name)
 
 
 _give_way = getattr(os, "sched_yield", lambda: None)  # Windows has no sched_yield

@@ -18,21 +18,21 @@ if TYPE_CHECKING:
 OF_A_SHAPE = {"Adafactor", "LBFGS", "Muon", "SparseAdam", "Lamb", "LAMB", "LARS", "Shampoo", "SOAP"}
 
 
-def require_all(here: bool, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Raise on every rank if `here` is true on some ranks only.
+def require_all(present: bool, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Raise on every rank if `present` is true on some ranks only.
 
     Args:
-        here: Whether this rank has a forward in this step.
+        present: Whether this rank has a forward in this step.
         group: The process group.
         device: Where messages are sent from.
 
     Raises:
         RuntimeError: Naming the ranks without a forward.
     """
-    mine = torch.tensor([here], dtype=torch.uint8, device=device)
-    table = mine.new_empty(dist.get_world_size(group), 1)
-    all_gather(table, mine, group)
-    absent = [str(rank) for rank, one in enumerate(table.flatten().tolist()) if not one]
+    flag = torch.tensor([present], dtype=torch.uint8, device=device)
+    table = flag.new_empty(dist.get_world_size(group), 1)
+    all_gather(table, flag, group)
+    absent = [str(rank) for rank, flag in enumerate(table.flatten().tolist()) if not flag]
     if 0 < len(absent) < len(table):
         raise RuntimeError(
             f"rank {', '.join(absent)} has no forward in this step: without a sample, run the "

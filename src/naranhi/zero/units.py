@@ -49,7 +49,7 @@ class Unit:
     ) -> None:
         self.number, self.name, self.modules, self.flats = number, name, modules, flats
         self.trained = [flat for flat in flats if flat.trained]
-        self.flat_of = {one: flat for flat in self.trained for one in flat.parameters}
+        self.flat_of = {param: flat for flat in self.trained for param in flat.parameters}
         self.state, self._transfer = ParamState.SHARDED, None
         self.settle()
 
@@ -123,7 +123,7 @@ class Transfer:
 
     def advance(self) -> None:
         """Wait for the messages in flight, and start those of the next step."""
-        self._kernels = [one for one in self._kernels if next(one, "ended") != "ended"]
+        self._kernels = [kernel for kernel in self._kernels if next(kernel, "ended") != "ended"]
         self.steps += 1
 
     def finish(self) -> None:
@@ -145,28 +145,28 @@ def cut(
     The arguments, and which of them raise an error, are as in `zero.Zero`.
     """
     named = dict(model.named_parameters())
-    name_of = {one: name for name, one in named.items()}
+    name_of = {param: name for name, param in named.items()}
     runs = list(map(_as_run, children(model) if units is None else units))
     group_of, options = _groups(groups, named, name_of)
     names, root = _names(model, runs), (model,)
     owner = _owners(runs, root)
-    if precision == "mixed":
+    if precision == "bf16":
         _require_mixed(model)
-    computes_in = {one: _computes_in(precision, name, one) for name, one in named.items()}
-    where = {one: name for name, one in model.named_modules()}
+    computes_in = {param: _computes_in(precision, name, param) for name, param in named.items()}
+    where = {module: name for name, module in model.named_modules()}
     agree(
         group,
         stage=stage,
         precision=precision,
-        units=[", ".join(where[one] for one in run) for run in runs],
-        parameter_groups={name_of[one]: number for one, number in group_of.items()},
+        units=[", ".join(where[module] for module in run) for run in runs],
+        parameter_groups={name_of[param]: number for param, number in group_of.items()},
     )
     units, tags = [], count(1)
     for run in [*runs, root]:
-        own = [one for one in named.values() if owner.get(one, root) == run]
+        own = [param for param in named.values() if owner.get(param, root) == run]
         kinds = {}
-        for one in sorted(own, key=lambda one: group_of.get(one, 0)):
-            kinds.setdefault((one.requires_grad, one.dtype), []).append((name_of[one], one))
+        for param in sorted(own, key=lambda param: group_of.get(param, 0)):
+            kinds.setdefault((param.requires_grad, param.dtype), []).append((name_of[param], param))
         flats = [
             FlatParam(some, group_of, stage, computes_in[some[0][1]], group, next(tags))
             for some in kinds.values()
@@ -184,11 +184,11 @@ def children(model: nn.Module) -> list[nn.Module]:
     Args:
         model: The module whose children become units.
     """
-    found = {}  # each child once
+    unique = {}  # each child once
     for child in model.children():
         bare = type(child).forward is nn.Module.forward
-        found.update(dict.fromkeys(children(child) if bare else [child]))
-    return list(found)
+        unique.update(dict.fromkeys(children(child) if bare else [child]))
+    return list(unique)
 
 
 def joined(modules: Iterable[nn.Module], small: int = SMALL) -> Iterator[tuple[nn.Module, ...]]:
@@ -206,7 +206,7 @@ def joined(modules: Iterable[nn.Module], small: int = SMALL) -> Iterator[tuple[n
     """
     run, size = (), 0
     for module in modules:
-        own = sum(one.numel() for one in module.parameters())
+        own = sum(param.numel() for param in module.parameters())
         if run and (size >= small or own >= small):
             yield run
             run, size = (), 0
@@ -223,14 +223,14 @@ def _owners(runs, root):
     """Return {parameter: the run it moves with}, which is the root if several runs have it."""
     owner = {}
     for run in runs:
-        for one in {one for module in run for one in module.parameters()}:
-            owner[one] = root if one in owner else run
+        for param in {param for module in run for param in module.parameters()}:
+            owner[param] = root if param in owner else run
     return owner
 
 
 def _names(model, runs):
     """Return {run: its name}, or raise ValueError."""
-    where = {one: name for name, one in model.named_modules()}
+    where = {module: name for name, module in model.named_modules()}
     names, taken = {}, {}
     for run in runs:
         if not run:
@@ -245,7 +245,10 @@ def _names(model, runs):
             taken[module] = run
         names[run] = where[run[0]] + f" to {where[run[-1]]}" * (len(run) > 1)
     for module in taken:
-        inner = next((one for one in module.modules() if one is not module and one in taken), None)
+        inner = next(
+            (inside for inside in module.modules() if inside is not module and inside in taken),
+            None,
+        )
         if inner is not None:
             raise ValueError(f"unit {where[inner]} lies in unit {where[module]}")
     return names
@@ -253,18 +256,18 @@ def _names(model, runs):
 
 def _groups(groups, named, name_of):
     """Return ({parameter: number of its group}, options of each group), or raise ValueError."""
-    trained = [one for one in named.values() if one.requires_grad]
-    groups = [{"params": trained}] if groups is None else [dict(one) for one in groups]
+    trained = [param for param in named.values() if param.requires_grad]
+    groups = [{"params": trained}] if groups is None else [dict(options) for options in groups]
     group_of = {}
-    for number, one in enumerate(groups):
-        params = one.pop("params")
+    for number, options in enumerate(groups):
+        params = options.pop("params")
         for parameter in [params] if isinstance(params, torch.Tensor) else params:
             if parameter not in name_of:
                 raise ValueError(f"parameter group {number} has one that is not the model's")
             if parameter in group_of:
                 raise ValueError(f"parameter {name_of[parameter]} is in two groups")
             group_of[parameter] = number
-    missing = next((one for one in trained if one not in group_of), None)
+    missing = next((param for param in trained if param not in group_of), None)
     if missing is not None:
         raise ValueError(f"parameter {name_of[missing]} requires a gradient and is in no group")
     return group_of, groups

@@ -109,7 +109,7 @@ class Whole:
                 values[f"parameter {name}"] = view
         agree(self.zero.group, **values)
         for flat, row in rows.items():
-            flat.master.copy_(row[flat.mine])
+            flat.master.copy_(row[flat.shard_slice])
 
     # --- an error otherwise ----------------------------------------------------------------------
 
@@ -139,7 +139,7 @@ class Whole:
         Args:
             recording: Whether autograd records the forward.
         """
-        if self.state and self.zero.precision == "mixed" and recording:
+        if self.state and self.zero.precision == "bf16" and recording:
             raise RuntimeError(
                 "inside of gathered() parameters are the masters in fp32: leave the "
                 "block before a forward that is to be trained"

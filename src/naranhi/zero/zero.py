@@ -1,35 +1,4 @@
-"""ZeRO: data parallelism in which each rank keeps a shard of the model's state instead of a copy.
-
-Stage 1 shards the optimizer's state, stage 2 the gradients as well, stage 3 the parameters as well.
-Every rank still computes with the whole model on its share of the batch, as in `data_parallel`
-(whose rule for the loss holds here); what a rank does not keep is sent to it when it needs it.
-
-    zero = Zero(model, stage=3)
-    optimizer = torch.optim.AdamW(zero.param_groups, lr=1e-3)    # after sharding, over the shards
-    with zero.no_sync():                                   # micro-batches, if there are several
-        for inputs, targets in shares[:-1]:
-            (loss(model(inputs), targets) / count).backward()
-    (loss(model(inputs), targets) / count).backward()      # the last
-    zero.clip_grad_norm_(1.0)                              # optional
-    zero.step(optimizer)                                   # or zero.zero_grad(), to skip the step
-
-The model is split into *units*; each of them moves as one flat parameter (`flat_param.FlatParam`).
-At stage 3:
-
-    forward    all-gather a unit just before it computes, and the next unit meanwhile; free it after
-    backward   the same from the last unit to the first; reduce-scatter the flat gradients of a unit
-               whose backward is over while the unit before it computes
-    step       each rank updates its own shards
-
-At stage 2 parameters stay whole, and are all-gathered once, after the step; at stage 1 gradients
-stay whole too, and are reduced by the last backward of a step only. The last backward is the one
-that begins outside of `no_sync()`; there is one in a step. Messages match by order: all ranks must
-run the same units in the same order.
-
-Sources: Rajbhandari et al., "ZeRO: Memory optimizations toward training trillion parameter models"
-(2020); Zhao et al., "PyTorch FSDP: Experiences on scaling fully sharded data parallel" (2023), for
-the hooks and the prefetch. In production: `fully_shard`, and DeepSpeed.
-"""
+"""The sharded model as its user sees it; `hooks` is what autograd and modules call."""
 
 from __future__ import annotations
 
@@ -40,16 +9,15 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from naranhi.collectives.chunks import overlap
-from naranhi.data_parallel import broadcast_buffers, broadcast_parameters
+from naranhi.data_parallel import broadcast_parameters
 from naranhi.data_parallel.supported import require_same_parameters, require_supported
-from naranhi.data_parallel.sync import require_same_gradients
 from naranhi.distributed import agree
 from naranhi.tensor_parallel.gradient_norm import norm_of_parts, norm_power, scale_to, split_over
 from naranhi.zero import checkpoint
 from naranhi.zero.hooks import Hooks
 from naranhi.zero.memory import held
 from naranhi.zero.phase import Phase
-from naranhi.zero.step_checks import require_finite, require_own, require_trained
+from naranhi.zero.step_checks import require_own
 from naranhi.zero.units import cut
 
 if TYPE_CHECKING:
@@ -59,11 +27,10 @@ if TYPE_CHECKING:
     from torch import nn
 
     from naranhi.zero.flat_param import FlatParam
-    from naranhi.zero.units import Unit
 
 
 class Zero(Hooks):
-    """A model sharded over the ranks; see the module for how a step goes.
+    """A model sharded over the ranks; see the package for how a step goes.
 
     Args:
         model: Built alike on every rank; construction calls `broadcast_parameters`.
@@ -73,30 +40,22 @@ class Zero(Hooks):
             share, belong to the root, which at stage 3 stays gathered from the forward to the end
             of the backward. A unit may be a tuple of modules that run one after the other, none of
             which calls another: small modules are faster that way (`units.joined`).
-        groups: Parameter groups of the model's parameters, in the form that torch optimizers
-            expect.
-        precision: "fp32" computes in the parameters' dtype. "mixed" computes in bf16, and reduces
+        param_groups: Parameter groups of the model's parameters, as torch optimizers expect them.
+        precision: "fp32" computes in the parameters' dtype. "bf16" computes in bf16, and reduces
             gradients in bf16 too, while the optimizer works on a copy in fp32. The model's inputs
             and outputs are still fp32.
         group: The process group; None for the default one.
-        tell: Called as tell(event, name of the unit): "gather" and "gathered" when its all-gather
-            starts and when it is known to have ended, "compute" before its forward and before its
-            backward, "free"; "reduce" and "reduced" when the reduction of its gradients starts and
-            when it is known to have ended.
+        on_event: Called as on_event(event, name of the unit): "gather" and "gathered" when its
+            all-gather starts and when it is known to have ended, "compute" before its forward and
+            before its backward, "free"; "reduce" and "reduced" when the reduction of its gradients
+            starts and when it is known to have ended.
         buffers: Whether each step ends with `broadcast_buffers`.
-        finite: Whether the last backward of a step raises FloatingPointError, naming a parameter,
-            if a gradient is infinite or NaN. (`clip_grad_norm_` detects that in any case.)
+        check_finite: Whether the last backward of a step raises FloatingPointError, naming a
+            parameter, if a gradient is infinite or NaN (`clip_grad_norm_` does in any case).
 
     The optimizer skips a parameter that has no gradient in a step, on any rank, if no other
     parameter of its unit and parameter group has one; otherwise its gradient is zero (so its weight
     decays, and its momentum continues).
-
-    Whole weights are read, saved, copied and loaded in a block:
-
-        with zero.gathered():
-            state = model.state_dict()
-        with zero.gathered(write=True):
-            model.load_state_dict(state)
 
     Other hooks see what they would see without ZeRO: a module's hooks run while its unit is
     gathered, a gradient's before it is reduced. After that `.grad` is not a gradient, and raises
@@ -107,45 +66,34 @@ class Zero(Hooks):
     other objects are not seen: at stage 3 a backward through them finds no parameters.
     """
 
-    group: dist.ProcessGroup
-    model: nn.Module
-    stage: int
-    precision: str
-    buffers: bool
-    tell: Callable[[str, str], object]
-    names: dict[nn.Parameter, str]
-    units: list[Unit]
-    root: Unit
-    flats: list[FlatParam]
-
     def __init__(
         self,
         model: nn.Module,
         stage: int,
         *,
         units: Iterable[nn.Module | Iterable[nn.Module]] | None = None,
-        groups: Iterable[dict[str, Any]] | None = None,
+        param_groups: Iterable[dict[str, Any]] | None = None,
         precision: str = "fp32",
         group: dist.ProcessGroup | None = None,
-        tell: Callable[[str, str], object] | None = None,
+        on_event: Callable[[str, str], object] | None = None,
         buffers: bool = True,
-        finite: bool = False,
+        check_finite: bool = False,
     ) -> None:
         if stage not in (1, 2, 3):
             raise ValueError(f"stage must be 1, 2 or 3, not {stage!r}")
-        if precision not in ("fp32", "mixed"):
-            raise ValueError(f"precision must be 'fp32' or 'mixed', not {precision!r}")
+        if precision not in ("fp32", "bf16"):
+            raise ValueError(f"precision must be 'fp32' or 'bf16', not {precision!r}")
         self.group = group or dist.group.WORLD
         self.model, self.stage, self.precision, self.buffers = model, stage, precision, buffers
-        self.finite = finite
-        self.tell = tell or (lambda event, unit: None)
-        self.names = {one: name for name, one in model.named_parameters() if one.requires_grad}
+        self.check_finite = check_finite
+        self.on_event = on_event or (lambda event, unit: None)
+        self.names = {p: name for name, p in model.named_parameters() if p.requires_grad}
         if not self.names:
             raise ValueError("no parameter of this model requires a gradient")
         require_supported(model, self.group)
         broadcast_parameters(model, self.group)
-        agree(self.group, buffers=buffers, finite=finite)
-        self.units, options = cut(model, units, groups, stage, precision, self.group)
+        agree(self.group, buffers=buffers, check_finite=check_finite)
+        self.units, options = cut(model, units, param_groups, stage, precision, self.group)
         self.root = self.units[-1]
         self.flats = [flat for unit in self.units for flat in unit.trained]
         self._options = options  # of each parameter group
@@ -206,21 +154,6 @@ class Zero(Hooks):
             raise RuntimeError(
                 "no parameter has a gradient in this step, on any rank: run a backward first"
             )
-
-    def _end_reduction(self):
-        """Check the step's gradients; by now all ranks know which rank has which."""
-        require_same_gradients(self.names.values(), self._gradients.seen)
-        if not any(flat.seen for flat in self.flats):  # after torch.autograd.grad, for example
-            self._forget()
-            return
-        require_trained(self.flats)
-        if self.buffers:
-            broadcast_buffers(self.model, self.group)
-        if self.finite:
-            require_finite(self.flats, self.group)
-        self._phase = Phase.REDUCED
-        for flat in self.flats:
-            flat.hide_gradients()
 
     # --- step ------------------------------------------------------------------------------------
 
@@ -289,11 +222,6 @@ class Zero(Hooks):
         self._gradients.reset()
         self._parameters.order.begin(True)
         self.reshard()
-
-    def _forget(self):
-        for flat in self.flats:
-            flat.zero_grad()
-        self._phase = Phase.ACCUMULATING
 
     def reshard(self) -> None:
         """Free every unit; after a forward without a backward, the root may still be gathered."""

@@ -66,13 +66,13 @@ def docstrings() -> Iterator[tuple[str, str]]:
         if LEFT_OUT & set(where.parts) or NOT_PYTHONS_OWN.search(source):
             continue
         documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-        found = [
+        passages = [
             ast.get_docstring(node)
             for node in ast.walk(ast.parse(source))
             if isinstance(node, documented)
         ]
         name = ".".join(where.with_suffix("").parts).removesuffix(".__init__")
-        yield name, "\n\n".join(text for text in found if text and text.isascii())
+        yield name, "\n\n".join(text for text in passages if text and text.isascii())
 
 
 def articles() -> Iterator[dict[str, Any]]:
@@ -82,7 +82,10 @@ def articles() -> Iterator[dict[str, Any]]:
         fresh = [line for line in dict.fromkeys(paragraphs(text)) if line not in seen]
         seen.update(fresh)
         if fresh:
-            yield {"title": title, "paragraphs": [{"context": one, "qas": []} for one in fresh]}
+            yield {
+                "title": title,
+                "paragraphs": [{"context": context, "qas": []} for context in fresh],
+            }
 
 
 def tokenizer(contexts: Iterable[str]) -> Tokenizer:
@@ -106,7 +109,7 @@ def tokenizer(contexts: Iterable[str]) -> Tokenizer:
 def main() -> None:
     """Write the corpus, the tokenizer and the licence of Python's texts beside this file."""
     data = list(articles())
-    contexts = [one["context"] for article in data for one in article["paragraphs"]]
+    contexts = [paragraph["context"] for article in data for paragraph in article["paragraphs"]]
     version = f"Naranhi's pages, and texts of Python {platform.python_version()}"
     squad = json.dumps({"version": version, "data": data}, ensure_ascii=False, indent=0)
     with (
