@@ -6,7 +6,7 @@ READY := .venv/.ready
 # default one does: on two cores, tests of deadlines and of times fail now and then beside others.
 BESIDE ?=
 
-.PHONY: help book test test-fast check types bench lab images clean
+.PHONY: help book test test-fast check types bench gpu lab images clean
 
 help:
 	@echo "make book       execute the notebooks on this machine's ranks and render the site"
@@ -15,6 +15,7 @@ help:
 	@echo "make check      style, layout, spelling, and which package may import which"
 	@echo "make types      every public name has a type; half a minute"
 	@echo "make bench      our kernels beside the production engines"
+	@echo "make gpu        on a machine with a GPU: its tests, chapters and benchmark, recorded"
 	@echo "make lab        JupyterLab on the notebooks"
 	@echo "make images     draw the pictures"
 	@echo "make clean      remove what was built (not .venv)"
@@ -53,6 +54,18 @@ types: $(READY)
 
 bench: $(READY)
 	@$(BIN)/python -m tests.benchmarks
+
+# Needs no network: it uses .venv where that is ready, else PYTHON with the torch that it has, and
+# the packages in WHEELS, a folder of wheels.
+MINUTES ?= 9
+GPU_PYTHON = $(if $(and $(wildcard $(READY)),$(filter-out command,$(firstword $(origin PYTHON)))),$(BIN)/python,$(PYTHON))
+gpu:
+ifneq ($(WHEELS),)
+	@$(GPU_PYTHON) -m pip install --disable-pip-version-check --quiet --no-index --no-deps --upgrade \
+	--target _build/wheels $(WHEELS)/*.whl
+endif
+	@PYTHONPATH="src:_build/wheels:$$PYTHONPATH" $(GPU_PYTHON) book/gpu.py --minutes $(MINUTES) \
+	$(if $(OUT),--into $(OUT))
 
 lab: $(READY)
 	@$(BIN)/jupyter lab notebooks

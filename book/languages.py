@@ -17,6 +17,7 @@ class Language(NamedTuple):
         title: the book's title in it.
         captions: the part titles of ``_toc.yml``, where they are not as there.
         fold: the labels of folded cells (closed, open), by what is folded.
+        recorded: the title of what another machine recorded; a format of its stamp.
         config: values of Sphinx.
     """
 
@@ -26,6 +27,7 @@ class Language(NamedTuple):
     title: str
     captions: dict[str, str]
     fold: dict[str, list[str]]
+    recorded: str
     config: dict[str, object]
 
 
@@ -42,6 +44,7 @@ LANGUAGES = (
             "output": ["Show the output", "Hide the output"],
             "outputs": ["Show the output", "Hide the output"],
         },
+        recorded="On {device} ({date}, torch {torch}, {commit})",
         config={},
     ),
     Language(
@@ -63,6 +66,7 @@ LANGUAGES = (
             "output": ["출력 펼치기", "출력 접기"],
             "outputs": ["출력 펼치기", "출력 접기"],
         },
+        recorded="{device}에서 실행한 결과 ({date}, torch {torch}, {commit})",
         config={
             "language": "ko",
             "html_title": "나란히",

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import execution
 import nbformat
+import records
 import yaml
 from execution import digest
 from jupyter_book.config import get_final_config
@@ -60,8 +61,9 @@ def landing(first: str) -> str:
     return page
 
 
-def with_outputs(source: Path, root: Path):
-    """A chapter in its own language's words, with the outputs of the one execution, matched by id.
+def with_outputs(source: Path, root: Path, language: str):
+    """A chapter in its own language's words, with the outputs of the one execution, matched by id,
+    and with what machines with GPUs recorded.
 
     Raises:
         ValueError: a code cell that the executed notebook does not have.
@@ -76,6 +78,7 @@ def with_outputs(source: Path, root: Path):
         cell.execution_count = outputs[cell.id].execution_count
     record = executed.metadata[execution.PACKAGE]["executed"]
     notebook.metadata[execution.PACKAGE] = {"executed": record}
+    records.take_up(notebook, source.stem, root, BY_CODE[language].recorded)
     return notebook
 
 
@@ -91,7 +94,7 @@ def stage(language: str, root: Path) -> tuple[Path, str]:
     for page in [*(root / "book" / language).glob("*.md"), root / "book" / "references.bib"]:
         shutil.copy(page, folder)
     for chapter in (root / "notebooks" / language).glob("*.ipynb"):
-        nbformat.write(with_outputs(chapter, root), folder / chapter.name)
+        nbformat.write(with_outputs(chapter, root, language), folder / chapter.name)
     if (HERE / "_ext" / "locales" / language).exists():
         # Sphinx compiles labels/…/sphinx.po by itself when it lies beside the sources.
         shutil.copytree(HERE / "_ext" / "locales" / language, folder / "locales" / language)

@@ -5,6 +5,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 from gloo_ranks import Ranks, in_a_world
 from xdist.scheduler import LoadScopeScheduling
 
@@ -74,6 +75,8 @@ def pytest_collection_modifyitems(items):
     folders = [*FOLDERS]
     items.sort(key=lambda item: folders.index(name) if (name := folder(item)) in FOLDERS else 99)
     for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a GPU (`make gpu` on such a machine)"))
         if folder(item) in FOLDERS:
             item.add_marker(FOLDERS[folder(item)])
         elif "Ranks" in vars(item.module) or {"five", "eight"} & set(item.fixturenames):

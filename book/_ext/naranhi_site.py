@@ -110,6 +110,7 @@ def page_context(app, pagename, templatename, context, doctree) -> None:
     context["naranhi"] = {
         "colab": colab,
         "executed": record.get("executed"),
+        "recorded": record.get("recorded", []),
         "icon": icon(),
         "notebook": f"_sources/{pagename}.ipynb" if is_notebook else "",
         "repository": repository,

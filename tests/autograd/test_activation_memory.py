@@ -311,7 +311,7 @@ def test_at_the_peak_one_layer_is_whole_and_of_the_others_only_the_inputs_are_he
 # --- GPT-2's block -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", ["cpu", *["cuda"] * torch.cuda.is_available()])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("s, b, h, a", [(32, 2, 64, 4), (17, 3, 48, 3)])
 def test_the_account_of_a_gpt2_block_is_what_it_keeps(s, b, h, a, device):
     config = models.gpt2_config(positions=s, hidden=h, heads=a, blocks=1)

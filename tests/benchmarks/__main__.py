@@ -1,9 +1,12 @@
 """`python -m tests.benchmarks`: print the table and write `_build/bench.json`.
 
-Words given as arguments choose the works whose names contain one of them. On a terminal a line says
-which work is being measured. What engines print meanwhile is in `_build/bench.log`.
+Words given as arguments choose the works whose names contain one of them. `--quick` measures each
+with the fewest repetitions only; `--into FILE` writes there. Rows are written as each work ends. On
+a terminal a line says which work is being measured. What engines print meanwhile is in a log beside
+the file.
 """
 
+import argparse
 import os
 import sys
 import time
@@ -12,12 +15,16 @@ from pathlib import Path
 
 from tests.benchmarks import harness
 
-BUILD = Path(__file__).parents[2] / "_build"
-OUTPUT, LOG = BUILD / "bench.json", BUILD / "bench.log"
+OUTPUT = Path(__file__).parents[2] / "_build/bench.json"
 
 
 def main():
-    words = sys.argv[1:]
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks")
+    parser.add_argument("words", nargs="*", help="of works' names; without, all of them")
+    parser.add_argument("--quick", action="store_true", help="the fewest repetitions")
+    parser.add_argument("--into", type=Path, default=OUTPUT, help="the file of the rows")
+    options = parser.parse_args()
+    words, log = options.words, options.into.with_suffix(".log")
     works = [
         work for work in harness.found() if not words or any(word in work.name for word in words)
     ]
@@ -25,15 +32,19 @@ def main():
         sys.exit(f"no work's name contains one of {words}")
     progress = Progress()
     start = time.monotonic()
-    with printed_to(LOG):  # by file descriptor, which the ranks inherit
-        rows = harness.measured(works, report=progress.show, seconds=harness.SECONDS)
+    with printed_to(log):  # by file descriptor, which the ranks inherit
+        rows = harness.measured(
+            works,
+            report=progress.show,
+            seconds=0.0 if options.quick else harness.SECONDS,
+            ended=lambda rows: harness.write(rows, options.into),
+        )
     progress.show("")
-    harness.write(rows, OUTPUT)
     print(harness.table(rows))
     seconds = time.monotonic() - start
     print(f"\n{harness.REPEATS} to {harness.MOST} repetitions in turn, {seconds:.0f} s in all.")
     print("limit: what no contender can avoid, see each bench_*.py; to best peer: of the medians.")
-    print(f"Written to {OUTPUT}; what the engines printed, to {LOG}")
+    print(f"Written to {options.into}; what the engines printed, to {log}")
 
 
 class Progress:

@@ -61,14 +61,17 @@ def found() -> list[Work]:
     return sorted(works, key=lambda work: work.ranks)
 
 
-def measured(works, repeats=REPEATS, report=lambda text: None, seconds=0.0) -> list[dict]:
+def measured(
+    works, repeats=REPEATS, report=lambda text: None, seconds=0.0, ended=lambda rows: None
+) -> list[dict]:
     """Measure the works: a row for each contender, times in seconds.
 
     Each work is repeated at least `repeats` times, and for about `seconds`, but not over MOST.
     median_s and min_s are over these `repetitions`, limit_s is the median of the limit, measured in
     the same turns, and ratio_to_best_peer is median_s over the smallest median of the peers. A work
-    with `memory` has peak_bytes, too: the most that a contender holds on any rank. Raises
-    AssertionError when two contenders of a work do not give the same result.
+    with `memory` has peak_bytes, too: the most that a contender holds on any rank. `ended` is
+    called with all rows so far when a work has ended. Raises AssertionError when two contenders of
+    a work do not give the same result.
     """
     rows, world = [], None
     try:
@@ -85,6 +88,7 @@ def measured(works, repeats=REPEATS, report=lambda text: None, seconds=0.0) -> l
                     world.close()  # a process for each: what others have left cannot disturb
                     row["peak_bytes"] = max(world.call(memory_on_a_rank, work, row["contender"]))
                 world.close()
+            ended(rows)
     finally:
         if world:
             world.close()

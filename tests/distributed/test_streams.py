@@ -8,7 +8,6 @@ import torch
 
 from naranhi.distributed import streams
 
-gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 LONG = 200_000_000  # clock cycles: about a tenth of a second
 
 
@@ -108,7 +107,7 @@ def test_for_a_copy_to_the_host_the_cpu_waits(told):
 # --- on a GPU ------------------------------------------------------------------------------------
 
 
-@gpu
+@pytest.mark.gpu
 def test_the_side_stream_sees_what_the_current_one_is_still_making():
     side, x = torch.cuda.Stream(), torch.zeros(1000, device="cuda")
     torch.cuda._sleep(LONG)
@@ -116,7 +115,7 @@ def test_the_side_stream_sees_what_the_current_one_is_still_making():
     assert streams.start(torch.clone, x, stream=side).wait().sum().item() == 1000
 
 
-@gpu
+@pytest.mark.gpu
 def test_the_current_stream_sees_what_the_side_one_has_made():
     def slowly(x):
         torch.cuda._sleep(LONG)
@@ -126,7 +125,7 @@ def test_the_current_stream_sees_what_the_side_one_has_made():
     assert streams.start(slowly, x, stream=torch.cuda.Stream()).wait().sum().item() == 1000
 
 
-@gpu
+@pytest.mark.gpu
 def test_memory_that_the_side_stream_still_reads_is_not_given_away():
     def slowly(x):
         torch.cuda._sleep(LONG)
@@ -141,7 +140,7 @@ def test_memory_that_the_side_stream_still_reads_is_not_given_away():
     assert later.wait().eq(1.0).all().item()
 
 
-@gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("pinned", [False, True])
 @pytest.mark.parametrize("non_blocking", [False, True])
 def test_copies_there_and_back(pinned, non_blocking):

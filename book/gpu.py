@@ -1,0 +1,285 @@
+"""Run the book on a machine with a GPU, and record what it says: ``make gpu``.
+
+    make gpu                       on this machine, in about nine minutes
+    make gpu MINUTES=30            with more time, for more chapters
+    make gpu WHEELS=wheels         with packages that were carried there (the preflight says which)
+    python book/gpu.py --rehearse  the same steps on a machine without a GPU, recorded in _build
+
+First a preflight: what is missing is said before anything starts. Then, the most telling first:
+tests marked ``gpu``, chapters, the benchmark. Each step's result is written when it ends, so a
+machine that is taken away loses the step in progress only. What does not fit into the time is named
+as not run. Everything goes into one folder, ``book/recorded/MACHINE``; ``make book`` takes it up.
+"""
+
+import argparse
+import contextlib
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TORCH = (2, 11), (2, 13)  # with which the book is tested on GPUs
+FREE = 8 * 2**30  # bytes of a GPU's memory, for chapters 01 and 04
+# Module: package. What a machine with torch may lack.
+PACKAGES = {
+    "ipykernel": "ipykernel",
+    "ipyparallel": "ipyparallel",
+    "nbconvert": "nbconvert",
+    "matplotlib": "matplotlib",
+    "transformers": "transformers",
+    "datasets": "datasets",
+    "pytest": "pytest",
+    "pytest_timeout": "pytest-timeout",
+    "xdist": "pytest-xdist",
+    "hypothesis": "hypothesis",
+    "yaml": "pyyaml",
+}
+# What a GPU changes most comes first.
+FIRST = "04_overlap", "01_hierarchy", "07_activation_memory", "12_zero", "19_precision"
+
+
+def machine(rehearse: bool) -> dict:
+    """Return what the machine is: everything that the preflight judges and the stamp says."""
+    facts = {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "python": platform.python_version(),
+        "cores": len(os.sched_getaffinity(0)),
+        "missing": [
+            p for module, p in PACKAGES.items() if importlib.util.find_spec(module) is None
+        ],
+        "rehearse": rehearse,
+        "torch": None,
+        "gpus": [],
+    }
+    facts["smi"] = _smi("name,memory.total,memory.free,driver_version", "gpu")
+    facts["driver"] = facts["smi"][0][3] if facts["smi"] else None
+    facts["others"] = [] if rehearse else [pid for (pid,) in _smi("pid", "compute-apps")]
+    if importlib.util.find_spec("torch") is None:
+        return facts
+    import torch
+
+    facts["torch"] = torch.__version__
+    facts["cuda"] = torch.version.cuda
+    facts["error"] = None
+    if torch.version.cuda and facts["smi"]:
+        try:
+            torch.cuda.init()
+        except RuntimeError as error:  # an old driver, for example
+            facts["error"] = str(error)
+    if torch.cuda.is_available():
+        facts["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        facts["free"] = min(torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count()))
+        if torch.distributed.is_nccl_available():
+            facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return facts
+
+
+def _smi(fields, kind):
+    """Return rows of what nvidia-smi says; none where there is no driver."""
+    if not shutil.which("nvidia-smi"):
+        return []
+    query = ["nvidia-smi", f"--query-{kind}={fields}", "--format=csv,noheader,nounits"]
+    done = subprocess.run(query, capture_output=True, text=True)
+    rows = done.stdout.splitlines() if done.returncode == 0 else []
+    return [[field.strip() for field in row.split(",")] for row in rows if row.strip()]
+
+
+def problems(facts: dict) -> list[str]:
+    """Return what stands in the way, each with what to do about it; empty if nothing does."""
+    found = []
+    if facts["missing"]:
+        names = " ".join(facts["missing"])
+        found.append(
+            f"missing packages: {names}. With a network: python -m pip install {names}. Without, "
+            f"on another machine: python -m pip download --only-binary=:all: -d wheels {names}, "
+            "carry the folder here, and make gpu WHEELS=wheels"
+        )
+    if facts["torch"] is None:
+        return [*found, "torch is not installed for this Python; name another: make PYTHON=... gpu"]
+    version = tuple(map(int, facts["torch"].split(".")[:2]))
+    if not TORCH[0] <= version <= TORCH[1]:
+        low, high = (".".join(map(str, bound)) for bound in TORCH)
+        found.append(f"torch is {facts['torch']}; the book runs on {low} to {high}")
+    if facts["rehearse"]:
+        return found
+    if not facts["smi"]:
+        found.append("no GPU: nvidia-smi is missing or lists none. make book needs no GPU")
+    elif facts["cuda"] is None:
+        found.append(
+            f"torch {facts['torch']} is built without CUDA; name a Python whose torch has it: "
+            "make PYTHON=... gpu"
+        )
+    elif not facts["gpus"]:
+        found.append(
+            f"torch {facts['torch']} for CUDA {facts['cuda']} cannot use the GPU with driver "
+            f"{facts['driver']}: {facts['error'] or 'no GPU is visible (CUDA_VISIBLE_DEVICES?)'}"
+        )
+    else:
+        if "nccl" not in facts:
+            found.append(f"torch {facts['torch']} is built without NCCL")
+        if facts["free"] < FREE:
+            found.append(
+                f"a GPU has {facts['free'] / 2**30:.1f} GiB of free memory, and "
+                f"{FREE / 2**30:.0f} are needed"
+            )
+        if facts["others"]:
+            found.append(
+                f"other processes use the GPU (process {', '.join(facts['others'])}): times would "
+                "be wrong; end them, or choose another GPU by CUDA_VISIBLE_DEVICES"
+            )
+    return found
+
+
+def name_of(facts: dict) -> str:
+    """Return the name of the machine's folder: h100, 8xh100, cpu."""
+    if not facts["gpus"]:
+        return "cpu"
+    words = re.sub(r"NVIDIA|GeForce|Tesla", "", facts["gpus"][0]).split()
+    last = next((i for i, word in enumerate(words) if re.search(r"\d", word)), len(words))
+    model = re.sub(r"[^a-z0-9]+", "-", " ".join(words[: last + 1]).lower())
+    return model if len(facts["gpus"]) == 1 else f"{len(facts['gpus'])}x{model}"
+
+
+class Steps:
+    """Run one command after another until the time is over, and write down how each ended.
+
+    Args:
+        folder: where the stamp and the logs are written.
+        stamp: what the machine is; the steps are added to it.
+        seconds: the time for all steps.
+    """
+
+    def __init__(self, folder: Path, stamp: dict, seconds: float) -> None:
+        self.folder, self.stamp, self.end = folder, stamp, time.monotonic() + seconds
+        self.write()
+
+    def run(self, name: str, command: list[str], least: float) -> None:
+        """Run a step if `least` seconds are left; stop it when the time is over."""
+        left = self.end - time.monotonic()
+        entry = {"step": name, "result": "not run: no time was left", "seconds": 0}
+        if left >= least:
+            print(f"  {name} ...", end="", flush=True)
+            start = time.monotonic()
+            entry["result"] = _run(command, self.folder / f"{name}.log", left)
+            entry["seconds"] = round(time.monotonic() - start)
+            print(f" {entry['result']}, {entry['seconds']} s", flush=True)
+        else:
+            print(f"  {name}: {entry['result']}", flush=True)
+        self.stamp["steps"].append(entry)
+        self.write()
+
+    def write(self) -> None:
+        """Write the stamp as it is now."""
+        import records
+
+        records.write(self.folder, "stamp.json", self.stamp)
+
+
+def _run(command, log, seconds):
+    """Run a command with a time limit, its output to a log: "passed", "failed" or "stopped"."""
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=file, stderr=file, start_new_session=True
+        )
+        try:
+            process.wait(seconds)
+            result = "failed" if process.returncode else "passed"
+        except subprocess.TimeoutExpired:
+            result = "stopped: the time was over"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # and what it has left
+            process.wait()
+    text = log.read_text(errors="replace").replace(str(ROOT), ".").replace(str(Path.home()), "~")
+    log.write_text(text[-20_000:])
+    return result
+
+
+def chapter(name: str, folder: Path) -> None:
+    """Execute a chapter here, and write its record."""
+    import execution
+    import records
+
+    source = ROOT / "notebooks" / execution.EXECUTED / f"{name}.ipynb"
+    executed = execution.execute(source, ROOT)
+    records.write(folder, f"{name}.json", records.reduce(executed))
+
+
+def chapters(only: list[str]) -> list[str]:
+    """Return the chapters to execute, the most telling first."""
+    names = sorted(path.stem for path in (ROOT / "notebooks/en").glob("*.ipynb"))
+    first = [name for name in FIRST if name in names]
+    names = first + [name for name in names if name not in first]
+    return [name for name in names if not only or name in only]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Run the book on this machine's GPU.")
+    parser.add_argument("--minutes", type=float, default=9.0, help="for all steps (default 9)")
+    parser.add_argument("--into", type=Path, help="the folder, by default book/recorded/MACHINE")
+    parser.add_argument("--only", nargs="*", default=[], help="chapters, instead of all")
+    parser.add_argument("--rehearse", action="store_true", help="without a GPU, into _build")
+    parser.add_argument("--chapter", help=argparse.SUPPRESS)  # a step of its own
+    options = parser.parse_args()
+    if options.chapter:
+        chapter(options.chapter, options.into)
+        return 0
+    facts = machine(options.rehearse)
+    found = problems(facts)
+    if found:
+        print("\n".join(f"make gpu: {problem}" for problem in found), file=sys.stderr)
+        return 1
+    import execution
+
+    name = name_of(facts)
+    default = ROOT / ("_build/recorded" if options.rehearse else "book/recorded") / name
+    folder = (options.into or default).resolve()
+    kept = "date", "driver", "torch", "nccl", "python", "cores"
+    gpus = facts["gpus"]
+    stamp = {
+        "name": name,
+        "device": f"{len(gpus)} × {gpus[0]}" if gpus else f"{facts['cores']} cores, no GPU",
+        **{key: facts[key] for key in kept if facts.get(key) is not None},
+        "commit": execution.commit(ROOT),
+        "steps": [],
+    }
+    print(f"{stamp['device']}, torch {stamp['torch']}: {options.minutes:g} minutes, into {folder}")
+    return record(folder, stamp, options)
+
+
+def record(folder: Path, stamp: dict, options: argparse.Namespace) -> int:
+    """Run the steps; 0 unless one failed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    steps = Steps(folder, stamp, 60 * options.minutes)
+    python, marker = sys.executable, "gpu" if not options.rehearse else "not ranks and not gpu"
+    tests = ["tests"] if not options.rehearse else ["tests/gpu/test_branches.py"]
+    steps.run("tests", [python, "-m", "pytest", "-m", marker, *tests], 60)
+    names = chapters(options.only)
+    for name in names[: len(FIRST)]:
+        _execute(steps, name)
+    bench = folder / "bench.json"
+    steps.run("bench", [python, "-m", "tests.benchmarks", "--quick", "--into", str(bench)], 120)
+    for name in names[len(FIRST) :]:
+        _execute(steps, name)
+    failed = [entry["step"] for entry in stamp["steps"] if entry["result"] == "failed"]
+    if failed:
+        print(f"make gpu: failed: {', '.join(failed)}; see the logs in {folder}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _execute(steps, name):
+    command = [sys.executable, __file__, "--chapter", name, "--into", str(steps.folder)]
+    steps.run(name, command, 45)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

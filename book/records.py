@@ -1,0 +1,136 @@
+"""What machines with GPUs recorded, taken up into the pages (``gpu.py`` writes it).
+
+A record lies in ``book/recorded/MACHINE/CHAPTER.json``: what a chapter showed when it was executed
+on that machine, by code cell. A chapter shows it beside this machine's outputs, cell by cell, where
+it differs from them. A record goes stale visibly: a cell that has changed since is left out, and
+the page's stamp says how many did, and whether the package has changed.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import execution
+import nbformat
+from execution import digest
+
+FOLDER = Path("book/recorded")
+
+
+class Record(NamedTuple):
+    """A chapter's record.
+
+    Args:
+        machine: the stamp of the machine: "device", "torch", "driver", ...
+        executed: when, from which commit, and in how many seconds.
+        modules: the digest of the package's modules that it imports.
+        cells: for each code cell, by id, the digest of its source and its outputs.
+    """
+
+    machine: dict
+    executed: dict
+    modules: str
+    cells: dict[str, dict]
+
+
+def reduce(executed) -> dict:
+    """Return an executed notebook as a record: its texts, and as HTML only what was measured.
+
+    A picture that is computed is the same on every machine, and so is not recorded.
+    """
+    facts = executed.metadata[execution.PACKAGE]
+    cells = {}
+    for cell in execution.code_cells(executed):
+        outputs = [reduced for output in cell.outputs if (reduced := _reduce(output))]
+        if outputs:
+            cells[cell.id] = {"source": digest(cell.source), "outputs": outputs}
+    return {"executed": facts["executed"], "modules": _modules(facts["key"]), "cells": cells}
+
+
+def _modules(key):
+    return digest(json.dumps(key["modules"], sort_keys=True))
+
+
+def _reduce(output):
+    if output.output_type == "stream":
+        return {"text": output.text}
+    if output.output_type == "error":
+        return {"text": f"{output.ename}: {output.evalue}\n"}
+    text = {"text": output.data.get("text/plain", "")}
+    if "text/html" not in output.data:
+        return text
+    if output.metadata.get("naranhi", {}).get("measured"):
+        return {**text, "html": output.data["text/html"]}
+    return None
+
+
+def write(folder: Path, name: str, content: dict) -> None:
+    """Write a file of a machine's folder in one step."""
+    folder.mkdir(parents=True, exist_ok=True)
+    half = folder / f".{name}.part"
+    half.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    half.replace(folder / name)
+
+
+def load(name: str, root: Path) -> list[Record]:
+    """Return a chapter's records, by machine."""
+    records = []
+    for stamp in sorted((root / FOLDER).glob("*/stamp.json")):
+        path = stamp.with_name(f"{name}.json")
+        if path.exists():
+            content = json.loads(path.read_text(encoding="utf-8"))
+            records.append(Record(json.loads(stamp.read_text(encoding="utf-8")), **content))
+    return records
+
+
+def changed_cells(record: Record, notebook) -> list[str]:
+    """Return the cells, by id, that have changed since a record was made, or are gone."""
+    now = {cell.id: digest(cell.source) for cell in execution.code_cells(notebook)}
+    return [id for id, cell in record.cells.items() if now.get(id) != cell["source"]]
+
+
+def take_up(notebook, name: str, root: Path, title: str) -> None:
+    """Put what other machines recorded after the cells of a chapter that has its outputs.
+
+    Args:
+        notebook: the chapter, in one language, with this machine's outputs.
+        name: the chapter's name.
+        root: the project.
+        title: the title of such a part of the page; a format of a machine's stamp.
+    """
+    summary, modules = [], _modules(execution.key(notebook, root))
+    for record in load(name, root):
+        stale = changed_cells(record, notebook)
+        since = {"cells": len(stale), "package": record.modules != modules}
+        facts = {**record.machine, **record.executed, "changed": since}
+        summary.append(facts)
+        for cell in execution.code_cells(notebook):
+            kept = record.cells.get(cell.id)
+            if kept is None or cell.id in stale or "hide-cell" in cell.metadata.get("tags", []):
+                continue
+            own = [reduced for output in cell.outputs if (reduced := _reduce(output))]
+            different = [output for output in kept["outputs"] if output not in own]
+            if different:
+                text = _admonition(title.format(**facts), different)
+                extra = nbformat.v4.new_markdown_cell(
+                    text, id=f"{cell.id}-{record.machine['name']}"
+                )
+                notebook.cells.insert(notebook.cells.index(cell) + 1, extra)
+    notebook.metadata[execution.PACKAGE]["recorded"] = summary
+
+
+def _admonition(title, outputs):
+    parts = []
+    for output in outputs:
+        if "html" in output:
+            parts.append("````{raw} html\n" + output["html"] + "\n````")
+        elif not output["text"].startswith("[figure:"):
+            parts.append("````text\n" + _plain(output["text"]) + "\n````")
+    return f":::::{{admonition}} {title}\n:class: dropdown naranhi-record\n" + "\n".join(
+        [*parts, ":::::"]
+    )
+
+
+def _plain(text):
+    return re.sub(r"\x1b\[[0-9;]*m", "", text).rstrip()

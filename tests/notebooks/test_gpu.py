@@ -1,0 +1,225 @@
+"""`make gpu` without a GPU: its preflight, how steps end, and how records are taken up."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import nbformat
+import psutil
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "book"))
+
+import gpu  # noqa: E402
+import records  # noqa: E402
+from execution import digest  # noqa: E402
+
+FINE = {
+    "missing": [],
+    "torch": "2.11.0+cu130",
+    "cuda": "13.0",
+    "error": None,
+    "gpus": ["NVIDIA H100 80GB HBM3"],
+    "smi": [["NVIDIA H100 80GB HBM3", "81559", "81000", "580.159.04"]],
+    "driver": "580.159.04",
+    "others": [],
+    "free": 80 * 2**30,
+    "nccl": "2.28.9",
+    "rehearse": False,
+}
+
+
+def without(name):
+    return {key: value for key, value in FINE.items() if key != name}
+
+
+# --- the preflight -------------------------------------------------------------------------------
+
+
+def test_nothing_is_wrong_with_a_machine_that_has_everything():
+    assert gpu.problems(FINE) == []
+
+
+@pytest.mark.parametrize(
+    "facts, words",
+    [
+        ({**FINE, "smi": [], "gpus": []}, "no GPU: nvidia-smi is missing or lists none"),
+        ({**FINE, "cuda": None, "gpus": []}, "is built without CUDA; name a Python"),
+        (
+            {**FINE, "gpus": [], "error": "The NVIDIA driver on your system is too old"},
+            "cannot use the GPU with driver 580.159.04: The NVIDIA driver on your system is too",
+        ),
+        ({**FINE, "gpus": []}, "no GPU is visible (CUDA_VISIBLE_DEVICES?)"),
+        (without("nccl"), "is built without NCCL"),
+        ({**FINE, "free": 3 * 2**30}, "a GPU has 3.0 GiB of free memory, and 8 are needed"),
+        ({**FINE, "others": ["17", "18"]}, "other processes use the GPU (process 17, 18)"),
+        ({**FINE, "missing": ["ipyparallel"]}, "pip download --only-binary=:all: -d wheels ipyp"),
+        ({**FINE, "torch": "2.10.0"}, "torch is 2.10.0; the book runs on 2.11 to 2.13"),
+        ({**FINE, "torch": "2.14.0"}, "torch is 2.14.0"),
+        ({**FINE, "torch": None}, "torch is not installed for this Python"),
+    ],
+)
+def test_what_stands_in_the_way_is_named(facts, words):
+    [problem] = gpu.problems(facts)
+    assert words in problem
+
+
+def test_all_problems_are_named_at_once():
+    facts = {**without("nccl"), "missing": ["xdist"], "free": 0, "others": ["1"]}
+    assert len(gpu.problems(facts)) == 4
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path):
+    command = [sys.executable, ROOT / "book/gpu.py", "--into", tmp_path / "new"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("make gpu: no GPU: nvidia-smi is missing or lists none")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    "gpus, name",
+    [
+        (["NVIDIA H100 80GB HBM3"], "h100"),
+        (["NVIDIA A100-SXM4-80GB"] * 8, "8xa100-sxm4-80gb"),
+        (["NVIDIA GeForce RTX 4090"], "rtx-4090"),
+        (["NVIDIA H200"], "h200"),
+        ([], "cpu"),
+    ],
+)
+def test_a_machine_is_named_after_its_gpus(gpus, name):
+    assert gpu.name_of({"gpus": gpus}) == name
+
+
+# --- the steps -----------------------------------------------------------------------------------
+
+
+def test_each_step_is_written_when_it_ends_and_the_time_is_kept(tmp_path):
+    """One passes, one fails, one is stopped with what it has started, one finds no time left."""
+    steps = gpu.Steps(tmp_path, {"name": "cpu", "steps": []}, 4.0)
+    python = [sys.executable, "-c"]
+
+    def written():
+        return json.loads((tmp_path / "stamp.json").read_text())["steps"]
+
+    steps.run("fine", [*python, f"print('at {ROOT}/book')"], 0.1)
+    assert [entry["result"] for entry in written()] == ["passed"]
+    assert (tmp_path / "fine.log").read_text() == "at ./book\n"
+    steps.run("wrong", [*python, "1 / 0"], 0.1)
+    assert "ZeroDivisionError" in (tmp_path / "wrong.log").read_text()
+    child = "import subprocess; subprocess.run(['sleep', '61.5'])"
+    start = time.monotonic()
+    steps.run("long", [*python, child], 0.1)
+    assert time.monotonic() - start < 6
+    assert not [p for p in psutil.process_iter(["cmdline"]) if "61.5" in (p.info["cmdline"] or [])]
+    steps.run("late", [*python, "pass"], 0.1)
+    assert [entry["result"] for entry in written()] == [
+        "passed",
+        "failed",
+        "stopped: the time was over",
+        "not run: no time was left",
+    ]
+
+
+def test_the_most_telling_chapters_come_first():
+    names = gpu.chapters([])
+    assert names[0] == "04_overlap"
+    assert sorted(names) == sorted(path.stem for path in (ROOT / "notebooks/en").glob("*.ipynb"))
+    assert gpu.chapters(["02_collectives"]) == ["02_collectives"]
+
+
+# --- records -------------------------------------------------------------------------------------
+
+
+def chapter(seconds, svg):
+    """A chapter with its outputs: a text, a measured figure, a computed one, a folded answer."""
+
+    def figure(html, measured):
+        data = {"text/html": html, "text/plain": "[figure: a line]"}
+        metadata = {"naranhi": {"measured": measured}}
+        return nbformat.v4.new_output("display_data", data, metadata=metadata)
+
+    def cell(id, *outputs, **metadata):
+        return nbformat.v4.new_code_cell(f"{id}()", id=id, outputs=list(outputs), metadata=metadata)
+
+    def text(words):
+        return nbformat.v4.new_output("stream", name="stdout", text=words)
+
+    notebook = nbformat.v4.new_notebook(
+        cells=[
+            cell("same", text("✓ equal\n")),
+            cell("time", text(f"took {seconds} s\n")),
+            cell("measured", figure(f"<svg>{svg}</svg>", True)),
+            cell("computed", figure(f"<svg>computed on {svg}</svg>", False)),
+            cell("answer", text(f"{seconds}\n"), tags=["hide-cell"]),
+        ]
+    )
+    facts = {"date": "2026-11-22", "commit": "abc1234", "seconds": 9, "backends": ["gloo"]}
+    notebook.metadata["naranhi"] = {"executed": facts, "key": {"modules": {}}}
+    return notebook
+
+
+@pytest.fixture
+def root(tmp_path):
+    """A project with a record of its chapter 01_one, made on the CPU."""
+    for folder in ("notebooks/en", "src/naranhi"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "requirements.txt").write_text("")
+    folder = tmp_path / records.FOLDER / "cpu"
+    records.write(folder, "01_one.json", records.reduce(chapter(2, "theirs")))
+    stamp = {"name": "cpu", "device": "4 × CPU", "torch": "2.12.0", "date": "2026-11-23"}
+    records.write(folder, "stamp.json", stamp)
+    return tmp_path
+
+
+def taken_up(root, notebook):
+    records.take_up(notebook, "01_one", root, "On {device}, {date}")
+    texts = {c.id: c.source for c in notebook.cells if c.cell_type == "markdown"}
+    return texts, notebook.metadata["naranhi"]["recorded"]
+
+
+def test_a_chapter_shows_what_was_different_there(root):
+    texts, [stamp] = taken_up(root, chapter(1, "ours"))
+    assert texts.keys() == {"time-cpu", "measured-cpu"}
+    assert "took 2 s" in texts["time-cpu"]
+    assert "<svg>theirs</svg>" in texts["measured-cpu"]
+    assert texts["time-cpu"].startswith(":::::{admonition} On 4 × CPU, 2026-11-22\n")
+    assert stamp["changed"] == {"cells": 0, "package": False}
+    assert stamp["commit"] == "abc1234"
+
+
+def test_a_record_goes_stale_visibly(root):
+    notebook = chapter(1, "ours")
+    notebook.cells[1].source += "  # changed"
+    notebook.cells[2].source = "import naranhi"
+    (root / "src/naranhi/__init__.py").write_text("")
+    texts, [stamp] = taken_up(root, notebook)
+    assert not texts
+    assert stamp["changed"] == {"cells": 2, "package": True}
+
+
+def test_a_record_has_no_picture_twice(root):
+    kept = json.loads((root / records.FOLDER / "cpu/01_one.json").read_text())["cells"]
+    assert kept.keys() == {"same", "time", "measured", "answer"}
+    assert kept["time"] == {"source": digest("time()"), "outputs": [{"text": "took 2 s\n"}]}
+
+
+def test_without_a_record_nothing_is_added(root):
+    notebook = chapter(1, "ours")
+    records.take_up(notebook, "02_two", root, "On {device}")
+    assert len(notebook.cells) == 5
+    assert notebook.metadata["naranhi"]["recorded"] == []
+
+
+def test_the_committed_records_are_of_chapters():
+    for stamp in (ROOT / records.FOLDER).glob("*/stamp.json"):
+        assert json.loads(stamp.read_text())["name"] == stamp.parent.name
+        for file in stamp.parent.glob("[0-9]*.json"):
+            [record] = records.load(file.stem, ROOT)
+            assert (ROOT / f"notebooks/en/{file.stem}.ipynb").exists()
+            assert record.cells
