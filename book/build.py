@@ -170,6 +170,7 @@ def main() -> int:
         if missing:
             print(f"Not executed as they are: {', '.join(missing)}", file=sys.stderr)
         return 1 if missing else 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no process is left behind
     try:
         return build(root, options)
     except KeyboardInterrupt:

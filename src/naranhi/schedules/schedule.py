@@ -14,6 +14,7 @@ training" (2021), for weight versions.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -98,7 +99,7 @@ class Channel(NamedTuple):
     kind: str
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, init=False)
 class Schedule:
     """The actions of each rank: `schedule[rank]` is a tuple of actions, in the order of execution.
 
@@ -115,10 +116,9 @@ class Schedule:
 
     rows: tuple[tuple[Action, ...], ...]
 
-    def __post_init__(self) -> None:
-        rows = self.rows.strip().splitlines() if isinstance(self.rows, str) else self.rows
-        rows = tuple(_row(rank, row) for rank, row in enumerate(rows))
-        object.__setattr__(self, "rows", rows)
+    def __init__(self, rows: str | Iterable[str | Iterable[Action | str]]) -> None:
+        lines = rows.strip().splitlines() if isinstance(rows, str) else rows
+        object.__setattr__(self, "rows", tuple(_row(rank, row) for rank, row in enumerate(lines)))
 
     def __getitem__(self, rank: int) -> tuple[Action, ...]:
         return self.rows[rank]

@@ -4,6 +4,7 @@ A `Timeline` is simulated (`schedules.simulate`) or measured (`measure.Recorder`
 the same way in both cases.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ class Span(NamedTuple):
     end: float
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, init=False)
 class Timeline:
     """What each rank did and when, simulated or measured: `timeline[rank]` is a tuple of spans.
 
@@ -34,8 +35,8 @@ class Timeline:
 
     rows: tuple[tuple[Span, ...], ...]
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "rows", tuple(map(tuple, self.rows)))
+    def __init__(self, rows: Iterable[Iterable[Span]]) -> None:
+        object.__setattr__(self, "rows", tuple(map(tuple, rows)))
         for rank, spans in enumerate(self.rows):
             if not spans:
                 raise ValueError(f"rank {rank} did nothing")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def deferred() -> Iterator[Callable[[], None]]:
-    """Record Ctrl-C inside the block, and raise KeyboardInterrupt at its end.
+    """Record Ctrl-C inside the block, and raise KeyboardInterrupt at its end, however it ends.
 
     Yields:
         A function that raises KeyboardInterrupt at once if Ctrl-C was pressed. Call it where the
@@ -28,6 +28,10 @@ def deferred() -> Iterator[Callable[[], None]]:
     before = signal.signal(signal.SIGINT, lambda *_: pressed.append(True))
     try:
         yield check
+    except BaseException as error:
+        if pressed:
+            raise KeyboardInterrupt from error
+        raise
     finally:
         signal.signal(signal.SIGINT, before)
     check()
