@@ -1,6 +1,7 @@
 """The recipes run as their readers run them, and print the losses of `single.py`."""
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -92,6 +93,38 @@ def test_a_saved_state_goes_on_with_fewer_ranks(tmp_path, single):
     after = losses(tmp_path, [*torchrun(1, "fsdp.py"), *save, "--resume"], STEPS)
     assert (list(before), list(after)) == ([0, 1], [2])
     assert before | after == pytest.approx(single, abs=5e-6)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_deepspeed_goes_on_after_a_crash(tmp_path, stage):
+    """The losses of a run without a crash, to the last digit that is printed."""
+    config = {
+        "train_batch_size": 12,
+        "train_micro_batch_size_per_gpu": 3,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},
+        "zero_optimization": {"stage": stage},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    def run(folder, *options):
+        script = torchrun(2, "deepspeed_resume.py")
+        command = [*script, "--deepspeed_config", "config.json", "--save", folder, *options]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True
+        )
+        return done, {int(step): float(loss) for step, loss in LINE.findall(done.stdout)}
+
+    done, through = run("through")
+    assert done.returncode == 0, done.stderr
+    assert list(through) == list(range(8))
+    assert through[7] < through[0] - 0.05
+    crashed, before = run("state", "--crash-at", "5")
+    assert crashed.returncode != 0
+    assert "failed in step 5, as ordered" in crashed.stderr
+    done, after = run("state")
+    assert done.returncode == 0, done.stderr
+    assert (list(before), list(after)) == ([0, 1, 2, 3, 4], [4, 5, 6, 7])
+    assert before | after == through
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
