@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from naranhi.zero.flat_param import FlatParam
+    from naranhi.zero.units import Unit
 
 
 class Zero(Hooks):
@@ -83,20 +84,25 @@ class Zero(Hooks):
             raise ValueError(f"stage must be 1, 2 or 3, not {stage!r}")
         if precision not in ("fp32", "bf16"):
             raise ValueError(f"precision must be 'fp32' or 'bf16', not {precision!r}")
-        self.group = group or dist.group.WORLD
-        self.model, self.stage, self.precision, self.buffers = model, stage, precision, buffers
-        self.check_finite = check_finite
-        self.on_event = on_event or (lambda event, unit: None)
-        self.names = {p: name for name, p in model.named_parameters() if p.requires_grad}
+        self.group: dist.ProcessGroup = group or dist.group.WORLD
+        self.model: nn.Module = model
+        self.stage: int = stage
+        self.precision: str = precision
+        self.buffers: bool = buffers
+        self.check_finite: bool = check_finite
+        self.on_event: Callable[[str, str], object] = on_event or (lambda event, unit: None)
+        self.names: dict[nn.Parameter, str] = {
+            p: name for name, p in model.named_parameters() if p.requires_grad
+        }
         if not self.names:
             raise ValueError("no parameter of this model requires a gradient")
         require_supported(model, self.group)
         broadcast_parameters(model, self.group)
         agree(self.group, buffers=buffers, check_finite=check_finite)
-        self.units, options = cut(model, units, param_groups, stage, precision, self.group)
-        self.root = self.units[-1]
-        self.flats = [flat for unit in self.units for flat in unit.trained]
-        self._options = options  # of each parameter group
+        units, self._options = cut(model, units, param_groups, stage, precision, self.group)
+        self.units: list[Unit] = units
+        self.root: Unit = units[-1]
+        self.flats: list[FlatParam] = [flat for unit in units for flat in unit.trained]
         super().__init__()
 
     @property
@@ -118,8 +124,6 @@ class Zero(Hooks):
             }
             for number, options in enumerate(self._options)
         ]
-
-    # --- gradients -------------------------------------------------------------------------------
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -154,8 +158,6 @@ class Zero(Hooks):
             raise RuntimeError(
                 "no parameter has a gradient in this step, on any rank: run a backward first"
             )
-
-    # --- step ------------------------------------------------------------------------------------
 
     def shard_gradients(self) -> list[torch.Tensor]:
         """Return the gradients of this rank's shards, which are sums over the ranks.
@@ -239,8 +241,6 @@ class Zero(Hooks):
         self.reshard()
         if self.stage < 3:
             overlap(flat.all_gather() for flat in flats)
-
-    # --- between steps ---------------------------------------------------------------------------
 
     def save(self, folder: str | os.PathLike[str], optimizer: torch.optim.Optimizer) -> None:
         """Write the state of model and optimizer; see `checkpoint.save`.
