@@ -20,6 +20,9 @@ from model_and_data import (
 )
 from torch.utils.data import DataLoader, DistributedSampler
 
+if not torch.cuda.is_available():  # or DeepSpeed compiles a collective for CPUs: minutes
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
 
 def arguments():
     options = parser(__doc__)
