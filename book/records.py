@@ -120,6 +120,44 @@ def take_up(notebook, name: str, root: Path, title: str) -> None:
     notebook.metadata[execution.PACKAGE]["recorded"] = summary
 
 
+def expand(text: str, root: Path) -> str:
+    """Put what was recorded into a page that does not run.
+
+    A line `%recorded MACHINE CHAPTER CELL` becomes the text that the cell printed there, and
+    `%steps MACHINE` a list of what ran there and how it ended.
+
+    Raises:
+        ValueError: A line names what is not recorded.
+    """
+    return re.sub(
+        r"^%(recorded|steps) (.*)$", lambda match: _expanded(match, root), text, flags=re.M
+    )
+
+
+def _expanded(match, root):
+    kind, (machine, *where) = match[1], match[2].split()
+    folder = root / FOLDER / machine
+    try:
+        if kind == "steps":
+            stamp = json.loads((folder / "stamp.json").read_text(encoding="utf-8"))
+            chapters = [(path, json.loads(path.read_text())) for path in _chapters(folder)]
+            lines = [f"{step['step']:24}{step['result']}" for step in stamp["steps"]]
+            lines += [
+                f"{path.stem:24}passed, {it['executed']['seconds']} s" for path, it in chapters
+            ]
+        else:
+            chapter, cell = where
+            content = json.loads((folder / f"{chapter}.json").read_text(encoding="utf-8"))
+            lines = [output["text"].rstrip() for output in content["cells"][cell]["outputs"]]
+    except (FileNotFoundError, KeyError, ValueError) as error:
+        raise ValueError(f"{match[0]}: nothing like that is recorded ({error})") from error
+    return "```text\n" + _plain("\n".join(lines)) + "\n```"
+
+
+def _chapters(folder):
+    return sorted(folder.glob("[0-9]*.json"))
+
+
 def _admonition(title, outputs):
     parts = []
     for output in outputs:

@@ -91,8 +91,10 @@ def stage(language: str, root: Path) -> tuple[Path, str]:
     folder = root / "_build" / "stage" / language
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    for page in [*(root / "book" / language).glob("*.md"), root / "book" / "references.bib"]:
-        shutil.copy(page, folder)
+    for page in (root / "book" / language).glob("*.md"):
+        text = records.expand(page.read_text(encoding="utf-8"), root)
+        (folder / page.name).write_text(text, encoding="utf-8")
+    shutil.copy(root / "book" / "references.bib", folder)
     for chapter in (root / "notebooks" / language).glob("*.ipynb"):
         nbformat.write(with_outputs(chapter, root, language), folder / chapter.name)
     if (HERE / "_ext" / "locales" / language).exists():

@@ -172,8 +172,8 @@ def root(tmp_path):
     (tmp_path / "requirements.txt").write_text("")
     folder = tmp_path / records.FOLDER / "cpu"
     records.write(folder, "01_one.json", records.reduce(chapter(2, "theirs")))
-    stamp = {"name": "cpu", "device": "4 × CPU", "torch": "2.12.0", "date": "2026-11-23"}
-    records.write(folder, "stamp.json", stamp)
+    facts = {"device": "4 × CPU", "torch": "2.12.0", "date": "2026-11-23", "steps": []}
+    records.write(folder, "stamp.json", {"name": "cpu", **facts})
     return tmp_path
 
 
@@ -223,3 +223,13 @@ def test_the_committed_records_are_of_chapters():
             [record] = records.load(file.stem, ROOT)
             assert (ROOT / f"notebooks/en/{file.stem}.ipynb").exists()
             assert record.cells
+
+
+def test_a_page_quotes_a_record_and_nothing_else(root):
+    quoted = records.expand("before\n\n%recorded cpu 01_one time\n\nafter", root)
+    assert quoted == "before\n\n```text\ntook 2 s\n```\n\nafter"
+    assert "01_one" in records.expand("%steps cpu", root).replace("passed", "")
+    with pytest.raises(ValueError, match=r"%recorded cpu 01_one absent: nothing like that"):
+        records.expand("%recorded cpu 01_one absent", root)
+    with pytest.raises(ValueError, match="%recorded moon 01_one time: nothing like that"):
+        records.expand("%recorded moon 01_one time", root)
