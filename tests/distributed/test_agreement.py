@@ -68,3 +68,19 @@ def others_pass():
 
 def test_what_is_not_to_be_told_is_raised_where_it_is(five):
     assert five.call(others_pass) == ["fine", "interrupted", "fine", "fine", "fine"]
+
+
+def disagreeing(members):
+    """What `agree` says on each rank of a group of some ranks, the last of which differs."""
+    group = dist.new_group(members)
+    if dist.get_rank() not in members:
+        return None
+    try:
+        distributed.agree(group, size=int(dist.get_rank() == members[-1]))
+    except ValueError as error:
+        return str(error)
+
+
+def test_ranks_of_a_group_are_named_as_in_the_world(five):
+    message = "size: 0 on rank 1, 1 on rank 4"
+    assert five.call(disagreeing, [1, 3, 4]) == [None, message, None, message, message]
