@@ -39,6 +39,7 @@ def test_powers_of_two_are_exact_and_never_saturate():
     values, scales = quantize(tensor, block=32, power_of_two=True)
     assert torch.equal(scales.log2(), scales.log2().round())
     largest = values.float().abs().amax(1)
+    assert (scales.view(-1) * 448 >= tensor.abs().amax(1)).all()
     assert ((largest > 200) & (largest <= 448)).all()
     e8m0 = scales.to(torch.float8_e8m0fnu)
     assert torch.equal(e8m0.float(), scales), "one byte holds such a scale"

@@ -62,3 +62,12 @@ def test_hooks_are_removed_after_an_error():
 def test_a_shared_module_and_inputs_that_are_not_finite():
     layer = nn.Linear(4, 4, bias=False)
     assert first_nonfinite(nn.Sequential(layer, layer), torch.full((1, 4), float("nan"))) is None
+
+
+def test_the_first_of_two():
+    class Twice(nn.Module):
+        def forward(self, x):
+            return x * x, x + x
+
+    found = first_nonfinite(Twice(), torch.full((2,), 40_000.0, dtype=torch.float16))
+    assert found == NonFinite("", "aten.mul.Tensor", "inf", 40_000.0)
