@@ -20,9 +20,9 @@ def test_values_that_fit_come_back():
 @pytest.mark.parametrize("block", [None, 16])
 def test_the_error_is_half_a_step(dtype, half_step, block):
     tensor = 1 + torch.rand(4, 16, generator=torch.Generator().manual_seed(0))
-    found = dequantize(*quantize(tensor, dtype, block)).reshape(tensor.shape)
-    assert ((found - tensor).abs() <= half_step * tensor * 1.001).all()
-    assert (found - tensor).abs().max() > half_step / 4
+    back = dequantize(*quantize(tensor, dtype, block)).reshape(tensor.shape)
+    assert ((back - tensor).abs() <= half_step * tensor * 1.001).all()
+    assert (back - tensor).abs().max() > half_step / 4
 
 
 def test_the_largest_of_each_block_fits_exactly():

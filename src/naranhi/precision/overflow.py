@@ -51,7 +51,7 @@ def first_nonfinite(module: nn.Module, *inputs: Any) -> NonFinite | None:
                 hooks.callback(handle.remove)
         with watch:
             module(*inputs)
-    return watch.found
+    return watch.first
 
 
 class _Watch(TorchDispatchMode):
@@ -60,19 +60,19 @@ class _Watch(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.calls: list[str] = []
-        self.found: NonFinite | None = None
+        self.first: NonFinite | None = None
 
     def leave(self):
         self.calls.pop()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         output = func(*args, **(kwargs or {}))
-        if self.found is None:
+        if self.first is None:
             before, after = _floats((args, kwargs)), _floats(output)
             if all(_finite(x) for x in before) and not all(_finite(x) for x in after):
                 kind = "nan" if any(x.isnan().any() for x in after) else "inf"
                 largest = max((x.abs().max().item() for x in before), default=0.0)
-                self.found = NonFinite(self.calls[-1], str(func), kind, largest)
+                self.first = NonFinite(self.calls[-1], str(func), kind, largest)
         return output
 
 
