@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -44,11 +45,9 @@ def first_nonfinite(module: nn.Module, *inputs: Any) -> NonFinite | None:
     watch = _Watch()
     with torch.no_grad(), ExitStack() as hooks:
         for name, child in module.named_modules():
-            for handle in (
-                child.register_forward_pre_hook(lambda *_, name=name: watch.calls.append(name)),
-                child.register_forward_hook(lambda *_: watch.leave()),
-            ):
-                hooks.callback(handle.remove)
+            enter = partial(watch.enter, name)
+            hooks.callback(child.register_forward_pre_hook(enter).remove)
+            hooks.callback(child.register_forward_hook(watch.leave).remove)
         with watch:
             module(*inputs)
     return watch.first
@@ -62,7 +61,10 @@ class _Watch(TorchDispatchMode):
         self.calls: list[str] = []
         self.first: NonFinite | None = None
 
-    def leave(self):
+    def enter(self, name, *_):
+        self.calls.append(name)
+
+    def leave(self, *_):
         self.calls.pop()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
