@@ -1,0 +1,72 @@
+"""Scale a loss so that its gradients fit into fp16, and find the scale while training.
+
+Source: Micikevicius et al., "Mixed precision training" (2018), section 3.2; the rules are those of
+`torch.amp.GradScaler`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+
+class LossScaler:
+    """A factor for the loss that halves after an overflow and doubles after a run without one.
+
+    Args:
+        scale: the factor to start with.
+        growth: by what it is multiplied after `interval` steps without an overflow.
+        backoff: by what it is multiplied after a step with one.
+        interval: the number of steps without an overflow after which the factor grows.
+
+    Attributes:
+        scale: the factor for the next loss.
+
+    Raises:
+        ValueError: the scale is not positive, `growth` does not grow, `backoff` does not shrink, or
+            `interval` is below 1.
+    """
+
+    scale: float
+
+    def __init__(
+        self,
+        scale: float = 2.0**16,
+        growth: float = 2.0,
+        backoff: float = 0.5,
+        interval: int = 2000,
+    ) -> None:
+        if not (scale > 0 and growth > 1 and 0 < backoff < 1 and interval >= 1):
+            raise ValueError(
+                "expected scale > 0, growth > 1, 0 < backoff < 1 and interval >= 1, "
+                f"not {scale}, {growth}, {backoff} and {interval}"
+            )
+        self.scale = scale
+        self._growth, self._backoff, self._interval = growth, backoff, interval
+        self._good_steps = 0
+
+    def unscale_(self, gradients: Iterable[torch.Tensor]) -> bool:
+        """Divide gradients by the scale, in place; return whether all of them are finite.
+
+        Call it once in a step, on fp32 gradients, before anything that looks at their size, such as
+        clipping. In fp16, division would bring the underflow back.
+        """
+        finite = True
+        for gradient in gradients:
+            gradient.mul_(1.0 / self.scale)
+            finite = finite and bool(gradient.isfinite().all())
+        return finite
+
+    def update(self, finite: bool) -> None:
+        """Choose the next scale.
+
+        If `finite` is False the caller has skipped the step. With gradients in shards, `finite` has
+        to be the same on all ranks: all-reduce it with MIN.
+        """
+        self._good_steps = self._good_steps + 1 if finite else 0
+        if not finite:
+            self.scale *= self._backoff
+        elif self._good_steps == self._interval:
+            self.scale *= self._growth
+            self._good_steps = 0

@@ -1,0 +1,75 @@
+"""The bits of numbers, against torch's own."""
+
+import math
+
+import pytest
+import torch
+
+from naranhi.precision import Fields, decompose, describe
+
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+]
+
+
+@pytest.mark.parametrize(
+    "dtype, layout",
+    [
+        (torch.float32, (8, 23, 127)),
+        (torch.bfloat16, (8, 7, 127)),
+        (torch.float16, (5, 10, 15)),
+        (torch.float8_e4m3fn, (4, 3, 7)),
+        (torch.float8_e5m2, (5, 2, 15)),
+        (torch.float64, (11, 52, 1023)),
+    ],
+)
+def test_layouts(dtype, layout):
+    assert describe(dtype)[:3] == layout
+
+
+def test_limits():
+    half = describe(torch.float16)
+    assert half.largest == 65504
+    assert half.smallest_normal == 2**-14
+    assert half.smallest == 2**-24
+    assert half.eps == 2**-10
+    assert describe(torch.bfloat16).smallest == 2**-133
+    assert describe(torch.float8_e4m3fn).largest == 448
+    assert describe(torch.float8_e5m2).largest == 57344
+
+
+def test_a_number_by_hand():
+    assert decompose(0.1, torch.float16) == Fields(0, 11, 614)
+    assert decompose(-0.1, torch.float16) == Fields(1, 11, 614)
+    assert decompose(0.1, torch.bfloat16) == Fields(0, 123, 77)
+    assert Fields(0, 11, 614).bits(torch.float16) == "0 01011 1001100110"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fields_give_the_stored_number_back(dtype):
+    layout = describe(dtype)
+    values = [0.0, 1.0, -1.5, 0.1, 3.14159, layout.largest, -layout.largest, layout.smallest]
+    values += [layout.smallest_normal, layout.smallest_normal / 2, 100.0]
+    for value in values:
+        stored = torch.tensor(value, dtype=torch.float64).to(dtype).double().item()
+        assert decompose(value, dtype).value(dtype) == stored
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_every_finite_pattern_of_16_bits(dtype):
+    numbers = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
+    numbers = numbers[numbers.isfinite()][::17]  # every seventeenth is quick, and has all exponents
+    for number in numbers.double().tolist():
+        value = decompose(number, dtype).value(dtype)
+        assert (value, math.copysign(1, value)) == (number, math.copysign(1, number))
+
+
+def test_a_dtype_without_these_fields_is_refused():
+    with pytest.raises(TypeError, match=r"torch.int16 has no sign, exponent and mantissa"):
+        decompose(1.0, torch.int16)
+    with pytest.raises(TypeError, match="e8m0fnu has no sign"):
+        describe(torch.float8_e8m0fnu)
