@@ -1,4 +1,4 @@
-"""Train a small network with DeepSpeed; after a crash, go on from the last checkpoint.
+"""Train a small network with DeepSpeed; after a crash, resume from the last checkpoint.
 
 deepspeed --num_gpus 2 deepspeed_resume.py --deepspeed_config config.json --save state
 torchrun --standalone --nproc-per-node 2 deepspeed_resume.py ...  (the same options)
@@ -22,6 +22,7 @@ def arguments():
     options.add_argument("--steps", type=int, default=8, help="default: 8")
     options.add_argument("--save", required=True, help="a folder for checkpoints")
     options.add_argument("--interval", type=int, default=2, help="steps between them; default: 2")
+    options.add_argument("--resume", action="store_true", help="stop if --save has no checkpoint")
     options.add_argument("--crash-at", type=int, help="a step in which the last rank fails")
     options.add_argument("--local_rank", type=int, help="given by DeepSpeed's launcher")
     return deepspeed.add_config_arguments(options).parse_args()
@@ -34,7 +35,7 @@ def network():
 
 
 def dataset():
-    """96 rows of noise, and a target that a network can learn."""
+    """Return 96 random inputs, and targets that are a function of them."""
     inputs = torch.randn(96, 64, generator=torch.Generator().manual_seed(0))
     return TensorDataset(inputs, inputs[:, :16].sin())
 
@@ -60,7 +61,9 @@ def main():
     engine, _, loader, _ = deepspeed.initialize(
         args=options, model=model, model_parameters=model.parameters(), training_data=dataset()
     )
-    _, client_state = engine.load_checkpoint(options.save)  # None where nothing is saved
+    path, client_state = engine.load_checkpoint(options.save)  # (None, None): no checkpoint
+    if options.resume and path is None:
+        raise FileNotFoundError(f"no checkpoint in {options.save}")
     start = client_state["step"] if client_state else 0
     batches = islice(loader, start * engine.gradient_accumulation_steps(), None)
     for step in range(start, options.steps):

@@ -121,7 +121,7 @@ def test_deepspeed_goes_on_after_a_crash(tmp_path, stage):
     crashed, before = run("state", "--crash-at", "5")
     assert crashed.returncode != 0
     assert "failed in step 5, as ordered" in crashed.stderr
-    done, after = run("state")
+    done, after = run("state", "--resume")
     assert done.returncode == 0, done.stderr
     assert (list(before), list(after)) == ([0, 1, 2, 3, 4], [4, 5, 6, 7])
     assert before | after == through
