@@ -8,6 +8,7 @@ the page's stamp says how many did, and whether the package has changed.
 
 import json
 import re
+from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
@@ -91,7 +92,7 @@ def changed_cells(record: Record, notebook) -> list[str]:
 
 
 def take_up(notebook, name: str, root: Path, title: str) -> None:
-    """Put what other machines recorded after the cells of a chapter that has its outputs.
+    """Put what other machines recorded below what the cells of a chapter show here.
 
     Args:
         notebook: the chapter, in one language, with this machine's outputs.
@@ -109,14 +110,9 @@ def take_up(notebook, name: str, root: Path, title: str) -> None:
             kept = record.cells.get(cell.id)
             if kept is None or cell.id in stale or "hide-cell" in cell.metadata.get("tags", []):
                 continue
-            own = [reduced for output in cell.outputs if (reduced := _reduce(output))]
-            different = [output for output in kept["outputs"] if output not in own]
+            different = _different(kept["outputs"], cell.outputs)
             if different:
-                text = _admonition(title.format(**facts), different)
-                extra = nbformat.v4.new_markdown_cell(
-                    text, id=f"{cell.id}-{record.machine['name']}"
-                )
-                notebook.cells.insert(notebook.cells.index(cell) + 1, extra)
+                _append(cell, _details(title.format(**facts), different))
     notebook.metadata[execution.PACKAGE]["recorded"] = summary
 
 
@@ -158,16 +154,35 @@ def _chapters(folder):
     return sorted(folder.glob("[0-9]*.json"))
 
 
-def _admonition(title, outputs):
-    parts = []
-    for output in outputs:
-        if "html" in output:
-            parts.append("````{raw} html\n" + output["html"] + "\n````")
-        elif not output["text"].startswith("[figure:"):
-            parts.append("````text\n" + _plain(output["text"]) + "\n````")
-    return f":::::{{admonition}} {title}\n:class: dropdown naranhi-record\n" + "\n".join(
-        [*parts, ":::::"]
-    )
+def _different(recorded, outputs):
+    """Return the recorded outputs that a cell does not show here, pictures without HTML aside."""
+    own = [reduced for output in outputs if (reduced := _reduce(output))]
+    texts = {output.get("text", "").strip() for output in own}
+    texts |= {output.data.get("text/plain", "").strip() for output in outputs if "data" in output}
+    return [
+        output
+        for output in recorded
+        if ("html" in output and output not in own)
+        or ("html" not in output and output["text"].strip() not in texts)
+    ]
+
+
+def _details(title, outputs):
+    parts = [
+        output["html"] if "html" in output else f"<pre>{escape(_plain(output['text']))}</pre>"
+        for output in outputs
+    ]
+    summary = f"<summary>{escape(title)}</summary>"
+    return f'<details class="naranhi-record">{summary}{"".join(parts)}</details>'
+
+
+def _append(cell, html):
+    """Put HTML below what a cell shows; a figure stays one output, so that it keeps its number."""
+    for output in reversed(cell.outputs):
+        if "text/html" in output.get("data", {}):
+            output.data["text/html"] += html
+            return
+    cell.outputs.append(nbformat.v4.new_output("display_data", {"text/html": html}))
 
 
 def _plain(text):

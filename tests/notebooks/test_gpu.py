@@ -178,19 +178,40 @@ def root(tmp_path):
 
 
 def taken_up(root, notebook):
+    """What is folded below each cell's outputs; and the stamp."""
+    sources = [cell.source for cell in notebook.cells]
     records.take_up(notebook, "01_one", root, "On {device}, {date}")
-    texts = {c.id: c.source for c in notebook.cells if c.cell_type == "markdown"}
-    return texts, notebook.metadata["naranhi"]["recorded"]
+    assert [cell.source for cell in notebook.cells] == sources  # the download is as written
+    folded = {}
+    for cell in notebook.cells:
+        html = "".join(output.get("data", {}).get("text/html", "") for output in cell.outputs)
+        if "<details" in html:
+            folded[cell.id] = html.partition('<details class="naranhi-record">')[2]
+    return folded, notebook.metadata["naranhi"]["recorded"]
 
 
 def test_a_chapter_shows_what_was_different_there(root):
-    texts, [stamp] = taken_up(root, chapter(1, "ours"))
-    assert texts.keys() == {"time-cpu", "measured-cpu"}
-    assert "took 2 s" in texts["time-cpu"]
-    assert "<svg>theirs</svg>" in texts["measured-cpu"]
-    assert texts["time-cpu"].startswith(":::::{admonition} On 4 × CPU, 2026-11-22\n")
+    notebook = chapter(1, "ours")
+    folded, [stamp] = taken_up(root, notebook)
+    assert folded == {
+        "time": "<summary>On 4 × CPU, 2026-11-22</summary><pre>took 2 s</pre></details>",
+        "measured": "<summary>On 4 × CPU, 2026-11-22</summary><svg>theirs</svg></details>",
+    }
+    assert [len(cell.outputs) for cell in notebook.cells] == [1, 2, 1, 1, 1]
+    assert notebook.cells[2].outputs[0].data["text/html"].startswith("<svg>ours</svg><details")
     assert stamp["changed"] == {"cells": 0, "package": False}
     assert stamp["commit"] == "abc1234"
+
+
+def test_a_table_that_is_the_same_there_is_not_repeated(root):
+    """Also where its record has the text only."""
+    path = root / records.FOLDER / "cpu/01_one.json"
+    kept = json.loads(path.read_text())
+    kept["cells"]["computed"] = {"source": digest("computed()"), "outputs": [{"text": "a line"}]}
+    path.write_text(json.dumps(kept))
+    notebook = chapter(1, "ours")
+    notebook.cells[3].outputs[0].data["text/plain"] = "a line\n"
+    assert "computed" not in taken_up(root, notebook)[0]
 
 
 def test_a_record_goes_stale_visibly(root):
@@ -198,8 +219,8 @@ def test_a_record_goes_stale_visibly(root):
     notebook.cells[1].source += "  # changed"
     notebook.cells[2].source = "import naranhi"
     (root / "src/naranhi/__init__.py").write_text("")
-    texts, [stamp] = taken_up(root, notebook)
-    assert not texts
+    folded, [stamp] = taken_up(root, notebook)
+    assert not folded
     assert stamp["changed"] == {"cells": 2, "package": True}
 
 
