@@ -348,3 +348,26 @@ def test_an_answer_is_folded_until_it_is_asked_for(visits):
             assert found["number"] >= 2  # two exercises or more
             assert found["label"] == label[language]
             assert (found["before"], found["after"]) == (False, True)
+
+
+@pytest.mark.parametrize(
+    "language, title, stamp",
+    [
+        ("en", "On 1 × NVIDIA H100", "not executed yet"),
+        ("ko", "1 × NVIDIA H100 80GB HBM3에서 실행한 결과", "아직 실행하지 않음"),
+    ],
+)
+def test_what_a_gpu_recorded_is_folded_below_the_cell(site, chromium, language, title, stamp):
+    page = chromium.new_page()
+    page.goto(f"{site}/{language}/04_overlap.html")
+    records = page.locator("details.naranhi-record")
+    assert records.count() > 2
+    assert records.first.locator("summary").inner_text().startswith(title)
+    assert not records.first.locator("pre").first.is_visible()
+    records.first.locator("summary").click()
+    assert records.first.locator("pre").first.is_visible()
+    assert "H100" in page.locator(".naranhi-recorded").inner_text()
+    page.goto(f"{site}/{language}/02_collectives.html")
+    assert stamp in page.locator(".naranhi-recorded").inner_text()
+    assert not page.locator("details.naranhi-record").count()
+    page.close()
