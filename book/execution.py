@@ -272,10 +272,15 @@ def missed(notebook) -> list[str]:
 
 
 def save(notebook, path: Path) -> None:
-    """Write a notebook in one step: a reader of ``path`` sees the old one or the new one."""
+    """Write a notebook: a reader of ``path`` sees the old one or the new one."""
+    write(path, nbformat.writes(notebook) + "\n")
+
+
+def write(path: Path, text: str) -> None:
+    """Write a text in one step, into a folder that is made if it is not there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     half = path.with_suffix(f".{os.getpid()}")
-    nbformat.write(notebook, half)
+    half.write_text(text, encoding="utf-8")
     half.replace(path)
 
 

@@ -27,6 +27,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCH = (2, 11), (2, 13)  # with which the book is tested on GPUs
+NCCL = 2, 10  # the first that sums bf16
 FREE = 8 * 2**30  # bytes of a GPU's memory, for chapters 01 and 04
 # Module: package. What a machine with torch may lack.
 PACKAGES = {
@@ -40,8 +41,9 @@ PACKAGES = {
     "pytest_timeout": "pytest-timeout",
     "xdist": "pytest-xdist",
     "hypothesis": "hypothesis",
-    "yaml": "pyyaml",
 }
+# What single chapters need besides; without it they are named as not run.
+OPTIONAL = "deepspeed", "torchgpipe"
 # What a GPU changes most comes first.
 FIRST = "04_overlap", "01_hierarchy", "07_activation_memory", "12_zero", "19_precision"
 
@@ -58,10 +60,11 @@ def machine(rehearse: bool) -> dict:
         "rehearse": rehearse,
         "torch": None,
         "gpus": [],
+        "others": [],
     }
     facts["smi"] = _smi("name,memory.total,memory.free,driver_version", "gpu")
     facts["driver"] = facts["smi"][0][3] if facts["smi"] else None
-    facts["others"] = [] if rehearse else [pid for (pid,) in _smi("pid", "compute-apps")]
+    busy = _smi("gpu_uuid,pid", "compute-apps")  # before torch makes this process one of them
     if importlib.util.find_spec("torch") is None:
         return facts
     import torch
@@ -76,7 +79,10 @@ def machine(rehearse: bool) -> dict:
             facts["error"] = str(error)
     if torch.cuda.is_available():
         facts["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-        facts["free"] = min(torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count()))
+        each = range(torch.cuda.device_count())
+        facts["free"] = min(torch.cuda.mem_get_info(i)[0] for i in each)
+        visible = {f"GPU-{torch.cuda.get_device_properties(i).uuid}" for i in each}
+        facts["others"] = [pid for uuid, pid in busy if uuid in visible]
         if torch.distributed.is_nccl_available():
             facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return facts
@@ -99,8 +105,9 @@ def problems(facts: dict) -> list[str]:
         names = " ".join(facts["missing"])
         found.append(
             f"missing packages: {names}. With a network: python -m pip install {names}. Without, "
-            f"on another machine: python -m pip download --only-binary=:all: -d wheels {names}, "
-            "carry the folder here, and make gpu WHEELS=wheels"
+            "on another machine: python -m pip download --only-binary=:all: "
+            f"--python-version {facts['python']} -d wheels {names}, carry the folder here, and "
+            "make gpu WHEELS=wheels"
         )
     if facts["torch"] is None:
         return [*found, "torch is not installed for this Python; name another: make PYTHON=... gpu"]
@@ -125,6 +132,9 @@ def problems(facts: dict) -> list[str]:
     else:
         if "nccl" not in facts:
             found.append(f"torch {facts['torch']} is built without NCCL")
+        elif tuple(map(int, facts["nccl"].split(".")[:2])) < NCCL:
+            low = ".".join(map(str, NCCL))
+            found.append(f"NCCL is {facts['nccl']}; the book needs {low} or later")
         if facts["free"] < FREE:
             found.append(
                 f"a GPU has {facts['free'] / 2**30:.1f} GiB of free memory, and "
@@ -163,22 +173,26 @@ class Steps:
 
     def run(self, name: str, command: list[str], least: float) -> None:
         """Run a step if `least` seconds are left; stop it when the time is over."""
-        left = self.end - time.monotonic()
-        entry = {"step": name, "result": "not run: no time was left", "seconds": 0}
-        if left >= least:
-            print(f"  {name} ...", end="", flush=True)
-            start = time.monotonic()
-            entry["result"] = _run(command, self.folder / f"{name}.log", left)
-            entry["seconds"] = round(time.monotonic() - start)
-            print(f" {entry['result']}, {entry['seconds']} s", flush=True)
-        else:
-            print(f"  {name}: {entry['result']}", flush=True)
-        self.stamp["steps"].append(entry)
+        start = time.monotonic()
+        left = self.end - start
+        if left < least:
+            return self.leave_out(name, "no time was left")
+        print(f"  {name} ...", end="", flush=True)
+        result = _run(command, self.folder / f"{name}.log", left)
+        seconds = round(time.monotonic() - start)
+        print(f" {result}, {seconds} s", flush=True)
+        self.stamp["steps"].append({"step": name, "result": result, "seconds": seconds})
+        self.write()
+
+    def leave_out(self, name: str, reason: str) -> None:
+        """Write down that a step is not run, and why."""
+        print(f"  {name}: not run: {reason}", flush=True)
+        self.stamp["steps"].append({"step": name, "result": f"not run: {reason}", "seconds": 0})
         self.write()
 
     def write(self) -> None:
         """Write the stamp as it is now."""
-        import records
+        import records  # not at the top: the preflight says if what it imports is missing
 
         records.write(self.folder, "stamp.json", self.stamp)
 
@@ -260,9 +274,11 @@ def record(folder: Path, stamp: dict, options: argparse.Namespace) -> int:
     """Run the steps; 0 unless one failed."""
     folder.mkdir(parents=True, exist_ok=True)
     steps = Steps(folder, stamp, 60 * options.minutes)
-    python, marker = sys.executable, "gpu" if not options.rehearse else "not ranks and not gpu"
-    tests = ["tests"] if not options.rehearse else ["tests/gpu/test_branches.py"]
-    steps.run("tests", [python, "-m", "pytest", "-m", marker, *tests], 60)
+    python = sys.executable
+    # By name: to collect all tests would import what the machine need not have.
+    marked = [str(path) for path in sorted(ROOT.glob("tests/*/test_*.py")) if _is_marked(path)]
+    tests = ["-m", "gpu", *marked] if not options.rehearse else ["tests/gpu/test_branches.py"]
+    steps.run("tests", [python, "-m", "pytest", *tests], 60)
     names = chapters(options.only)
     for name in names[: len(FIRST)]:
         _execute(steps, name)
@@ -276,7 +292,15 @@ def record(folder: Path, stamp: dict, options: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
+def _is_marked(path):
+    return "mark.gpu" in path.read_text()
+
+
 def _execute(steps, name):
+    cells = (ROOT / f"notebooks/en/{name}.ipynb").read_text()
+    missing = [p for p in OPTIONAL if p in cells and importlib.util.find_spec(p) is None]
+    if missing:
+        return steps.leave_out(name, f"it needs {', '.join(missing)}")
     command = [sys.executable, __file__, "--chapter", name, "--into", str(steps.folder)]
     steps.run(name, command, 45)
 

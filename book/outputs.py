@@ -50,10 +50,9 @@ def record(root: Path) -> list[str]:
             missing.append(source.stem)
             continue
         path = root / FOLDER / f"{source.stem}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
         cells = {name: digest(text) for name, text in unmeasured(executed).items()}
         kept = {"key": _hash(now), "machine": _machine(executed), "cells": cells}
-        path.write_text(json.dumps(kept, indent=1) + "\n")
+        execution.write(path, json.dumps(kept, indent=1) + "\n")
     return missing
 
 

@@ -67,11 +67,8 @@ def _reduce(output):
 
 
 def write(folder: Path, name: str, content: dict) -> None:
-    """Write a file of a machine's folder in one step."""
-    folder.mkdir(parents=True, exist_ok=True)
-    half = folder / f".{name}.part"
-    half.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    half.replace(folder / name)
+    """Write a file of a machine's folder."""
+    execution.write(folder / name, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
 def load(name: str, root: Path) -> list[Record]:

@@ -3,6 +3,8 @@
 torchrun --standalone --nproc-per-node 4 fsdp_tp.py --tp 2
 """
 
+import sys
+
 import torch
 import torch.distributed as dist
 from model_and_data import (
@@ -66,6 +68,8 @@ def cut(model, mesh):
 def main():
     options, device = arguments(), join()
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    if ranks % options.tp:
+        sys.exit(f"--tp {options.tp} has to divide the number of ranks, which is {ranks}")
     mesh = init_device_mesh(
         device.type, (ranks // options.tp, options.tp), mesh_dim_names=("dp", "tp")
     )

@@ -19,6 +19,7 @@ import records  # noqa: E402
 from execution import digest  # noqa: E402
 
 FINE = {
+    "python": "3.12.3",
     "missing": [],
     "torch": "2.11.0+cu130",
     "cuda": "13.0",
@@ -55,9 +56,10 @@ def test_nothing_is_wrong_with_a_machine_that_has_everything():
         ),
         ({**FINE, "gpus": []}, "no GPU is visible (CUDA_VISIBLE_DEVICES?)"),
         (without("nccl"), "is built without NCCL"),
+        ({**FINE, "nccl": "2.9.9"}, "NCCL is 2.9.9; the book needs 2.10 or later"),
         ({**FINE, "free": 3 * 2**30}, "a GPU has 3.0 GiB of free memory, and 8 are needed"),
         ({**FINE, "others": ["17", "18"]}, "other processes use the GPU (process 17, 18)"),
-        ({**FINE, "missing": ["ipyparallel"]}, "pip download --only-binary=:all: -d wheels ipyp"),
+        ({**FINE, "missing": ["ipyparallel"]}, "--python-version 3.12.3 -d wheels ipyp"),
         ({**FINE, "torch": "2.10.0"}, "torch is 2.10.0; the book runs on 2.11 to 2.13"),
         ({**FINE, "torch": "2.14.0"}, "torch is 2.14.0"),
         ({**FINE, "torch": None}, "torch is not installed for this Python"),
@@ -124,6 +126,22 @@ def test_each_step_is_written_when_it_ends_and_the_time_is_kept(tmp_path):
         "stopped: the time was over",
         "not run: no time was left",
     ]
+
+
+def test_a_chapter_without_its_packages_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "OPTIONAL", ("no_such_package", "deepspeed"))
+    monkeypatch.setattr(gpu, "ROOT", tmp_path)
+    (tmp_path / "notebooks/en").mkdir(parents=True)
+    (tmp_path / "notebooks/en/01_one.ipynb").write_text("import no_such_package, deepspeed")
+    steps = gpu.Steps(tmp_path, {"name": "cpu", "steps": []}, 60.0)
+    gpu._execute(steps, "01_one")
+    [entry] = json.loads((tmp_path / "stamp.json").read_text())["steps"]
+    assert entry["result"] == "not run: it needs no_such_package"
+
+
+def test_the_files_with_marked_tests_are_found():
+    marked = {path.name for path in ROOT.glob("tests/*/test_*.py") if gpu._is_marked(path)}
+    assert marked >= {"test_kernels.py", "test_one_gpu.py", "test_streams.py"}
 
 
 def test_the_most_telling_chapters_come_first():

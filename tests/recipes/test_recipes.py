@@ -60,20 +60,33 @@ def single(tmp_path_factory):
     return found
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize(
-    "ranks, script, options",
+    "script",
     [
-        (2, "ddp.py", []),
-        (2, "fsdp.py", []),
-        (4, "fsdp_tp.py", []),
-        (3, "pipeline.py", []),
-        (2, "deepspeed_zero.py", ["--stage", "3"]),
-        (2, "deepspeed_pipeline.py", []),
+        "ddp.py",
+        "fsdp.py",
+        "fsdp_tp.py",
+        "pipeline.py",
+        "deepspeed_zero.py",
+        "deepspeed_pipeline.py",
     ],
 )
-def test_losses_are_those_of_one_process(tmp_path, single, ranks, script, options):
+def test_losses_are_those_of_one_process(tmp_path, single, script, ranks):
+    options = ["--tp", str(min(2, ranks))] if script == "fsdp_tp.py" else []
     found = losses(tmp_path, [*torchrun(ranks, script), *options])
     assert found == pytest.approx(single, abs=5e-6), script
+
+
+def test_a_pipeline_of_stages_of_unequal_length(tmp_path, single):
+    assert losses(tmp_path, torchrun(3, "pipeline.py")) == pytest.approx(single, abs=5e-6)
+
+
+def test_ranks_that_tensor_parallelism_does_not_divide_are_refused(tmp_path):
+    command = [*torchrun(1, "fsdp_tp.py"), "--tp", "2"]
+    done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "--tp 2 has to divide the number of ranks, which is 1" in done.stderr
 
 
 @pytest.mark.skipif(
@@ -86,11 +99,12 @@ def test_the_trainer_has_the_losses_of_one_process(tmp_path, single):
     assert found == pytest.approx(single, abs=5e-6)
 
 
-def test_a_saved_state_goes_on_with_fewer_ranks(tmp_path, single):
-    """In each step the loss of a run that was never cut."""
+@pytest.mark.parametrize("script, fewer", [("fsdp.py", 1), ("deepspeed_zero.py", 2)])
+def test_a_saved_state_goes_on(tmp_path, single, script, fewer):
+    """In each step the loss of a run that was never cut; FSDP's also on fewer ranks."""
     save = ["--save", str(tmp_path / "state")]
-    before = losses(tmp_path, [*torchrun(2, "fsdp.py"), *save], 2)
-    after = losses(tmp_path, [*torchrun(1, "fsdp.py"), *save, "--resume"], STEPS)
+    before = losses(tmp_path, [*torchrun(2, script), *save], 2)
+    after = losses(tmp_path, [*torchrun(fewer, script), *save, "--resume"], STEPS)
     assert (list(before), list(after)) == ([0, 1], [2])
     assert before | after == pytest.approx(single, abs=5e-6)
 
