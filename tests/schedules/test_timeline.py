@@ -81,3 +81,13 @@ def test_numbers_go_where_there_is_no_room_for_them():
     assert not fig.axes[0].texts
     with pytest.raises(ValueError, match="axis would end at 3"):
         _timeline.draw_timeline(gpipe(), end=3)
+
+
+def test_rows_of_any_kind_become_tuples():
+    spans = [
+        schedules.Span(schedules.Action.parse("0F0"), 0, 1),
+        schedules.Span(schedules.Action.parse("0B0"), 1, 3),
+    ]
+    timeline = schedules.Timeline(iter([iter(spans)]))
+    assert timeline.rows == (tuple(spans),)
+    assert hash(timeline) == hash(schedules.Timeline((tuple(spans),)))
