@@ -1,4 +1,4 @@
-"""What machines with GPUs recorded, taken up into the pages (``gpu.py`` writes it).
+"""What machines with GPUs recorded, shown in the pages (``gpu.py`` writes it).
 
 A record lies in ``book/recorded/MACHINE/CHAPTER.json``: what a chapter showed when it was executed
 on that machine, by code cell. A chapter shows it beside this machine's outputs, cell by cell, where
@@ -152,7 +152,7 @@ def _chapters(folder):
 
 
 def _different(recorded, outputs):
-    """Return the recorded outputs that a cell does not show here, pictures without HTML aside."""
+    """Return the recorded outputs that the cell does not show on this machine too."""
     own = [reduced for output in outputs if (reduced := _reduce(output))]
     texts = {output.get("text", "").strip() for output in own}
     texts |= {output.data.get("text/plain", "").strip() for output in outputs if "data" in output}
