@@ -762,7 +762,7 @@ def test_misuse_is_told(five):
         "no backward": "RuntimeError: no parameter has a gradient in this step, on any rank: run a "
         "backward first",
         "state_dict": "RuntimeError: this model is sharded: read it inside of Zero.gathered(), or "
-        "use Zero.save()",
+        "save it by naranhi.checkpoint",
         "twice": "RuntimeError: the gradient of parameter 1.bias is summed and sharded over the "
         "ranks: use clip_grad_norm_() or shard_gradients() of Zero for it, "
         "and step() or zero_grad() "

@@ -254,14 +254,15 @@ def test_reading_and_loading_is_refused_where_it_would_go_wrong(five, stage, pre
         reading = (
             None
             if fine
-            else (f"RuntimeError: {what}: read it inside of Zero.gathered(), or use Zero.save()")
+            else f"RuntimeError: {what}: read it inside of Zero.gathered(), or save it by "
+            "naranhi.checkpoint"
         )
         loading = (
             None
             if fine
             else (
-                f"RuntimeError: {what}: load into it inside of Zero.gathered(write=True), or use "
-                "Zero.load()"
+                f"RuntimeError: {what}: load into it inside of Zero.gathered(write=True), or load "
+                "a checkpoint by naranhi.checkpoint"
             )
         )
         assign = (

@@ -32,6 +32,21 @@ class Wrapper(nn.Module):
             return getattr(self.layer, name)
 
 
+def unwrapped_name(module: nn.Module, name: str) -> str:
+    """Return a parameter's or buffer's name as it is in the state_dict: without the wrappers.
+
+    Args:
+        module: the module that has it.
+        name: its name as in `named_parameters` or `named_buffers`.
+    """
+    parts = []
+    for part in name.split("."):
+        if not (isinstance(module, Wrapper) and part == "layer"):
+            parts.append(part)
+        module = getattr(module, part)
+    return ".".join(parts)
+
+
 def _strip_layer(module, state_dict, prefix, local_metadata):
     inner = prefix + "layer."
     for name in [name for name in state_dict if name.startswith(inner)]:

@@ -107,6 +107,7 @@ class Pipeline:
 
     Attributes:
         stages: {virtual stage: `Stage`} of this rank.
+        tied: the parameters of this rank of which other ranks have copies.
     """
 
     group: dist.ProcessGroup
@@ -116,6 +117,7 @@ class Pipeline:
     replicas: dist.ProcessGroup | None
     last: int
     stages: dict[int, Stage]
+    tied: list[TiedWeight]
 
     def __init__(
         self,
@@ -187,15 +189,15 @@ class Pipeline:
         if any(action.kind == "U" for action in schedule[self.rank]):
             for stage in self.stages.values():
                 stage.weights = WeightStash(stage, optimizer, stash)
-        self._tied = [
+        self.tied = [
             TiedWeight(name, parameter, groups[self._group_of(ranks)])
             for name, parameter, ranks in tied
             if self.rank in ranks
         ]
         self._boundaries = StageSignatures(
-            self.stages, schedule.placement, groups[self._group_of(AGREEMENT)], trial, self._tied
+            self.stages, schedule.placement, groups[self._group_of(AGREEMENT)], trial, self.tied
         )
-        users += [self._boundaries, *self._tied]
+        users += [self._boundaries, *self.tied]
         for channel in self._messages:
             if self.rank in channel[:2]:
                 self._ends[channel] = self._end(channel, groups[self._group_of(channel)])
@@ -232,7 +234,7 @@ class Pipeline:
         Returns:
             The norm before scaling, a float on every rank.
         """
-        later_copies = [tied.parameter for tied in self._tied if dist.get_rank(tied.group)]
+        later_copies = [tied.parameter for tied in self.tied if dist.get_rank(tied.group)]
         return clip_grad_norm_(
             nn.ModuleList(self.stages.values()),
             max_norm,
@@ -294,7 +296,7 @@ class Pipeline:
                         for message in self._messages[channel]
                     ]
                 )
-        tied = self._tied if torch.is_grad_enabled() else ()
+        tied = self.tied if torch.is_grad_enabled() else ()
         for part in (*self.stages.values(), *tied):
             part.begin()
         local = {}  # messages between two stages of this rank

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from naranhi.autograd.wrapper import unwrapped_name
 from naranhi.distributed import fingerprint
 
 
@@ -71,7 +72,7 @@ def _users(parts, placement):
         for tensor in chain(module.parameters(), module.buffers()):
             users.setdefault(tensor, set()).add(rank)
     return [
-        (name, tensor, users[tensor])
+        (unwrapped_name(model, name), tensor, users[tensor])
         for name, tensor in chain(model.named_parameters(), model.named_buffers())
     ]
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from naranhi.collectives import all_gather
 from naranhi.tensor_parallel.sequence_gradients import unsummed
-from naranhi.tensor_parallel.shards import ShardedModule
+from naranhi.tensor_parallel.shards import splits_of
 
 
 def clip_grad_norm_(
@@ -72,12 +72,9 @@ def clip_grad_norm_(
 
 def split_over(model: nn.Module) -> dict[nn.Parameter, dist.ProcessGroup]:
     """Return the sharded parameters, each with the group whose ranks hold its shards."""
+    # None would mean "on no other rank" here. The module keeps it: a group cannot be copied.
     return {
-        # None would mean "on no other rank" here. The module keeps it: a group cannot be copied.
-        getattr(module, name): module.group or dist.group.WORLD
-        for module in model.modules()
-        if isinstance(module, ShardedModule)
-        for name in module.splits
+        parameter: group or dist.group.WORLD for parameter, (_, group) in splits_of(model).items()
     }
 
 

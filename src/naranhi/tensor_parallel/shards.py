@@ -83,16 +83,25 @@ def as_module(model: nn.Module | list[nn.Module]) -> nn.Module:
     return model if isinstance(model, nn.Module) else nn.ModuleList(model)
 
 
-def _splits(model):
-    """Return {name in the state_dict: (Split, group)} of all sharded parameters."""
-    split_of = {
-        id(getattr(module, name)): (split, module.group)
+def splits_of(model: nn.Module) -> dict[nn.Parameter, tuple[Split, dist.ProcessGroup | None]]:
+    """Return the sharded parameters, each with how it is split and the group that has its shards.
+
+    Args:
+        model: a module, of which any layers may be split.
+    """
+    return {
+        getattr(module, name): (split, module.group)
         for module in model.modules()
         if isinstance(module, ShardedModule)
         for name, split in module.splits.items()
     }
+
+
+def _splits(model):
+    """Return {name in the state_dict: (Split, group)} of all sharded parameters."""
+    split_of = splits_of(model)
     state = model.state_dict(keep_vars=True)
-    return {name: split_of[id(param)] for name, param in state.items() if id(param) in split_of}
+    return {name: split_of[param] for name, param in state.items() if param in split_of}
 
 
 @torch.no_grad()

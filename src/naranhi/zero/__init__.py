@@ -38,8 +38,7 @@ Sources: Rajbhandari et al., "ZeRO: Memory optimizations toward training trillio
 the hooks and the prefetch. In production: `fully_shard`, and DeepSpeed.
 """
 
-from naranhi.zero.checkpoint_files import StateError
 from naranhi.zero.units import children, joined
 from naranhi.zero.zero import Zero
 
-__all__ = ["StateError", "Zero", "children", "joined"]
+__all__ = ["Zero", "children", "joined"]

@@ -130,7 +130,7 @@ class Whole:
         """Raise RuntimeError unless the model's parameters hold its state."""
         if not (self.state or self._is_itself):
             raise RuntimeError(
-                f"{self._what}: read it inside of Zero.gathered(), or use Zero.save()"
+                f"{self._what}: read it inside of Zero.gathered(), or save it by naranhi.checkpoint"
             )
 
     def require_forward(self, recording: bool) -> None:
@@ -166,5 +166,5 @@ class Whole:
         if not (self.state == "written" or self._is_itself):
             raise RuntimeError(
                 f"{self._what}: load into it inside of Zero.gathered(write=True), "
-                "or use Zero.load()"
+                "or load a checkpoint by naranhi.checkpoint"
             )

@@ -13,7 +13,6 @@ from naranhi.data_parallel import broadcast_parameters
 from naranhi.data_parallel.supported import require_same_parameters, require_supported
 from naranhi.distributed import agree
 from naranhi.tensor_parallel.gradient_norm import norm_of_parts, norm_power, scale_to, split_over
-from naranhi.zero import checkpoint
 from naranhi.zero.hooks import Hooks
 from naranhi.zero.memory import held
 from naranhi.zero.phase import Phase
@@ -21,8 +20,6 @@ from naranhi.zero.step_checks import require_own
 from naranhi.zero.units import cut
 
 if TYPE_CHECKING:
-    import os
-
     import torch
     from torch import nn
 
@@ -242,26 +239,15 @@ class Zero(Hooks):
         if self.stage < 3:
             overlap(flat.all_gather() for flat in flats)
 
-    def save(self, folder: str | os.PathLike[str], optimizer: torch.optim.Optimizer) -> None:
-        """Write the state of model and optimizer; see `checkpoint.save`.
+    def require_between_steps(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Raise RuntimeError unless the masters are the model's state, and the optimizer is theirs.
 
         Args:
-            folder: The same folder for all ranks.
-            optimizer: The optimizer of these shards.
+            optimizer: The optimizer of these shards; None without one.
         """
-        require_own(optimizer, self.flats)
-        checkpoint.save(self, folder, optimizer)
-
-    def load(self, folder: str | os.PathLike[str], optimizer: torch.optim.Optimizer) -> None:
-        """Read the state that `save` wrote, also on another number of ranks; see `checkpoint.load`.
-
-        Args:
-            folder: The folder of the save.
-            optimizer: The optimizer of these shards.
-        """
-        require_own(optimizer, self.flats)
-        self._whole.require_outside("load()")
-        checkpoint.load(self, folder, optimizer)
+        if optimizer is not None:
+            require_own(optimizer, self.flats)
+        self._whole.require_outside("saving or loading a checkpoint")
 
     def memory(self, optimizer: torch.optim.Optimizer | None = None) -> dict[str, int]:
         """Return {kind: bytes of model state that this rank holds now}; see `memory.held`.

@@ -1,0 +1,210 @@
+"""What all ranks together save: tensors, who has which boxes of them, and the optimizer's rest.
+
+Every rank tells the others what it has. Each then finds the same faults, or the same plan.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from naranhi.checkpoint.boxes import Box, tiling_fault, writers
+from naranhi.checkpoint.storage import CheckpointError
+
+
+class RankState(NamedTuple):
+    """What one rank has, as it tells the others.
+
+    Args:
+        tensors: {name: (shape, dtype, boxes)} of all tensors: those that begin with "parameters."
+            and "buffers." are the model's, those with "optimizer." what is kept for each element.
+        scalars: {parameter: {key: value}}: what the optimizer keeps for a parameter as a whole.
+        group_of: {parameter: the number of its parameter group}.
+        optimizers: (kind, options of each parameter group) of each optimizer.
+    """
+
+    tensors: dict[str, tuple[tuple[int, ...], torch.dtype, tuple[Box, ...]]]
+    scalars: dict[str, dict[str, Any]]
+    group_of: dict[str, int]
+    optimizers: list[tuple[str, list[dict[str, Any]]]]
+
+    @property
+    def digest(self) -> str:
+        """Return a digest of which elements of the model these are, whatever their values."""
+        elements = {
+            name: boxes
+            for name, (_, _, boxes) in self.tensors.items()
+            if not name.startswith("optimizer.")  # a new one has no state yet
+        }
+        return hashlib.sha256(repr(sorted(elements.items())).encode()).hexdigest()
+
+
+class Layout(NamedTuple):
+    """What all ranks have, the same on each of them.
+
+    Args:
+        tensors: {name: (shape, dtype)}.
+        scalars, group_of: as in `RankState`, of the whole model.
+        kind: the optimizer's class; None without one.
+        options: the options of each parameter group.
+        writes: {(name, box): the rank that writes it}.
+        digests: which elements each rank has (`RankState.digest`).
+    """
+
+    tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    scalars: dict[str, dict[str, Any]]
+    group_of: dict[str, int]
+    kind: str | None
+    options: list[dict[str, Any]]
+    writes: dict[tuple[str, Box], int]
+    digests: list[str]
+
+    def not_sharded(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of it, beside the tensors."""
+        fields = "scalars", "group_of", "kind", "options", "digests"
+        return {name: getattr(self, name) for name in fields}
+
+    @classmethod
+    def of(
+        cls, tensors: dict[str, tuple[tuple[int, ...], torch.dtype]], content: Mapping[str, Any]
+    ) -> Layout:
+        """Return the layout that was saved: its tensors, and what `not_sharded` has returned."""
+        fields = {name: content[name] for name in cls._fields if name in content}
+        return cls(tensors=tensors, writes={}, **fields)
+
+
+def merge(states: Sequence[RankState]) -> Layout:
+    """Return the layout of all ranks' states.
+
+    Args:
+        states: the state of each rank, by rank.
+
+    Raises:
+        CheckpointError: ranks differ in what should be the same on them, or the boxes of a tensor
+            do not cover it exactly once.
+    """
+    tensors, owners = {}, {}
+    for rank, state in enumerate(states):
+        for name, (shape, dtype, boxes) in state.tensors.items():
+            known = tensors.setdefault(name, (shape, dtype))
+            if known != (shape, dtype):
+                first = min(next(iter(owners[name].values()), [0]))
+                raise CheckpointError(
+                    f"{name} has {_describe(known)} on rank {first}, "
+                    f"{_describe((shape, dtype))} on rank {rank}: give all ranks the same model"
+                )
+            for box in boxes:
+                owners.setdefault(name, {}).setdefault(box, []).append(rank)
+            owners.setdefault(name, {})
+    for name, (shape, _) in tensors.items():
+        if fault := tiling_fault(shape, owners[name]):
+            raise CheckpointError(
+                f"the ranks' shards of {name}, of shape {list(shape)}, are not the whole: {fault}; "
+                "every rank that has a part of the model has to take part, with the same model"
+            )
+    optimizers = [
+        (rank, optimizer) for rank, state in enumerate(states) for optimizer in state.optimizers
+    ]
+    for rank, optimizer in optimizers:
+        if optimizer != optimizers[0][1]:
+            raise CheckpointError(
+                f"the optimizer of rank {optimizers[0][0]} is {_text(optimizers[0][1])}, that of "
+                f"rank {rank} is {_text(optimizer)}: give all ranks the same"
+            )
+    kind, options = optimizers[0][1] if optimizers else (None, [])
+    return Layout(
+        tensors,
+        _same("state of the optimizer for", [state.scalars for state in states]),
+        _same("parameter group of", [state.group_of for state in states]),
+        kind,
+        options,
+        writers(owners, {name: dtype.itemsize for name, (_, dtype) in tensors.items()}),
+        [state.digest for state in states],
+    )
+
+
+def compare(saved: Layout, own: Layout, with_optimizer: bool) -> None:
+    """Raise CheckpointError, naming the first difference, unless they are of the same model.
+
+    Args:
+        saved: the layout of the checkpoint.
+        own: that of the model which it is loaded into, and of its optimizer.
+        with_optimizer: whether to compare the optimizers, too.
+    """
+    for name in dict.fromkeys((*saved.tensors, *own.tensors)):
+        kind, _, rest = name.partition(".")
+        if kind == "optimizer":  # its state may begin with the first step
+            continue
+        what = f"{kind.removesuffix('s')} {rest}"
+        if name not in saved.tensors or name not in own.tensors:
+            raise CheckpointError(
+                f"the {'model' if name in saved.tensors else 'checkpoint'} has no {what}: load "
+                "into the model that was saved"
+            )
+        if saved.tensors[name] != own.tensors[name]:
+            raise CheckpointError(
+                f"{what} has {_describe(saved.tensors[name])} in the checkpoint, and "
+                f"{_describe(own.tensors[name])} in the model"
+            )
+    if not with_optimizer:
+        return
+    kinds = [
+        f"{kind} with {len(options)} parameter group{'s' * (len(options) != 1)}"
+        if kind
+        else "a model without an optimizer"
+        for kind, options in ((saved.kind, saved.options), (own.kind, own.options))
+    ]
+    if kinds[0] != kinds[1]:
+        raise CheckpointError(
+            f"the checkpoint is of {kinds[0]}, not of {kinds[1]}; without an optimizer, load reads "
+            "the model alone"
+        )
+    for name in dict.fromkeys((*saved.group_of, *own.group_of)):
+        groups = [layout.group_of.get(name, "none") for layout in (saved, own)]
+        if groups[0] != groups[1]:
+            raise CheckpointError(
+                f"parameter {name} is in parameter group {groups[0]} in the checkpoint, and in "
+                f"{groups[1]} in the optimizer"
+            )
+
+
+def as_json(tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, list[Any]]:
+    """Return {name: [shape, name of the dtype]} of {name: (shape, dtype)}."""
+    return {name: [list(shape), _name(dtype)] for name, (shape, dtype) in tensors.items()}
+
+
+def from_json(
+    tensors: Mapping[str, list[Any]],
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Return what `as_json` has made its result of."""
+    return {name: (tuple(shape), getattr(torch, dtype)) for name, (shape, dtype) in tensors.items()}
+
+
+def _describe(tensor):
+    shape, dtype = tensor
+    return f"shape {list(shape)} and dtype {_name(dtype)}"
+
+
+def _name(dtype):
+    return str(dtype).removeprefix("torch.")
+
+
+def _same(what, of_ranks):
+    """Return the union of the ranks' dicts; raise CheckpointError where two differ."""
+    union = {}
+    for rank, values in enumerate(of_ranks):
+        for name, value in values.items():
+            if union.setdefault(name, value) != value:
+                raise CheckpointError(
+                    f"the {what} {name} is {union[name]} on one rank, {value} on rank {rank}: "
+                    "the ranks have not taken the same steps"
+                )
+    return union
+
+
+def _text(optimizer):
+    kind, options = optimizer
+    return f"{kind} with {options}"

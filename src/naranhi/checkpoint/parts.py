@@ -1,0 +1,202 @@
+"""What a rank holds of a model and of its optimizer: parts of named tensors of the whole model.
+
+A parameter is named as in the whole model, unsplit and as one list of layers, whatever the mesh:
+"3.attn.c_attn.weight" is on every mesh that. A tied parameter has the name of its first use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from naranhi.autograd.wrapper import unwrapped_name
+from naranhi.checkpoint.boxes import Boxes, views_of_run
+from naranhi.checkpoint.storage import CheckpointError
+from naranhi.data_parallel import DDP
+from naranhi.pipeline import Pipeline
+from naranhi.tensor_parallel.shards import Split, as_module, splits_of
+from naranhi.zero import Zero
+
+Model = nn.Module | list[nn.Module] | Pipeline | Zero | DDP
+
+
+@dataclass(eq=False)
+class Part:
+    """The elements of a parameter or buffer that are on this rank.
+
+    Args:
+        name: its name in the whole model.
+        values: the elements, as the optimizer works on them: this rank's shard in its shape, or a
+            run of the flattened shard.
+        local_shape: the shape of the shard; without `split`, that of the whole tensor.
+        start: where in the flattened shard the run begins.
+        split: how the whole tensor is sharded; None if it is not.
+        rank: whose shard it is.
+    """
+
+    name: str
+    values: torch.Tensor
+    local_shape: tuple[int, ...]
+    start: int = 0
+    split: Split | None = None
+    rank: int = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of the whole tensor."""
+        shape = list(self.local_shape)
+        if self.split:
+            shape[self.split.dim] = self.split.size
+        return tuple(shape)
+
+    def boxes(self, memory: torch.Tensor) -> Boxes:
+        """Return the boxes of the whole tensor that are in `memory`, in as many elements as here.
+
+        Args:
+            memory: 1-D: the elements, or what an optimizer keeps for each of them.
+        """
+        views = views_of_run(memory, self.local_shape, self.start, self.split, self.rank)
+        return Boxes(self.shape, memory.dtype, views)
+
+
+@dataclass(eq=False)
+class OptimizerPart:
+    """A tensor that an optimizer works on, and the parts of parameters that it consists of.
+
+    Args:
+        optimizer: the optimizer.
+        group: the number of its parameter group.
+        tensor: the parameter as the optimizer has it; for ZeRO a shard of several parameters.
+        parts: [(part, where in the flattened tensor it begins)].
+    """
+
+    optimizer: torch.optim.Optimizer
+    group: int
+    tensor: torch.Tensor
+    parts: list[tuple[Part, int]] = field(default_factory=list)
+
+
+def parameters_of(model: Model) -> list[Part]:
+    """Return this rank's parts of parameters, those without elements here included."""
+    if isinstance(model, Zero):
+        return [part for unit in model.units for flat in unit.flats for part in _of(flat, model)]
+    splits, parts = splits_of(_modules(model)), {}
+    for name, param in _named(model, "named_parameters"):
+        split, group = splits.get(param, (None, None))
+        rank = dist.get_rank(group) if split else 0
+        parts.setdefault(param, Part(name, param, tuple(param.shape), split=split, rank=rank))
+    return list(parts.values())
+
+
+def buffers_of(model: Model) -> list[Part]:
+    """Return this rank's buffers, without those that are not part of the model's state."""
+    fleeting = {
+        id(module._buffers[name])
+        for module in _modules(model).modules()
+        for name in module._non_persistent_buffers_set
+    }
+    return [
+        Part(name, buffer, tuple(buffer.shape))
+        for name, buffer in _named(model, "named_buffers")
+        if id(buffer) not in fleeting
+    ]
+
+
+def optimizer_parts(
+    model: Model, optimizer: torch.optim.Optimizer | None, parameters: Sequence[Part]
+) -> list[OptimizerPart]:
+    """Return what the optimizer works on, in its order.
+
+    Args:
+        model: the model.
+        optimizer: its optimizer; None without one, and for a pipeline whose stages have their own.
+        parameters: as `parameters_of` returns them.
+
+    Raises:
+        CheckpointError: the optimizer works on a parameter that is not the model's.
+    """
+    parts = {}
+    if isinstance(model, Zero):
+        by_name = {part.name: part for part in parameters}
+        for flat in model.flats:
+            for number, piece in flat.pieces.items():
+                first = max(flat.starts[number], flat.shard_slice.start)
+                parts[id(piece)] = [
+                    (by_name[unwrapped_name(model.model, name)], max(place.start - first, 0))
+                    for name, place, param in zip(
+                        flat.names, flat.places, flat.parameters, strict=True
+                    )
+                    if flat.group_of[param] == number
+                ]
+    else:
+        parts = {id(part.values): [(part, 0)] for part in parameters}
+    optimizer_parts = []
+    for own in optimizers_of(model, optimizer):
+        for number, group in enumerate(own.param_groups):
+            for tensor in group["params"]:
+                if id(tensor) not in parts:
+                    raise CheckpointError(
+                        f"{type(own).__name__} works on a parameter of shape "
+                        f"{tuple(tensor.shape)} that is not this model's: make it of the model's "
+                        "parameters, after the model has been sharded"
+                    )
+                optimizer_parts.append(OptimizerPart(own, number, tensor, parts[id(tensor)]))
+    return optimizer_parts
+
+
+def optimizers_of(
+    model: Model, optimizer: torch.optim.Optimizer | None
+) -> list[torch.optim.Optimizer]:
+    """Return the optimizers of this rank: the given one, or those of a pipeline's stages."""
+    if optimizer is not None:
+        return [optimizer]
+    stages = model.stages.values() if isinstance(model, Pipeline) else ()
+    own = [stage.weights.optimizer for stage in stages if stage.weights]
+    return [optimizer for optimizer in own if optimizer is not None]
+
+
+def _of(flat, model):
+    """Yield this rank's parts of the parameters of a flat parameter, as runs of its master."""
+    splits, begin = splits_of(model.model), flat.shard_slice.start
+    for name, param, shape, place in zip(
+        flat.names, flat.parameters, flat.shapes, flat.places, strict=True
+    ):
+        start, stop = (min(max(edge - begin, 0), flat.size) for edge in (place.start, place.stop))
+        split, group = splits.get(param, (None, None))
+        rank = dist.get_rank(group) if split else 0
+        yield Part(
+            unwrapped_name(model.model, name),
+            flat.master[start:stop],
+            tuple(shape),
+            max(begin - place.start, 0),
+            split,
+            rank,
+        )
+
+
+def _modules(model) -> nn.Module:
+    """Return all modules of a model that are on this rank, as one module."""
+    if isinstance(model, Pipeline):
+        return nn.ModuleList(model.stages.values())
+    return model.model if isinstance(model, (Zero, DDP)) else as_module(model)
+
+
+def _named(model, method: str) -> Iterable[tuple[str, torch.Tensor]]:
+    """Yield (name in the whole model, tensor) of each parameter or buffer of this rank."""
+    if not isinstance(model, Pipeline):
+        yield from _names_in(_modules(model), method, "")
+        return
+    tied = {id(tied.parameter): tied.name for tied in model.tied}
+    for stage in model.stages.values():
+        for number, layer in enumerate(stage.layers, stage.first):
+            for name, tensor in _names_in(layer, method, f"{number}."):
+                yield tied.get(id(tensor), name), tensor
+
+
+def _names_in(module, method, prefix) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in getattr(module, method)():
+        yield prefix + unwrapped_name(module, name), tensor

@@ -1,0 +1,49 @@
+"""The states of this process's random number generators: read, set, and derived anew."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def get() -> dict[str, Any]:
+    """Return the states of the generators of torch (CPU and this rank's GPU), Python and NumPy."""
+    kind, keys, *rest = np.random.get_state()
+    states = {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), *rest),
+    }
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def put(states: dict[str, Any]) -> None:
+    """Set the generators to states that `get` has returned."""
+    kind, keys, *rest = states["numpy"]
+    torch.set_rng_state(states["torch"])
+    random.setstate(states["python"])
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+def renew(step: int) -> None:
+    """Seed the generators from torch's own state and a step.
+
+    Ranks whose states were equal, such as those of a tensor group, have equal ones again; and the
+    others have different ones again, which are not those that the training began with.
+
+    Args:
+        step: the step that the training goes on from.
+    """
+    state = torch.get_rng_state().numpy().tobytes()
+    seed = int.from_bytes(hashlib.sha256(state + str(step).encode()).digest()[:7], "big")
+    torch.manual_seed(seed)  # of the GPUs as well
+    random.seed(seed)
+    np.random.seed(seed % 2**32)

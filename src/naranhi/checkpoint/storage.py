@@ -1,0 +1,267 @@
+"""The folders of checkpoints on disk: written whole or not at all, read only as they were written.
+
+    runs/gpt2/step-00000200/                        committed: it has all its files
+    runs/gpt2/step-00000300.part/                   being written, or left by a run that was killed
+
+A save writes its files into a folder whose name ends with .part, each followed by an fsync: first
+the ranks' shards, then `manifest.json` with the sizes and the digests of all other files. Then the
+folder gets its own name, by one rename, which is atomic; an fsync of the parent makes it last. So
+whoever finds a folder under its own name finds all of it, wherever the run was killed.
+
+A run that saves holds a lock (flock) on the file `.lock`. The system drops the lock when the
+process ends, however it ends, and on a network file system (NFS from Linux 2.6.12 on, Lustre
+mounted with flock) the server does so when the machine is gone. If the existence of a file were the
+lock, somebody would have to delete the file after each kill.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import socket
+import time
+import warnings
+from collections.abc import Container, Iterable
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+COMMITTED = re.compile(r"step-(\d{8,})")
+UNFINISHED = re.compile(r"step-\d{8,}\.(part|old)")
+UNSUPPORTED = errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP  # of a file system without locks
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be written, or is missing, damaged, or of another model."""
+
+
+class DamagedError(CheckpointError):
+    """A committed checkpoint that is not as it was written: an earlier one may be."""
+
+
+class Storage:
+    """The folder of a run's checkpoints, as one process sees it.
+
+    Args:
+        folder: the folder.
+    """
+
+    folder: Path
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder, self._lock = Path(folder), None
+
+    def path(self, step: int) -> Path:
+        """Return where the checkpoint of a step is, once it is committed."""
+        return self.folder / f"step-{step:08d}"
+
+    def part(self, step: int) -> Path:
+        """Return where the checkpoint of a step is while it is being written."""
+        return self.folder / f"step-{step:08d}.part"
+
+    def steps(self) -> list[int]:
+        """Return the steps of the committed checkpoints, ascending."""
+        names = [COMMITTED.fullmatch(path.name) for path in _entries(self.folder)]
+        return sorted(int(name[1]) for name in names if name)
+
+    def claim(self) -> None:
+        """Take the folder for the saves of this process, until `release`.
+
+        Raises:
+            CheckpointError: another process saves into it, or it cannot be written.
+        """
+        if self._lock is not None:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        lock = (self.folder / ".lock").open("a+")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            owner = lock.read(1000).strip() or "another process"
+            lock.close()
+            raise CheckpointError(
+                f"{self.folder} is in use: {owner} saves into it; end that run, or give this one "
+                "another folder"
+            ) from None
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                lock.close()
+                raise
+            warnings.warn(
+                f"{self.folder} is on a file system without locks ({error.strerror}): nothing "
+                "stops another run from saving into it",
+                stacklevel=2,
+            )
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}, since {since}")
+        lock.flush()
+        self._lock = lock
+
+    def release(self) -> None:
+        """Let others save into the folder."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def begin(self, step: int, damaged: Container[int] = ()) -> None:
+        """Make the folder to write a checkpoint into; delete what killed saves have left.
+
+        Args:
+            step: its step.
+            damaged: committed steps that may be replaced.
+
+        Raises:
+            CheckpointError: another process saves into the folder, or there is a checkpoint of this
+                step, or of a later one: the next `load` would take that for the newest.
+        """
+        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+            raise CheckpointError(f"step must be a whole number of at least 0, not {step!r}")
+        self.claim()
+        later = [other for other in self.steps() if other >= step and other not in damaged]
+        if later:
+            raise CheckpointError(
+                f"{self.folder} has a checkpoint of step {later[-1]} already, and this is step "
+                f"{step}: give a run that goes back another folder, or delete those from step "
+                f"{later[0]} on"
+            )
+        for path in _entries(self.folder):
+            if UNFINISHED.fullmatch(path.name):
+                shutil.rmtree(path)
+        self.part(step).mkdir()
+
+    def commit(self, step: int, manifest: dict[str, Any]) -> None:
+        """Write the manifest, when all other files are on disk, and give the folder its name.
+
+        Args:
+            step: the step.
+            manifest: what to write beside format and step; `files` are as `digests` returns them.
+        """
+        part, path = self.part(step), self.path(step)
+        content = {"format": FORMAT, "step": step, **manifest}
+        write(part / MANIFEST, json.dumps({"sha256": _digest(content), **content}).encode())
+        _sync(part)
+        if path.exists():  # a damaged one, see `begin`
+            _remove(path)
+        part.rename(path)
+        _sync(self.folder)
+
+    def abandon(self, step: int) -> None:
+        """Delete what a failed save has written: on a full disk the next one needs the room."""
+        shutil.rmtree(self.part(step), ignore_errors=True)
+
+    def keep(self, newest: int) -> None:
+        """Delete all committed checkpoints but the newest.
+
+        Args:
+            newest: how many to keep.
+        """
+        for step in self.steps()[:-newest]:
+            _remove(self.path(step))
+
+    def manifest(self, step: int) -> dict[str, Any]:
+        """Return the manifest of a committed checkpoint.
+
+        Raises:
+            DamagedError: it is missing, or not as it was written.
+            CheckpointError: it is of another format.
+        """
+        path = self.path(step) / MANIFEST
+        try:
+            content = json.loads(path.read_text())
+            digest, version = content.pop("sha256"), content["format"]
+        except OSError as error:
+            raise DamagedError(f"{path} cannot be read: {error.strerror}") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DamagedError(f"{path} is not as it was written ({error})") from error
+        if version != FORMAT:
+            age = "a newer" if version > FORMAT else "an older"
+            raise CheckpointError(
+                f"{path.parent} was saved in format {version} by {age} version of naranhi; this "
+                f"one reads format {FORMAT}: use the version that saved it"
+            )
+        if _digest(content) != digest:
+            raise DamagedError(f"{path} is not as it was written (another digest)")
+        return content
+
+    def verify(self, step: int, manifest: dict[str, Any], share: slice) -> None:
+        """Compare files with the manifest.
+
+        Args:
+            step: the step of the checkpoint.
+            manifest: its manifest.
+            share: which of the files: each rank reads some of them.
+
+        Raises:
+            DamagedError: a file is missing, or not as it was written.
+        """
+        for name, expected in sorted(manifest["files"].items())[share]:
+            path = self.path(step) / Path(name).name
+            try:
+                is_so = {"bytes": path.stat().st_size}
+                if is_so["bytes"] == expected["bytes"]:
+                    is_so = digest_of(path)
+            except OSError as error:
+                raise DamagedError(f"{path} cannot be read: {error.strerror}") from error
+            if is_so != expected:
+                raise DamagedError(
+                    f"{path} is not as it was written: {is_so['bytes']:,} bytes of "
+                    f"{expected['bytes']:,}" + ", with another digest" * ("sha256" in is_so)
+                )
+
+
+def digests(folder: Path, pattern: str) -> dict[str, dict[str, Any]]:
+    """Return {name: size and digest} of the files whose names match a glob pattern."""
+    return {path.name: digest_of(path) for path in sorted(folder.glob(pattern))}
+
+
+def digest_of(path: Path) -> dict[str, Any]:
+    """Return the size of a file, in bytes, and its SHA-256."""
+    with path.open("rb") as file:
+        return {
+            "bytes": os.fstat(file.fileno()).st_size,
+            "sha256": hashlib.file_digest(file, "sha256").hexdigest(),
+        }
+
+
+def write(path: Path, data: bytes) -> None:
+    """Write a file, and wait until it is on disk."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _digest(content):
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _sync(folder):
+    """Wait until the names in a folder are on disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove(path):
+    """Delete a committed checkpoint: it loses its name first, and is never there in part."""
+    old = path.with_name(path.name + ".old")
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(old)
+    path.rename(old)
+    shutil.rmtree(old)
+
+
+def _entries(folder) -> Iterable[Path]:
+    """Return what is in a folder, which may not be there yet."""
+    return folder.iterdir() if folder.exists() else ()

@@ -1,0 +1,155 @@
+"""One checkpoint on its way to disk: agreed on by all ranks, copied, written, committed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from naranhi.checkpoint import random_state, rest, storage
+from naranhi.checkpoint.boxes import Boxes
+from naranhi.checkpoint.layout import as_json, merge
+from naranhi.checkpoint.parts import Model
+from naranhi.checkpoint.planners import SaveBoxes
+from naranhi.checkpoint.state import State
+from naranhi.checkpoint.storage import CheckpointError, Storage
+from naranhi.distributed import agree, from_all_ranks, raise_on_all
+
+
+@dataclass
+class Write:
+    """What this rank writes of a checkpoint.
+
+    Args:
+        step: the step of the checkpoint.
+        tensors: {name: Boxes} that this rank writes; the ranks' boxes are each element once.
+        rest: the content of `rest.NAME`, which rank 0 writes.
+        manifest: what the manifest says beside the files.
+        place: where to write.
+        group: the ranks that write.
+    """
+
+    step: int
+    tensors: dict[str, Boxes]
+    rest: bytes
+    manifest: dict[str, Any]
+    place: Storage
+    group: dist.ProcessGroup
+
+    def run(self, keep: int | None) -> None:
+        """Write and commit: data first, then the manifest, then the rename.
+
+        Args:
+            keep: how many of the newest checkpoints remain; None for all.
+
+        Raises:
+            CheckpointError: on every rank; nothing is committed, and no other checkpoint deleted.
+        """
+        first, part = dist.get_rank(self.group) == 0, self.place.part(self.step)
+        try:
+            self._on_all(lambda: _require_seen(part))
+            self._write_shards(part)
+            files = from_all_ranks(self._on_all(lambda: self._finish(part)), self.group)
+            manifest = self.manifest | {
+                "files": {name: file for of_rank in files for name, file in of_rank.items()}
+            }
+            # No rank goes on before the checkpoint is there.
+            self._on_all(lambda: self.place.commit(self.step, manifest) if first else None)
+        except CheckpointError:
+            if first:
+                self.place.abandon(self.step)
+            raise
+        if keep is not None:
+            self._on_all(lambda: self.place.keep(keep) if first else None)
+
+    def _write_shards(self, part):
+        try:
+            dcp.save(
+                self.tensors,
+                storage_writer=dcp.FileSystemWriter(part, overwrite=False),
+                planner=SaveBoxes(),
+                process_group=self.group,
+            )
+        except CheckpointException as error:  # on every rank
+            raise CheckpointError(causes(error)) from error
+
+    def _finish(self, part):
+        """Write what is not sharded, on rank 0; return the digests of this rank's files."""
+        rank = dist.get_rank(self.group)
+        files = storage.digests(part, f"__{rank}_*.distcp")
+        if rank == 0:
+            storage.write(part / rest.NAME, self.rest)
+            files |= storage.digests(part, ".metadata") | storage.digests(part, rest.NAME)
+        return files
+
+    def _on_all(self, function):
+        return raise_on_all(function, self.group, kind=CheckpointError)
+
+
+def prepare(
+    step: int,
+    model: Model,
+    optimizer: torch.optim.Optimizer | None,
+    values: Mapping[str, Any],
+    place: Storage,
+    group: dist.ProcessGroup,
+    copy: bool,
+) -> Write:
+    """Return what this rank writes, when all ranks have agreed that together it is the whole.
+
+    Args:
+        step: how many steps the training has done.
+        model: as `Checkpoints.save` takes it.
+        optimizer: its optimizer, or None.
+        values: what the caller saves beside model and optimizer.
+        place: where to write.
+        group: the ranks that write.
+        copy: whether the tensors are copied, to CPU memory.
+
+    Raises:
+        CheckpointError: on every rank, before anything is written: the ranks differ, or their parts
+            of a tensor are not the whole of it, or something is not element-wise or not plain.
+    """
+    state, digests = raise_on_all(
+        lambda: (State(model, optimizer), rest.digests(values)), group, kind=CheckpointError
+    )
+    raise_on_all(lambda: agree(group, step=step, **digests), group, kind=CheckpointError)
+    layout = merge(from_all_ranks(state.summary(), group))
+    content = {
+        **layout.not_sharded(),
+        "random": from_all_ranks(random_state.get(), group),
+        "state": dict(values),
+    }
+    data = raise_on_all(lambda: rest.serialized(content), group, kind=CheckpointError)
+    tensors = state.written_by(dist.get_rank(group), layout)
+    if copy:
+        tensors = {
+            name: boxes._replace(
+                views={box: view.to("cpu", copy=True) for box, view in boxes.views.items()}
+            )
+            for name, boxes in tensors.items()
+        }
+    manifest = {
+        "ranks": dist.get_world_size(group),
+        "optimizer": layout.kind,
+        "tensors": as_json(layout.tensors),
+    }
+    return Write(step, tensors, data, manifest, place, group)
+
+
+def causes(error: CheckpointException) -> str:
+    """Return the messages of the errors that DCP has gathered from the ranks, a line each."""
+    return "\n".join(f"on rank {rank}: {cause}" for rank, (cause, _) in error.failures.items())
+
+
+def _require_seen(folder):
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{folder}, which rank 0 has made, is not there: the folder has to be on a file system "
+            "that all ranks see"
+        )
