@@ -54,6 +54,17 @@ def test_a_stream_has_each_passage_once_in_each_epoch(passages, size, seed, mult
         assert sum(batch.count for batch in epoch) == sum(len(one) - 1 for one in passages)
 
 
+@pytest.mark.parametrize("batching", [data.by_length, data.at_random])
+def test_a_stream_goes_on_where_another_has_stopped(batching):
+    """In the middle of an epoch, at its end, and after several."""
+    passages = [[token] * (token + 2) for token in range(13)]
+    whole = list(islice(data.stream(passages, 3, seed=5, batching=batching), 20))
+    for start in 0, 1, 4, 5, 11:
+        rest = islice(data.stream(passages, 3, seed=5, batching=batching, start=start), 9)
+        for batch, expected in zip(rest, whole[start : start + 9], strict=True):
+            assert all(map(torch.equal, batch, expected))
+
+
 def test_another_order_in_each_epoch_and_for_each_seed():
     passages = [[number, number] for number in range(40)]
     first, second = (

@@ -181,6 +181,7 @@ def stream(
     pad: int = 0,
     multiple: int = 1,
     batching: Callable[[Sequence[int], int, random.Random], list[list[int]]] = by_length,
+    start: int = 0,
 ) -> Iterator[Batch]:
     """Yield batches of `size` rows without end: every sequence once per epoch.
 
@@ -193,10 +194,13 @@ def stream(
         pad: as in `collate`.
         multiple: as in `collate`.
         batching: makes the batches of an epoch: `by_length` or `at_random`.
+        start: how many batches to leave out at the beginning, for a training that goes on.
     """
     lengths = [len(sequence) for sequence in sequences]
     for epoch in count():
-        for batch in batching(lengths, size, random.Random(f"{seed}/{epoch}")):
+        batches = batching(lengths, size, random.Random(f"{seed}/{epoch}"))
+        batches, start = batches[start:], max(start - len(batches), 0)
+        for batch in batches:
             yield collate([sequences[place] for place in batch], size, pad, multiple)
 
 

@@ -4,8 +4,17 @@
     torchrun --nproc-per-node 8 -m naranhi.train --dp 2 --tp 2 --pp 2
 
 Rank 0 prints the loss of the whole step, whatever the mesh, and writes the log. The module
-naranhi.train.trainer describes what a step does. Without a network, or if the name of this machine
-does not resolve, torchrun itself needs --local-addr=127.0.0.1.
+naranhi.train.trainer describes what a step does.
+
+    torchrun --nproc-per-node 4 -m naranhi.train --dp 2 --pp 2 --save runs/gpt2 --save-every 10
+    torchrun --nproc-per-node 2 -m naranhi.train --tp 2 --save runs/gpt2 --save-every 10 --resume
+
+A run that is resumed has the losses of one that was never interrupted: to the bit on the same
+ranks, and on another mesh, or with other micro-batches, up to the rounding of sums. Corpus, model,
+--batch, --seed, --lr, --clip, --dropout and --untied have to be what they were.
+
+Without a network, or if the name of this machine does not resolve, torchrun itself needs
+--local-addr=127.0.0.1.
 """
 
 from __future__ import annotations
@@ -28,7 +37,8 @@ import torch.distributed as dist
 from naranhi import distributed, schedules
 from naranhi.distributed import peers
 from naranhi.train.log import Log
-from naranhi.train.trainer import RATE, Training, UsageError, actions_of, raise_on_all
+from naranhi.train.trainer import RATE, Training, actions_of
+from naranhi.train.usage import UsageError, raise_on_all
 
 EVERY = 10  # steps between two printed losses
 PATIENCE = 1800.0  # seconds; a rank may be downloading weights while the others wait for it
@@ -178,6 +188,32 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="keep only each block's input for the backward, and compute the rest again",
     )
     add(
+        "--save",
+        metavar="DIR",
+        help="save checkpoints into this folder, which all ranks see: after every so many steps, "
+        "in the background, and after the last step",
+    )
+    add(
+        "--save-every",
+        type=_whole(1),
+        default=100,
+        metavar="N",
+        help="steps between two checkpoints; default: 100",
+    )
+    add(
+        "--keep",
+        type=_whole(1),
+        default=3,
+        metavar="K",
+        help="of the checkpoints, only the newest; default: 3",
+    )
+    add(
+        "--resume",
+        action="store_true",
+        help="go on from the newest checkpoint in the folder of --save, or, if it has none, begin; "
+        "--log-file goes on from there, too",
+    )
+    add(
         "--silence",
         type=_positive,
         default=60.0,
@@ -196,7 +232,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     for old, new in RENAMED.items():
         add(old, nargs="?", action=_Renamed, new=new, help=argparse.SUPPRESS)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.resume and options.save is None:
+        parser.error("--resume goes with --save DIR, the folder of the run to go on with")
+    return options
 
 
 def schedule_names() -> Iterator[str]:
@@ -273,7 +312,7 @@ def train(
         say: called on rank 0 with each line about the progress.
 
     Returns:
-        The loss of every step, on every rank.
+        The loss of every step that was run, on every rank; a resumed run does not repeat steps.
 
     Raises:
         UsageError: see `Training`; raised on every rank.
@@ -281,7 +320,7 @@ def train(
     first, step_losses = dist.get_rank() == 0, []
     with (
         Training(options, device) as training,
-        raise_on_all(lambda: Log(options.log if first else None)) as log,
+        raise_on_all(lambda: Log(options.log if first else None, training.start)) as log,
     ):
         if first:
             say(training.about)
@@ -292,7 +331,7 @@ def train(
             if first and (step.step % EVERY == 0 or step.step == options.steps - 1):
                 say(f"step: {step.step}, loss: {step.loss:.4f}")
         if first:
-            say(f"{options.steps} steps in {perf_counter() - start:.1f} s")
+            say(f"{len(step_losses)} steps in {perf_counter() - start:.1f} s")
     return step_losses
 
 

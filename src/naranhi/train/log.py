@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import sys
+from pathlib import Path
 from typing import Any, Self
 
 
@@ -17,6 +19,8 @@ class Log:
 
     Args:
         path: the file, replaced if it exists; None for a log that is not written.
+        start: the step of the next line: the lines of earlier steps stay, for a training that goes
+            on.
 
     Raises:
         OSError: the file cannot be opened.
@@ -25,12 +29,17 @@ class Log:
 
     path: str | os.PathLike[str] | None
     size: int
+    file: int | None
 
-    def __init__(self, path: str | os.PathLike[str] | None):
-        self.path, self.size = path, 0
-        self.file = (
-            None if path is None else os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-        )
+    def __init__(self, path: str | os.PathLike[str] | None, start: int = 0):
+        self.path, self.size, self.file = path, 0, None
+        if path is not None:
+            if start and Path(path).is_file():
+                self.size = _size_before(Path(path), start)
+            self.file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
+            if stat.S_ISREG(os.fstat(self.file).st_mode):
+                os.ftruncate(self.file, self.size)
+            os.lseek(self.file, 0, os.SEEK_END)
 
     def write(self, **entries: Any) -> None:
         """Add a line."""
@@ -64,3 +73,17 @@ class Log:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def _size_before(path, start):
+    """Return the bytes of the lines, from the first on, that are whole and of steps before one."""
+    size = 0
+    for line in path.read_bytes().splitlines(keepends=True):
+        try:
+            is_before = json.loads(line)["step"] < start
+        except (ValueError, KeyError, TypeError):
+            is_before = False  # not a line of a log, or not a whole one
+        if not (is_before and line.endswith(b"\n")):
+            break
+        size += len(line)
+    return size

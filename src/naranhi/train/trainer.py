@@ -20,7 +20,7 @@ from __future__ import annotations
 import argparse
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from itertools import islice
 from time import perf_counter
@@ -30,9 +30,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from naranhi import data, distributed, models, schedules
+from naranhi import data, models, schedules
 from naranhi.autograd import Recompute, splittable
-from naranhi.distributed import Mesh, agree
+from naranhi.distributed import Mesh, agree, fingerprint
 from naranhi.pipeline import Pipeline
 from naranhi.tensor_parallel import (
     gpt2_plan,
@@ -40,16 +40,15 @@ from naranhi.tensor_parallel import (
     sum_sequence_gradients,
     vocabulary_cross_entropy,
 )
+from naranhi.train.saves import Saves
+from naranhi.train.usage import UsageError, raise_on_all
 
 RATE = {
     "random": 2e-3,
     "trained": 3e-5,
 }  # Adam's learning rates; a trained model needs a far smaller one
+RESUMED = "batch", "seed", "clip", "dropout", "untied"  # as they were, when a run goes on
 MULTIPLE = 8  # lengths are multiples of it: the stages do one dry run for each length
-
-
-class UsageError(Exception):
-    """A user's error. `raise_on_all` puts one distinct message on a line."""
 
 
 class Step(NamedTuple):
@@ -83,7 +82,8 @@ class Training:
         device: this rank's device; by default that of the default group's backend.
 
     Attributes:
-        about: a line about model and corpus.
+        about: a line about model and corpus; with `--resume`, another about the checkpoint.
+        start: the index of the first step: how many steps the resumed run has done.
         mesh: the `Mesh` of ranks.
         pipeline: this rank's `Pipeline`.
         optimizer: the optimizer of this rank's parameters.
@@ -96,6 +96,7 @@ class Training:
     options: argparse.Namespace
     device: torch.device | str
     about: str
+    start: int
     mesh: Mesh
     pipeline: Pipeline
     optimizer: torch.optim.Optimizer
@@ -113,7 +114,8 @@ class Training:
         self.mesh = raise_on_all(partial(make_mesh, options))
         layers, sequences, pad, self.about = raise_on_all(lambda: build_model_and_data(options))
         ends = [token for sequence in sequences for token in (*sequence, -1)]
-        raise_on_all(partial(agree, weights=nn.ModuleList(layers), passages=torch.tensor(ends)))
+        passages = torch.tensor(ends)
+        raise_on_all(partial(agree, weights=nn.ModuleList(layers), passages=passages))
         loss, place, sizes = models.loss, self.mesh.place, self.mesh.sizes
         if sizes.tensor > 1:
             raise_on_all(
@@ -147,12 +149,25 @@ class Training:
         del layers  # free the layers of the other stages
         rate = options.lr or RATE["trained" if options.model else "random"]
         self.optimizer = torch.optim.Adam(self.pipeline.parameters(), lr=rate)
+        settings = {f"--{name}": getattr(options, name) for name in RESUMED} | {"--lr": rate}
+        corpus = {"corpus, or tokenizer": fingerprint(passages)[:12]}
+        self._saves = Saves(options, corpus | settings)
+        self._saves.resume(self.pipeline, self.optimizer)
+        self.start = self._saves.start
+        self.about += f"\n{self._saves.about}" if self._saves.about else ""
         self._batches = data.stream(
-            sequences, options.batch, seed=options.seed, pad=pad, multiple=MULTIPLE
+            sequences,
+            options.batch,
+            seed=options.seed,
+            pad=pad,
+            multiple=MULTIPLE,
+            start=self.start,
         )
 
     def __iter__(self) -> Iterator[Step]:
-        for step, batch in enumerate(islice(self._batches, self.options.steps)):
+        steps = self.options.steps
+        batches = islice(self._batches, max(steps - self.start, 0))
+        for step, batch in enumerate(batches, self.start):
             start = perf_counter()
             try:
                 loss = self._step(batch)
@@ -161,6 +176,8 @@ class Training:
             if not math.isfinite(loss):
                 raise UsageError(f"the loss of step {step} is {loss}: a lower --lr may help")
             yield Step(step, loss, batch.count, batch.padding, round(perf_counter() - start, 6))
+            # Now the step is in the log: a run that goes on from here has its line.
+            self._saves.after(step + 1, step + 1 == steps, self.pipeline, self.optimizer)
 
     def _step(self, batch):
         """Run one optimizer step on a whole batch, and return its loss as a float."""
@@ -181,15 +198,21 @@ class Training:
         return total.item()
 
     def close(self) -> None:
-        """Close the channels and groups; call it when every rank is done."""
+        """Close the channels and groups; call it when every rank is done.
+
+        It does not wait for a checkpoint in the background; leaving a `with` block does.
+        """
         self.pipeline.close()
         self.mesh.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(self, *error: Any) -> None:
+        try:
+            self._saves.__exit__(*error)
+        finally:
+            self.close()
 
 
 def make_mesh(options: argparse.Namespace) -> Mesh:
@@ -249,13 +272,3 @@ def build_model_and_data(
 def actions_of(schedule: schedules.Schedule, kind: str) -> list[schedules.Action]:
     """Return the actions of a kind, such as "U" or "I", in a schedule."""
     return [action for row in schedule for action in row if action.kind == kind]
-
-
-def raise_on_all(function: Callable[[], Any]) -> Any:
-    """Return what `function()` returns; raise on every rank what a user can correct on any.
-
-    Raises:
-        UsageError: see `distributed.raise_on_all`; for UsageError, OSError and ValueError.
-    """
-    errors = UsageError, OSError, ValueError
-    return distributed.raise_on_all(function, errors=errors, kind=UsageError)

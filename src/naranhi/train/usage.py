@@ -1,0 +1,22 @@
+"""What a user can correct, raised on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from naranhi import distributed
+
+
+class UsageError(Exception):
+    """A user's error. `raise_on_all` puts one distinct message on a line."""
+
+
+def raise_on_all(function: Callable[[], Any]) -> Any:
+    """Return what `function()` returns; raise on every rank what a user can correct on any.
+
+    Raises:
+        UsageError: see `distributed.raise_on_all`; for UsageError, OSError and ValueError.
+    """
+    errors = UsageError, OSError, ValueError
+    return distributed.raise_on_all(function, errors=errors, kind=UsageError)
