@@ -1,4 +1,4 @@
-"""What training costs, by formula: bytes, messages, seconds, activations.
+"""What training costs, by formula: bytes, messages, seconds, activations, failures.
 
 Nothing here needs torch.
 """
@@ -19,6 +19,7 @@ from naranhi.costs.communication import (
     fastest,
     fit_alpha_beta,
 )
+from naranhi.costs.failures import checkpoint_interval, goodput
 from naranhi.costs.model_state import zero_bytes, zero_bytes_sent
 
 __all__ = [
@@ -28,9 +29,11 @@ __all__ = [
     "algorithm_bandwidth",
     "bus_bandwidth",
     "bytes_sent",
+    "checkpoint_interval",
     "collective_seconds",
     "fastest",
     "fit_alpha_beta",
+    "goodput",
     "gpt2_block_items",
     "transformer_layer_bytes",
     "transformer_layer_items",
