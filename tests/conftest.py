@@ -15,6 +15,10 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# What `models.gpt2`, and optimizers, import when they are made: seconds, which would be the call's.
+LATE = ["transformers.models.gpt2.modeling_gpt2", "torch._dynamo"]
+
+
 @pytest.fixture(scope="session")
 def needs():
     """``needs("chromium", "chromium")``: the program's path, else skip with what to install.
@@ -39,15 +43,14 @@ def needs():
 @pytest.fixture(scope="session")
 def five():
     """Five ranks for the whole session; a test that needs fewer makes groups of them."""
-    with Ranks(5, deadline=40.0) as ranks:
+    with Ranks(5, 40.0, ["torch.distributed", *LATE]) as ranks:
         yield ranks
 
 
 @pytest.fixture(scope="module")
 def eight(request, tmp_path_factory):
     """`eight(ranks, function, *args)`: its results on a world of as many, of eight processes."""
-    models = "transformers.models.gpt2.modeling_gpt2"
-    with Ranks(8, 60.0, [request.module.__name__, models, "datasets"]) as pool:
+    with Ranks(8, 60.0, [request.module.__name__, *LATE, "datasets"]) as pool:
 
         def call(ranks, function, *args):
             store = tempfile.mktemp(dir=tmp_path_factory.getbasetemp())

@@ -13,6 +13,8 @@ STREAMS = "tests/distributed/test_streams.py"
 VERIFIED = {
     "autograd/recomputation.py _Circumstances.__init__": ONE_GPU,
     "autograd/recomputation.py _Circumstances.restored": ONE_GPU,
+    "checkpoint/random_state.py get": KERNELS,
+    "checkpoint/random_state.py put": KERNELS,
     "costs/activations.py gpt2_block_items": "tests/autograd/test_activation_memory.py",
     "data_parallel/all_reduce.py global_count": KERNELS,
     "distributed/mesh.py Mesh.__init__": KERNELS,

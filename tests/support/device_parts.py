@@ -16,6 +16,7 @@ from torch import nn
 
 from naranhi import collectives, data_parallel, measure, models, pipeline, schedules, train, zero
 from naranhi.autograd import recompute, splittable
+from naranhi.checkpoint import Checkpoints
 from naranhi.data_parallel import DDP
 from naranhi.distributed import Mesh, streams
 from naranhi.tensor_parallel import gpt2_plan, parallelize, vocabulary_cross_entropy
@@ -166,6 +167,31 @@ def run_zero(device):
             with sharded.gathered():
                 for param, other in zip(model.parameters(), expected.parameters(), strict=True):
                     close(param, other, tolerance)
+
+
+def run_checkpoint(device):
+    """Weights, moments and random numbers of the device are those that were saved."""
+    layers, inputs, targets = mlp(device)
+    sharded = zero.Zero(nn.Sequential(*layers), 3)
+    optimizer = torch.optim.AdamW(sharded.param_groups, lr=0.1)
+
+    def step():
+        (squared_error(sharded.model(inputs), targets) / inputs.numel()).backward()
+        sharded.step(optimizer)
+        with sharded.gathered():
+            weights = [param.detach().cpu().clone() for param in sharded.model.parameters()]
+        return weights, torch.rand(4, device=device).cpu()
+
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    step()
+    with Checkpoints(folder[0]) as checkpoints:
+        checkpoints.save(1, sharded, optimizer)
+        (expected, drawn), _ = step(), step()
+        checkpoints.load(sharded, optimizer)
+        weights, drawn_again = step()
+    close(weights, expected)
+    assert torch.equal(drawn_again, drawn)
 
 
 def run_tensor_parallel(device):

@@ -1,6 +1,8 @@
 """What can go wrong in a cell: a clear error in time, and the next cell works."""
 
+import os
 import time
+from pathlib import Path
 
 import pytest
 
@@ -197,3 +199,36 @@ def test_a_function_fails(world):
     with pytest.raises(naranhi.RankError, match="rank 1 raised LookupError: nothing there") as told:
         world.run(fails_on, 1)
     assert 'raise LookupError("nothing there")' in str(told.value)
+
+
+@pytest.fixture
+def little_memory():
+    """`little_memory(pid)`: the process can have 64 MiB more; beyond, the kernel kills it."""
+    root = Path("/sys/fs/cgroup")
+    v1 = (root / "memory/memory.limit_in_bytes").exists()
+    group = root / ("memory" if v1 else "") / f"naranhi-{os.getpid()}"
+    try:
+        group.mkdir()
+        limit = group / ("memory.limit_in_bytes" if v1 else "memory.max")
+        limit.write_text(str(64 << 20))
+    except OSError as error:
+        if group.exists():
+            group.rmdir()
+        pytest.skip(f"no memory can be limited here, which takes root and cgroups: {error}")
+    yield lambda pid: (group / "cgroup.procs").write_text(str(pid))
+    while (group / "cgroup.procs").read_text():
+        time.sleep(0.1)
+    group.rmdir()
+
+
+def test_a_rank_that_the_kernel_kills_for_lack_of_memory(world, little_memory):
+    little_memory(world.run(os.getpid)[1])
+    error = failure(world, "if rank == 1:\n    bytearray(1 << 28)\ndist.barrier()", within=10)
+    assert str(error).splitlines()[0] == (
+        "rank 1 died (killed by the kernel, which had no memory left for it)"
+    )
+    cell = (
+        "import os, signal\nif rank == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()"
+    )
+    error = failure(world, cell, within=10)
+    assert str(error).startswith("rank 1 died (killed by SIGKILL)")  # and not the earlier one

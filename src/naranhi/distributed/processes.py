@@ -35,6 +35,15 @@ def is_gone(pid: int) -> bool:
     return state(pid) in (None, "Z", "X")
 
 
+def out_of_memory_kills() -> int:
+    """Return how many processes of this machine the kernel has killed for lack of memory."""
+    try:
+        counters = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
+    except OSError:
+        return 0
+    return int(counters.get("oom_kill", 0))
+
+
 def environment(pid: int) -> dict[str, str]:
     """Return the environment that a process of this user started with; empty if it is gone."""
     try:

@@ -6,7 +6,9 @@ the memory of what was imported.
 
 Afterwards this process only waits for its ranks to end, and kills them when the notebook is gone,
 because a stopped rank cannot end itself. For each rank the World's folder has its output during
-the start (`PID.said`) and, once it has ended, its status (`PID.ended`). `launch` reads both.
+the start (`PID.said`) and, once it has ended, `PID.ended`: its status, and how many processes of
+the machine the kernel has killed for lack of memory since the previous rank ended. `launch` reads
+both.
 """
 
 from __future__ import annotations
@@ -35,12 +37,14 @@ def main() -> None:
         ranks.add(pid)
     ending = threading.Lock()
     lifeline.hold({}, on_end=lambda lost: ending.acquire() and _end(folder, ranks, lost))
+    kills = processes.out_of_memory_kills()
     while ranks:
         pid, status = os.wait()
         ranks.discard(pid)
+        kills, before = processes.out_of_memory_kills(), kills
         note = folder / f"{pid}.status"
         try:
-            note.write_text(str(os.waitstatus_to_exitcode(status)))
+            note.write_text(f"{os.waitstatus_to_exitcode(status)} {kills - before}")
             note.rename(folder / f"{pid}.ended")
         except FileNotFoundError:  # the World is closed and its folder gone: nobody reads it
             continue

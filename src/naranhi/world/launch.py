@@ -249,8 +249,10 @@ class Launched:
         deadline = time.monotonic() + 2
         while not ended.exists() and time.monotonic() < deadline:
             time.sleep(0.01)  # its parent is about to write the status
-        status = int(ended.read_text()) if ended.exists() else None
-        if status is not None and status < 0:
+        status, kills = map(int, ended.read_text().split()) if ended.exists() else (None, 0)
+        if status == -signal.SIGKILL and kills:
+            how = "killed by the kernel, which had no memory left for it"
+        elif status is not None and status < 0:
             how = f"killed by {signal.Signals(-status).name}"
         else:
             how = "ended" if status is None else f"exit status {status}"
