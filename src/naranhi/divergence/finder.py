@@ -1,0 +1,278 @@
+"""Run a step on ranks, and find the first tensor that one process does not have.
+
+A step goes through phases, and so does the finder: the batch, the forward, the gradients of the
+layers' outputs, those of the parameters, the same as the optimizer receives them, the weights after
+its step. Within a phase tensors are compared in the order in which they are computed. The first one
+that is wrong is where the bug is, or the last place it passed unseen; all that follow are wrong
+because of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from naranhi.distributed import Mesh, agree, fingerprint, from_all_ranks, raise_on_all
+from naranhi.divergence.axes import Axes, Part
+from naranhi.divergence.classify import Held, classify, distance
+from naranhi.divergence.data import rows_of, shared_rows, wrong_rows
+from naranhi.divergence.models import layers_of, parameters_of
+from naranhi.divergence.random import wrong_masks
+from naranhi.divergence.recorder import PHASES, Key, Recorder
+from naranhi.divergence.reference import TOLERANCE, Reference, Update
+from naranhi.divergence.report import Divergence, Report
+
+
+class Finding(NamedTuple):
+    """How one tensor of one rank compares."""
+
+    slot: Hashable
+    error: float
+    allowed: float
+    digest: str
+
+
+def find(
+    model: Any,
+    run: Callable[[Any], object],
+    reference: Reference,
+    *,
+    mesh: Mesh | DeviceMesh,
+    update: Callable[[Any], object] | None = None,
+    scale: float = 1.0,
+) -> Report:
+    """Run a step on the ranks, and return the first place where it parts from one process.
+
+    Every rank of the world calls this. The step is a real one: it leaves gradients, and with
+    `update` new weights. A rank keeps its own step and the reference on its CPU, and receives of
+    the other ranks their masks, a number for each tensor, and the one tensor that is reported.
+
+    If the step draws random numbers (dropout), masks cannot be those of one process. Then the ranks
+    are compared with each other, where they must agree and where they must not.
+
+    Args:
+        model: this rank's part of the model: a module or list of layers (split by `parallelize` or
+            whole), a `Pipeline`, a `Zero`, a `DDP` or torch's. Layers have the names that they have
+            in the unsplit model.
+        run: `run(model)` runs the forwards and backwards of the step on this rank's rows, with all
+            reductions, so that gradients are those that the optimizer is to have.
+        reference: as `trace` returns it, of the same weights and the whole batch.
+        mesh: the ranks; an axis "data" divides the rows of the batch.
+        update: `update(model)` makes an optimizer and steps, as in `trace`.
+        scale: what `run` multiplies the loss by before its backward, if gradients are divided by it
+            afterwards: the number of data ranks for torch's `DistributedDataParallel`, which
+            averages gradients.
+
+    Raises:
+        ValueError: raised on every rank. A layer or parameter is not in the reference, or none of
+            the ranks has it; the ranks' references differ; a layer's output has a shape that the
+            mesh does not explain.
+        RuntimeError: raised on every rank, if `run` has called no layer, or a reference without
+            an update is compared with one.
+    """
+    axes = raise_on_all(lambda: Axes(mesh), kind=ValueError)
+    layers = layers_of(model)
+    _require_same(model, layers, reference, update)
+    with Recorder(layers, reference.first, masks=reference.draws) as records:
+        run(model)
+    step = Update(model, update)
+    raise_on_all(lambda: _require_calls(records), kind=RuntimeError)
+    rows = raise_on_all(lambda: rows_of(records, reference, axes), kind=ValueError)
+    rows = from_all_ranks(rows)
+    if not any(rows):
+        raise RuntimeError(
+            f"run(model) has not called {reference.first or 'the model'} on any rank"
+        )
+    if divergence := wrong_rows(rows, reference, axes):
+        return Report(divergence, 0)
+    own = shared_rows(rows, axes, dist.get_rank())
+    parts = raise_on_all(
+        lambda: dict(_parts(layers, records, step, reference, own, axes, scale)), kind=ValueError
+    )
+    compare = _among_ranks if reference.draws else _with_one_process
+    return compare(parts, records, step, reference, own, axes)
+
+
+def _with_one_process(parts, records, step, reference, rows, axes):
+    findings = {key: _finding(key, part, reference) for key, part in parts.items()}
+    gathered = from_all_ranks(findings)
+    wrong = {
+        key for own in gathered for key, finding in own.items() if finding.error > finding.allowed
+    }
+    compared = sum(map(len, gathered))
+    margin = max(
+        (
+            finding.error / finding.allowed
+            for own in gathered
+            for finding in own.values()
+            if finding.allowed
+        ),
+        default=0.0,
+    )
+    stepped = _wrong_steps(step, reference, axes)
+    order = _order(reference)
+    first = min(wrong, key=order, default=None)
+    if stepped and (first is None or order(first) > order(Key("step", ""))):
+        return Report(stepped, compared, margin)
+    if first is None:
+        return Report(None, compared, margin)
+    every = {key for own in gathered for key in own if key.phase == first.phase}
+    some = [key for key in wrong if key.phase == first.phase]
+    return Report(
+        _divergence(first, parts, reference, axes, len(some), len(every)), compared, margin
+    )
+
+
+def _among_ranks(parts, records, step, reference, rows, axes):
+    """Compare what ranks hold of the same part of a tensor, and the masks that they draw."""
+    if wrong := wrong_masks(records, reference, rows, axes):
+        return Report(wrong, 0)
+    findings = {
+        key: Finding(part.slot, 0.0, 0.0, fingerprint(part.value)) for key, part in parts.items()
+    }
+    gathered = from_all_ranks(findings)
+    for key in sorted({key for own in gathered for key in own}, key=_order(reference)):
+        seen = {}
+        for own in gathered:
+            if key in own:
+                seen.setdefault(own[key].slot, set()).add(own[key].digest)
+        if all(len(digests) == 1 for digests in seen.values()):
+            continue
+        part = parts.get(key)
+        large = part.value.double().abs().max().item() if part and part.value.numel() else 0.0
+        eps = torch.finfo(part.value.dtype).eps if part else 0.0
+        own = part and Held(part.value, part.slot, None, TOLERANCE * eps * large)
+        held = {rank: part for rank, part in enumerate(from_all_ranks(own)) if part}
+        axis, _, what = classify(held, axes)
+        if what:
+            ranks = tuple(sorted(held))
+            error = max(distance(held[ranks[0]].value, held[rank].value) for rank in ranks[1:])
+            return Report(Divergence(*key[:3], ranks, axis, what, error), len(gathered[0]))
+    return Report(_wrong_steps(step, reference, axes), sum(map(len, gathered)))
+
+
+def _require_same(model, layers, reference, update):
+    """Raise ValueError on every rank unless the ranks hold the layers of the reference."""
+    agree(
+        layers_of_one_process=sorted(reference.layers),
+        batch_of_one_process=[tensor.shape for tensor in reference.inputs],
+        phases_of_one_process=sorted({key.phase for key in reference.values}),
+    )
+    agree(an_update_is_given=update is not None)
+    agree(values_of_the_batch=torch.cat([x.double().flatten() for x in reference.inputs]))
+    if (update is None) != (reference.stepped is None):
+        has, lacks = ("trace", "find") if update is None else ("find", "trace")
+        raise RuntimeError(f"{has} was given an update, and {lacks} was not: give it to both")
+    params = parameters_of(model)
+    held = from_all_ranks((sorted(layers), sorted(params)))
+    for rank, (_, names) in enumerate(held):
+        for name in names:
+            if name not in reference.parameters:
+                raise ValueError(
+                    f"rank {rank} has a parameter {name}, and the model of one process has none "
+                    f"of this name: trace the unsplit model, whose layers have the same names"
+                )
+    if missing := reference.parameters.keys() - {name for _, names in held for name in names}:
+        raise ValueError(
+            f"no rank has the parameter {min(missing)} of the model of one process: "
+            "is it another model?"
+        )
+
+
+def _require_calls(records):
+    if not records.outputs:
+        raise RuntimeError("run(model) has called no layer of the model: it should run a step")
+
+
+def _parts(layers, records, step, reference, rows, axes, scale) -> Iterator[tuple[Key, Part]]:
+    """Yield every tensor of this rank that one process has too, as a part of that."""
+    values = records.values()
+    for key in records.missing():  # where one process has a gradient, autograd was cut
+        values[key] = torch.zeros_like(values[key._replace(phase="forward")])
+    for key, value in values.items():
+        whole = key._replace(microbatch=0)
+        if whole in reference.values and key.microbatch < len(rows):
+            value = value / scale if key.phase == "backward" else value
+            shape, by_rows = reference.values[whole].shape, reference.by_rows.get(whole, 0)
+            try:
+                yield (
+                    key,
+                    axes.part_of_output(
+                        value, shape, rows[key.microbatch], by_rows, layers[key.layer]
+                    ),
+                )
+            except ValueError as error:
+                raise ValueError(f"{key.layer}, {key.phase}: {error}") from error
+    for phase, parts in step.parts.items():
+        for name, part in reversed(parts.items()):
+            key = Key(phase, reference.parameters[name])
+            if key in reference.values:
+                yield key, part
+
+
+def _finding(key, part, reference):
+    expected = part.cut(reference.values[key._replace(microbatch=0)])
+    return Finding(part.slot, distance(part.value, expected), reference.allowed(key), "")
+
+
+def _order(reference):
+    """Return a function of a key: its place in the order in which one process computes."""
+    places = {key: place for place, key in enumerate(reference.values)}
+
+    def order(key):
+        place = places.get(key._replace(microbatch=0), -1)
+        return PHASES.index(key.phase), key.microbatch, place
+
+    return order
+
+
+def _divergence(key, parts, reference, axes, wrong, compared):
+    part = parts.get(key)
+    own = part and Held(
+        part.value,
+        part.slot,
+        part.cut(reference.values[key._replace(microbatch=0)]),
+        reference.allowed(key),
+    )
+    held = {rank: part for rank, part in enumerate(from_all_ranks(own)) if part}
+    ranks = tuple(rank for rank, part in held.items() if part.wrong)
+    axis, factor, what = classify(held, axes)
+    error = max(distance(held[rank].value, held[rank].expected) for rank in ranks)
+    allowed = reference.allowed(key)
+    return Divergence(
+        key.phase,
+        key.layer,
+        key.microbatch,
+        ranks,
+        axis,
+        what,
+        error,
+        allowed,
+        factor,
+        wrong,
+        compared,
+    )
+
+
+def _wrong_steps(step, reference, axes):
+    """Return on which ranks an optimizer stepped, or did not, unlike in one process; or None."""
+    stepped = from_all_ranks(step.stepped)
+    ranks = tuple(rank for rank, own in enumerate(stepped) if own != reference.stepped)
+    if not ranks or (reference.draws and len(set(stepped)) == 1):
+        return None
+    did, alone = ("did not step", "did") if reference.stepped else ("stepped", "did not")
+    who = "all ranks" if len(ranks) == len(stepped) else ", ".join(map(axes.where, ranks))
+    what = f"the optimizer of {who} {did}; one process {alone}"
+    axis = next(
+        (
+            axis
+            for axis in axes.sizes
+            if any(len({stepped[rank] for rank in line}) > 1 for line in axes.neighbours(axis))
+        ),
+        None,
+    )
+    return Divergence("step", "", 0, ranks, axis, what)

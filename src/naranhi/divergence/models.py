@@ -1,0 +1,118 @@
+"""The layers and parameters that a rank holds, by their names in the unsplit model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from naranhi.autograd import Recompute
+from naranhi.data_parallel import DDP
+from naranhi.divergence.axes import Part
+from naranhi.pipeline import Pipeline
+from naranhi.tensor_parallel.shards import as_module
+from naranhi.zero import Zero
+
+Model = nn.Module | list[nn.Module] | Pipeline | Zero | DDP
+
+
+def layers_of(model: Model) -> dict[str, nn.Module]:
+    """Return {name in the unsplit model: module} of the layers that this rank runs.
+
+    A layer in a `Recompute` has the name that it has without it. What it computes in a backward is
+    not recorded, so of its gradients only those of its parameters are compared.
+    """
+    if isinstance(model, Pipeline):
+        return {
+            f"{number}.{name}".rstrip("."): module
+            for stage in model.stages.values()
+            for number, layer in enumerate(stage.layers, stage.first)
+            for name, module in _named_modules(layer)
+        }
+    if isinstance(model, Zero | DDP):
+        model = model.model
+    if isinstance(model, DistributedDataParallel):
+        model = model.module
+    return {
+        name: module
+        for name, module in _named_modules(as_module(model))
+        if name or not isinstance(module, nn.Sequential | nn.ModuleList)
+    }
+
+
+def _named_modules(model) -> Iterator[tuple[str, nn.Module]]:
+    modules = dict(model.named_modules())
+    wrappers = [name for name, module in modules.items() if isinstance(module, Recompute)]
+    for name, module in modules.items():
+        if name in wrappers:
+            continue
+        for wrapper in reversed(wrappers):  # the innermost first
+            inner = f"{wrapper}.layer".lstrip(".")
+            if name == inner or name.startswith(f"{inner}."):
+                name = (wrapper + name[len(inner) :]).lstrip(".")
+        yield name, module
+
+
+def parameters_of(model: Model) -> dict[str, nn.Parameter]:
+    """Return {name in the unsplit model: parameter}; a tied parameter has several names."""
+    return {
+        f"{name}.{own}".lstrip("."): param
+        for name, layer in layers_of(model).items()
+        for own, param in layer.named_parameters(recurse=False)
+    }
+
+
+def weights_of(model: Model) -> dict[str, Part]:
+    """Return the parameters of this rank as parts of the unsplit model's; collective for ZeRO."""
+    if isinstance(model, Zero):
+        with model.gathered():
+            return {name: part._replace(value=part.value.clone()) for name, part in _params(model)}
+    return dict(_params(model))
+
+
+def gradients_of(model: Model) -> dict[str, Part]:
+    """Return copies of the gradients of this rank as parts; zeros where there is no gradient."""
+    named = dict(_params(model))
+    if isinstance(model, Zero):
+        return dict(_flat_gradients(model, named))
+    return {
+        name: part._replace(value=_gradient(param))
+        for (name, part), param in zip(named.items(), parameters_of(model).values(), strict=True)
+    }
+
+
+def _params(model) -> Iterator[tuple[str, Part]]:
+    for name, layer in layers_of(model).items():
+        splits = getattr(layer, "splits", {})
+        for own, param in layer.named_parameters(recurse=False):
+            value, full = param.detach().cpu(), f"{name}.{own}".lstrip(".")
+            if own in splits:
+                yield full, Part(value, layer.rank, _shard(splits[own], layer.rank))
+            else:
+                yield full, Part(value, None, lambda whole: whole)
+
+
+def _shard(split, rank):
+    return lambda whole: split.shard(whole, rank)
+
+
+def _gradient(param):
+    return (torch.zeros_like(param) if param.grad is None else param.grad).detach().cpu().clone()
+
+
+def _flat_gradients(zero, named):
+    """Yield the shards of ZeRO's flat gradients: some elements of each parameter, in a row."""
+    zero.synchronize()
+    for flat in zero.flats:
+        for name, place, part in zip(flat.names, flat.places, flat.gradient_parts(), strict=True):
+            start = max(flat.shard_slice.start - place.start, 0)
+            own, slot = named[name].cut, (named[name].slot, start, len(part))
+            value = part.detach().cpu().clone()
+
+            yield name, Part(value, slot, _elements(own, start, len(part)))
+
+
+def _elements(cut, start, length):
+    return lambda whole: cut(whole).flatten()[start : start + length]

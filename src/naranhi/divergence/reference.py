@@ -1,0 +1,265 @@
+"""One process's step, in its own precision and in float64: what ranks are compared with.
+
+# Note [Where the tolerance comes from]
+Two correct ways to compute a tensor differ by rounding: sums are taken in another order. How far
+rounding takes a tensor from its exact value depends on its dtype, on the length of the sums and on
+how terms cancel, and cannot be told from the tensor itself. So it is measured: one process computes
+the step in its dtype and once more in float64, and the largest distance between the two is the
+noise of that tensor. The ranks may be `TOLERANCE` times as far from float64, plus one rounding of
+the tensor's largest element (a tensor whose noise is 0 by luck).
+
+An optimizer may make much of that: Adam turns a gradient that is zero but for rounding into a
+whole step. So weights may differ, on top of this, by what a step differs whose gradients are all
+moved up, or all down, by as much as they are allowed (`_slack`).
+
+Source: Higham, "Accuracy and stability of numerical algorithms" (2002), section 3.1, for the bound
+on the rounding error of a sum, which grows with its terms and holds in any order. The 16 is ours.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_map
+
+from naranhi.divergence.axes import Part
+from naranhi.divergence.models import gradients_of, layers_of, parameters_of, weights_of
+from naranhi.divergence.recorder import Key, Recorder
+
+TOLERANCE = 16.0  # correct meshes stay below 4 times the noise, and wrong ones far above 100
+
+
+@dataclass
+class Reference:
+    """What one process computes in a step.
+
+    It holds, for every layer, its outputs and their gradients for the whole batch, in float64, and
+    every parameter's gradient and value.
+
+    Attributes:
+        first: the name of the layer that takes the batch.
+        inputs: the tensors that it takes, all micro-batches concatenated.
+        rows: the number of rows of the batch.
+        values: {key with micro-batch 0: the whole tensor}, in the order of the step.
+        noise: {key: the largest distance of this dtype's result from float64's}.
+        bounds: {key: how far a rank's tensor may be from float64's}; see the note at the top.
+        by_rows: {key: rows of a micro-batch} of the tensors whose first dimension is the batch.
+        parameters: {name: the first name of the same parameter}: a tied one has several names.
+        layers: the names of the layers.
+        masks: {key: the number of elements of a row of a mask}, and the rows.
+        draws: whether the step draws random numbers: then it cannot be compared with ranks, which
+            draw others, and `find` compares the ranks with each other.
+        stepped: whether an optimizer stepped; None without an update.
+    """
+
+    first: str
+    inputs: list[torch.Tensor]
+    rows: int
+    values: dict[Key, torch.Tensor]
+    noise: dict[Key, float]
+    bounds: dict[Key, float]
+    by_rows: dict[Key, int]
+    parameters: dict[str, str]
+    layers: set[str]
+    masks: dict[Key, int]
+    draws: bool
+    stepped: bool | None
+
+    def allowed(self, key: Key) -> float:
+        """Return how far a rank's tensor may be from float64, in any micro-batch."""
+        return self.bounds[key._replace(microbatch=0)]
+
+
+def trace(
+    model: nn.Module | list[nn.Module],
+    run: Callable[[Any], object],
+    *,
+    update: Callable[[Any], object] | None = None,
+) -> Reference:
+    """Run a step in one process, on copies of a model, and return what every layer computed.
+
+    The step is run in the model's dtype and in float64. Model and random numbers stay as they were.
+    Every rank calls this by itself, with the same model and the same whole batch.
+
+    Args:
+        model: the unsplit model: a module, or a list of layers.
+        run: `run(model)` runs the forwards and backwards of a step, over all micro-batches, so that
+            parameters have their gradients. Loss and gradients are those of the whole batch.
+        update: `update(model)` makes an optimizer, and may clip before its step; it is called for
+            several copies.
+
+    Raises:
+        RuntimeError: `run` has not called any of the model's layers.
+    """
+    with torch.random.fork_rng():
+        before = torch.random.get_rng_state()
+        single, records = _record(model, run, torch.float32)
+        draws = not torch.equal(before, torch.random.get_rng_state())
+        torch.random.set_rng_state(before)
+        double, exact = _record(model, run, torch.float64)
+        slack = _slack(single, double, update) if update else {}
+        step, exact_step = Update(single, update), Update(double, update)
+    if records.first is None:
+        raise RuntimeError("run(model) has called no layer of the model: it should run a step")
+    names = _first_names(parameters_of(model))
+    own, referee = _whole(records, step, names), _whole(exact, exact_step, names)
+    return _reference(model, records, own, referee, draws, step.stepped, slack)
+
+
+class Update:
+    """A step's update, recorded: gradients before it, those handed to the optimizer, weights after.
+
+    Args:
+        model: the model, or this rank's part of it.
+        update: as `trace` takes it.
+
+    Attributes:
+        parts: {phase: {parameter: this rank's part}} of "gradient" and, with an update, of "norm"
+            (if an optimizer stepped) and "weights".
+        stepped: whether an optimizer stepped; None without an update.
+    """
+
+    parts: dict[str, dict[str, Part]]
+    stepped: bool | None
+
+    def __init__(self, model: Any, update: Callable[[Any], object] | None) -> None:
+        self.parts = {"gradient": gradients_of(model)}
+        self.stepped = None
+        if update is None:
+            return
+        self.stepped = False
+
+        def before(optimizer, args, kwargs):
+            self.stepped = True
+            self.parts["norm"] = gradients_of(model)
+
+        handle = register_optimizer_step_pre_hook(before)
+        try:
+            update(model)
+        finally:
+            handle.remove()
+        self.parts["weights"] = weights_of(model)
+
+
+def _slack(single, double, update):
+    """Return {parameter: how far weights get if gradients are as wrong as they may be}."""
+    exact, weights, slack = parameters_of(double), [], {}
+    allowed = {
+        name: _bound(param.grad, exact[name].grad)
+        for name, param in parameters_of(single).items()
+        if param.grad is not None
+    }
+    for sign in (0, 1, -1):
+        moved = copy.deepcopy(double)
+        for name, param in parameters_of(moved).items():
+            if name in allowed:
+                param.grad = exact[name].grad + sign * allowed[name]
+        update(moved)
+        weights.append({name: param.detach() for name, param in parameters_of(moved).items()})
+    for name, plain in weights[0].items():
+        gaps = [(other[name] - plain) for other in weights[1:]]
+        slack[name] = max(_largest(gap[gap.isfinite()]) for gap in gaps)
+    return slack
+
+
+def _bound(own, exact):
+    finite = own.isfinite() & exact.isfinite()
+    rounding = torch.finfo(own.dtype).eps * _largest(exact[finite])
+    return TOLERANCE * _largest((own.double() - exact)[finite]) + rounding
+
+
+def _record(model, run, dtype):
+    model = copy.deepcopy(model)
+    layers = layers_of(model)
+    handles = []
+    if dtype == torch.float64:
+        nn.ModuleList(layers.values()).double()
+        handles = [
+            layer.register_forward_pre_hook(_as_double, with_kwargs=True)
+            for layer in layers.values()
+        ]
+    with Recorder(layers, None, masks=dtype != torch.float64) as records:
+        run(model)
+    for handle in handles:
+        handle.remove()
+    return model, records
+
+
+def _as_double(module, args, kwargs):
+    def double(value):
+        return (
+            value.double()
+            if isinstance(value, torch.Tensor) and value.dtype.is_floating_point
+            else value
+        )
+
+    return tree_map(double, args), tree_map(double, kwargs)
+
+
+def _whole(records, step, names):
+    """Return {key with micro-batch 0: tensors of the micro-batches} of a step."""
+    values = {}
+    for key, tensor in records.values().items():
+        values.setdefault(key._replace(microbatch=0), []).append(tensor)
+    for phase, parts in step.parts.items():
+        # Gradients are complete in the order of the backward: the last layer's first.
+        for name, part in reversed(parts.items()):
+            values.setdefault(Key(phase, names[name]), [part.value])
+    return values
+
+
+def _first_names(params):
+    first = {}
+    return {name: first.setdefault(param, name) for name, param in params.items()}
+
+
+def _reference(model, records, own, referee, draws, stepped, slack):
+    rows = [len(tensors[0]) for tensors in records.inputs]
+    values, noise, bounds, by_rows = {}, {}, {}, {}
+    for key, parts in own.items():
+        is_batch = key.phase in ("forward", "backward") and all(
+            part.dim() and len(part) == count for part, count in zip(parts, rows, strict=False)
+        )
+        if is_batch:
+            by_rows[key] = len(parts[0])
+        elif key.phase == "backward":
+            continue  # a sum over a micro-batch's rows: its parameters' gradients show it
+        whole = torch.cat(parts) if is_batch else parts[0]
+        exact = torch.cat(referee[key]) if is_batch else referee[key][0]
+        values[key], noise[key], bounds[key] = whole, 0.0, 0.0
+        if whole.dtype.is_floating_point:
+            finite = whole.isfinite() & exact.isfinite()
+            values[key] = torch.where(finite, exact, whole.double())
+            noise[key] = _largest((whole.double() - exact)[finite])
+            bounds[key] = _bound(whole, exact)
+            if key.phase == "weights":
+                bounds[key] += slack[key.layer]
+    masks = {
+        Key("mask", layer, 0, number): mask[0].numel()
+        for layer, drawn in records.masks.items()
+        for number, (_, mask) in enumerate(drawn[: len(drawn) // len(rows)])
+    }
+    return Reference(
+        first=records.first,
+        inputs=[torch.cat(tensors) for tensors in zip(*records.inputs, strict=True)],
+        rows=sum(rows),
+        values=values,
+        noise=noise,
+        bounds=bounds,
+        by_rows=by_rows,
+        parameters=_first_names(parameters_of(model)),
+        layers=set(layers_of(model)),
+        masks=masks,
+        draws=draws,
+        stepped=stepped,
+    )
+
+
+def _largest(tensor):
+    return tensor.abs().max().item() if tensor.numel() else 0.0

@@ -1,0 +1,162 @@
+"""One process's step, and how exactly it is known."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from naranhi import divergence, models
+from naranhi.autograd import Recompute
+from naranhi.divergence.recorder import Key
+
+
+def layers():
+    torch.manual_seed(0)
+    return models.mlp(2, 4)
+
+
+def step(microbatches=1, rows=6):
+    generator = torch.Generator().manual_seed(0)
+    inputs, targets = torch.randn(2, rows, 4, generator=generator)
+
+    def run(layers):
+        for x, y in zip(inputs.chunk(microbatches), targets.chunk(microbatches), strict=True):
+            for layer in layers:
+                x = layer(x)
+            (x - y).square().sum().backward()
+
+    return run, inputs
+
+
+def sgd(layers):
+    torch.optim.SGD(nn.ModuleList(layers).parameters(), lr=0.5).step()
+
+
+def test_values_are_float64_s_and_noise_is_the_distance_of_float32():
+    run, inputs = step()
+    reference = divergence.trace(layers(), run, update=sgd)
+    exact, single = layers(), layers()
+    nn.ModuleList(exact).double()
+    whole = (exact[0].up(inputs.double()), single[0].up(inputs))
+    key = Key("forward", "0.up")
+    assert torch.equal(reference.values[key], whole[0])
+    assert reference.noise[key] == (whole[0] - whole[1]).abs().max().item()
+    assert 0 < reference.noise[key] < 1e-6
+    largest = whole[0].abs().max().item()
+    expected = divergence.TOLERANCE * reference.noise[key] + 2**-23 * largest
+    assert reference.allowed(key._replace(microbatch=3)) == expected
+
+    run([lambda x: x.double(), *exact])
+    for name, param in nn.ModuleList(exact).named_parameters():
+        assert torch.equal(reference.values[Key("gradient", name)], param.grad)
+        assert torch.equal(reference.values[Key("norm", name)], param.grad)
+        assert torch.equal(reference.values[Key("weights", name)], param - 0.5 * param.grad)
+
+
+def test_phases_come_in_the_order_of_a_step():
+    run, _ = step()
+    reference = divergence.trace(layers(), run, update=sgd)
+    forward = [key.layer for key in reference.values if key.phase == "forward"]
+    assert forward == ["0.up", "0.down", "0", "1.up", "1.down", "1"]
+    backward = [key.layer for key in reference.values if key.phase == "backward"]
+    assert backward == ["1", "1.down", "1.up", "0", "0.down", "0.up"]
+    weights = [key.layer for key in reference.values if key.phase == "weights"]
+    assert weights[:2] == ["1.down.bias", "1.down.weight"]
+    assert list(dict.fromkeys(key.phase for key in reference.values)) == [
+        "forward",
+        "backward",
+        "gradient",
+        "norm",
+        "weights",
+    ]
+
+
+def test_microbatches_are_one_batch():
+    wholes = [divergence.trace(layers(), step(parts)[0]) for parts in (1, 3)]
+    assert wholes[0].rows == wholes[1].rows == 6
+    assert wholes[0].values.keys() == wholes[1].values.keys()
+    for key, value in wholes[0].values.items():
+        torch.testing.assert_close(value, wholes[1].values[key], rtol=1e-13, atol=1e-13)
+
+
+def test_model_and_random_numbers_stay_as_they_were():
+    model, (run, _) = layers(), step()
+    before = [param.clone() for param in nn.ModuleList(model).parameters()]
+    state = torch.get_rng_state()
+    torch.manual_seed(5)
+    divergence.trace(model, lambda layers: (torch.rand(3), run(layers)), update=sgd)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    assert torch.equal(expected, torch.rand(1))
+    torch.set_rng_state(state)
+    for param, value in zip(nn.ModuleList(model).parameters(), before, strict=True):
+        assert torch.equal(param, value) and param.grad is None
+    assert not any(module._forward_hooks for module in nn.ModuleList(model).modules())
+
+
+def test_a_step_that_draws_random_numbers_is_known():
+    run, _ = step()
+    model = layers()
+    assert not divergence.trace(model, run).draws
+    model.insert(1, nn.Dropout(0.5))
+    assert divergence.trace(model, run).draws
+    model[1].eval()
+    assert not divergence.trace(model, run).draws
+
+
+class Scaled(nn.Module):
+    """x times a table's column, which does not depend on the rows of x."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(6, 4)
+
+    def forward(self, x):
+        return x * self.table(torch.arange(6))[:1]
+
+
+@pytest.mark.parametrize("microbatches, kind", [(1, 6), (2, None)])
+def test_a_table_is_no_batch_but_by_chance(microbatches, kind):
+    """A table of six rows looks like a batch of six, but not like two micro-batches of three."""
+    run, _ = step(microbatches)
+    reference = divergence.trace([Scaled()], run)
+    key = Key("forward", "0.table")
+    assert reference.by_rows.get(key) == kind
+    assert reference.values[key].shape == (6, 4)
+    assert (key._replace(phase="backward") in reference.values) == (microbatches == 1)
+
+
+def test_tied_weights_have_one_name():
+    tied = [nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)]
+    tied[1].weight = tied[0].weight
+    run, _ = step()
+    reference = divergence.trace(tied, run)
+    assert reference.parameters == {"0.weight": "0.weight", "1.weight": "0.weight"}
+    assert [key.layer for key in reference.values if key.phase == "gradient"] == ["0.weight"]
+
+
+def test_bfloat16_has_its_own_noise():
+    run, _ = step()
+    model = nn.ModuleList(layers()).bfloat16()
+    half = divergence.trace([*model], lambda layers: run([nn.Identity(), *map(cast, layers)]))
+    key = Key("forward", "0.up")
+    assert 1e-4 < half.noise[key] < 1e-1
+
+
+def cast(layer):
+    return lambda x: layer(x.to(layer.up.weight.dtype))
+
+
+def test_recomputed_layers_have_their_own_names():
+    run, _ = step()
+    plain = divergence.trace(layers(), run)
+    whole = divergence.trace([*map(Recompute, layers())], run)
+    assert whole.parameters == plain.parameters and whole.layers == plain.layers
+    assert not any(key.phase == "backward" for key in whole.values)
+    for key, value in whole.values.items():
+        torch.testing.assert_close(value, plain.values[key], rtol=1e-13, atol=1e-13)
+
+
+def test_a_run_without_a_layer():
+    with pytest.raises(RuntimeError, match=r"run\(model\) has called no layer of the model"):
+        divergence.trace(layers(), lambda layers: F.relu(torch.ones(1)))
