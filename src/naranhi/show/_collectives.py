@@ -40,8 +40,8 @@ def collective(name: str, ranks: int = 4, root: int = 0) -> None:
 def ring_steps(ranks: int = 4) -> None:
     """Show every step of a ring all-reduce: first the reduce-scatter, then the all-gather.
 
-    A frame marks the block that a rank has just received from the rank above it (rank 0 from the
-    last).
+    A column is a block. A frame marks the block that a rank has just received from the rank above
+    it (rank 0 from the last).
 
     Args:
         ranks: the number of ranks, at most 4.
@@ -123,7 +123,7 @@ def draw_collective(name: str, ranks: int, root: int = 0) -> Figure:
 def draw_ring(ranks: int) -> Figure:
     """Draw the figure of `ring_steps`."""
     steps = definitions.ring(definitions.example("all_reduce", _coloured(ranks)))
-    gap, top, labels = 1.15, 1.6, 2.2
+    gap, top, labels = 1.15, 2.1, 2.2
     row_height = top + ranks + 0.35
     # The first row shows the start and the reduce-scatter, the second the all-gather.
     rows = [steps[:ranks], steps[ranks:]] if ranks > 1 else [steps]
@@ -135,7 +135,7 @@ def draw_ring(ranks: int) -> Figure:
         first = ranks - len(row_steps)
         ax.text(
             labels + first * (ranks + gap) + PAD,
-            y - 1.15,
+            y - 1.65,
             phase,
             color=INK,
             fontsize=9.5,
@@ -146,8 +146,9 @@ def draw_ring(ranks: int) -> Figure:
             x = labels + column * (ranks + gap)
             number = row * ranks + column - first
             ax.text(
-                x + PAD, y - 0.28, f"step {number}" if number else "start", color=INK, fontsize=8.5
+                x + PAD, y - 0.85, f"step {number}" if number else "start", color=INK, fontsize=8.5
             )
+            block_names(ax, ranks, x, y)
             draw_steps(ax, x, y, step)
             draw_messages(ax, x, y, gap, step)
     if ranks > 2:
@@ -342,6 +343,19 @@ def rank_names(ax: Axes, ranks: int, top: float, size: float = 9.5) -> None:
     for rank in range(ranks):
         ax.text(
             0.0, top + rank + 0.5, f"rank {rank}", color=INK, fontsize=size, va="center_baseline"
+        )
+
+
+def block_names(ax: Axes, blocks: int, x: float, top: float) -> None:
+    """Write the blocks' letters above their columns, from `x` to the right."""
+    for at in range(blocks):
+        ax.text(
+            x + at + 0.5,
+            top - 0.2,
+            string.ascii_uppercase[at],
+            color=INK,
+            fontsize=8.5,
+            ha="center",
         )
 
 
