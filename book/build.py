@@ -140,6 +140,7 @@ def site(root: Path) -> bool:
         (fresh / language).rename(html / language)
     first = yaml.safe_load((root / "_toc.yml").read_text())["root"]
     (html / "index.html").write_text(render.landing(first))
+    (html / "404.html").write_text(render.not_found(first))
     return True
 
 

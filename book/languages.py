@@ -17,6 +17,7 @@ class Language(NamedTuple):
         title: the book's title in it.
         captions: the part titles of ``_toc.yml``, where they are not as there.
         fold: the labels of folded cells (closed, open), by what is folded.
+        not_found: what the page says that stands for an address without a page.
         recorded: the title of what another machine recorded; a format of its stamp.
         config: values of Sphinx.
     """
@@ -27,6 +28,7 @@ class Language(NamedTuple):
     title: str
     captions: dict[str, str]
     fold: dict[str, list[str]]
+    not_found: str
     recorded: str
     config: dict[str, object]
 
@@ -40,10 +42,12 @@ LANGUAGES = (
         captions={},
         fold={
             "content": ["Show the answer", "Hide the answer"],
+            "answer": ["Show the answer to exercise {}", "Hide the answer to exercise {}"],
             "source": ["Show the code", "Hide the code"],
             "output": ["Show the output", "Hide the output"],
             "outputs": ["Show the output", "Hide the output"],
         },
+        not_found="There is no page at this address. The book begins here:",
         recorded="On {device} ({date}, torch {torch}, {commit})",
         config={},
     ),
@@ -62,10 +66,12 @@ LANGUAGES = (
         },
         fold={
             "content": ["답 펼치기", "답 접기"],
+            "answer": ["{}번 답 펼치기", "{}번 답 접기"],
             "source": ["코드 펼치기", "코드 접기"],
             "output": ["출력 펼치기", "출력 접기"],
             "outputs": ["출력 펼치기", "출력 접기"],
         },
+        not_found="이 주소에는 페이지가 없습니다. 책의 첫 페이지로 가 보세요.",
         recorded="{device}에서 실행한 결과 ({date}, torch {torch}, {commit})",
         config={
             "language": "ko",

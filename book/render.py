@@ -23,6 +23,8 @@ from sphinx.util.docutils import docutils_namespace, patch_docutils
 HERE = Path(__file__).resolve().parent
 # Jupyter Book loads it for every book, and it names another host on every page.
 UNUSED = {"sphinx_thebe"}
+# What is of use at a public address only.
+PUBLIC = ["sphinx_sitemap", "sphinxext.opengraph"]
 LANDING = """<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
@@ -44,18 +46,44 @@ LANDING = """<!doctype html>
 <p>LINKS</p>
 </html>
 """
+NOT_FOUND = (
+    LANDING[: LANDING.index("<script>")]
+    + """<script>
+  const codes = CODES;
+  const parts = location.pathname.split("/");
+  const book = parts.slice(0, parts.findIndex((part) => codes.includes(part)));
+  if (book.length) document.write(`<base href="${book.join("/")}/">`);
+</script>
+<h1>404</h1>
+MISSING
+<p>LINKS</p>
+</html>
+"""
+)
 
 
 def landing(first: str) -> str:
     """The page that leads to the book in the reader's language; `first` is its first page."""
+    return _outside(LANDING, first)
+
+
+def not_found(first: str) -> str:
+    """The page that a server shows for an address that does not exist, at any depth."""
+    return _outside(NOT_FOUND, first)
+
+
+def _outside(page, first):
+    """Fill in a page that belongs to no language."""
     links = "\n".join(
-        f'<a lang="{one.code}" hreflang="{one.code}" href="{one.code}/ROOT.html">{one.name}</a>'
-        for one in reversed(LANGUAGES)
+        f'<a lang="{code}" hreflang="{code}" href="{code}/ROOT.html">{BY_CODE[code].name}</a>'
+        for code in reversed(BY_CODE)
     )
-    title = " · ".join(one.title for one in reversed(LANGUAGES))
-    codes = json.dumps([one.code for one in LANGUAGES])
-    parts = {"TITLE": title, "LINKS": links, "CODES": codes, "ROOT": first}
-    page = LANDING
+    title = " · ".join(language.title for language in reversed(LANGUAGES))
+    codes = json.dumps([language.code for language in LANGUAGES])
+    missing = "\n".join(
+        f'<p lang="{language.code}">{language.not_found}</p>' for language in reversed(LANGUAGES)
+    )
+    parts = {"TITLE": title, "LINKS": links, "MISSING": missing, "CODES": codes, "ROOT": first}
     for name, text in parts.items():
         page = page.replace(name, text)
     return page
@@ -95,6 +123,8 @@ def stage(language: str, root: Path) -> tuple[Path, str]:
         text = records.expand(page.read_text(encoding="utf-8"), root)
         (folder / page.name).write_text(text, encoding="utf-8")
     shutil.copy(root / "book" / "references.bib", folder)
+    for picture in (root / "images").glob("*.svg"):
+        shutil.copy(picture, folder)
     for chapter in (root / "notebooks" / language).glob("*.ipynb"):
         nbformat.write(with_outputs(chapter, root, language), folder / chapter.name)
     if (HERE / "_ext" / "locales" / language).exists():
@@ -131,6 +161,10 @@ def render(language: str, folder: Path, output: Path, root: Path) -> bool:
     config["extensions"] = [name for name in config["extensions"] if name not in UNUSED]
     for name, value in BY_CODE[language].config.items():
         config[name] = {**config[name], **value} if isinstance(value, dict) else value
+    if address := config.get("html_baseurl"):
+        config["html_baseurl"] = f"{address.rstrip('/')}/{language}/"
+        config["ogp_site_url"] = config["html_baseurl"]
+        config["extensions"] += PUBLIC
     with patch_docutils(), docutils_namespace():
         app = Sphinx(
             srcdir=folder,

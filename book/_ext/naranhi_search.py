@@ -1,59 +1,85 @@
-"""Full-text search for Korean and English on one page, in place of Sphinx's English one.
+"""Search by section, for Korean and English on one page, in place of Sphinx's search by page.
 
-Sphinx has no Korean search.  Its English one indexes 버블을 as one word, so a reader who looks
-for 버블 finds nothing.  Here a run of Hangul is indexed by all its pieces of one to three
-syllables, and a query is looked up by its pieces of three (or as it is, when shorter): 대역폭 in
-대역폭이 is one look-up, 파이프라인 is three, 파이프, 이프라 and 프라인.  Words in other scripts are
-stemmed as in English, and an identifier is indexed by its parts too: ``all_reduce`` in
-``ring_all_reduce``.
+Sphinx ranks whole chapters, has no Korean, and cuts its excerpts from the navigation. Here the
+build writes the sections and the entries of the glossary down, as text, in ``searchsections.js``;
+``_static/naranhi-search.js`` looks a query up in them. That is a script and not JSON, so that it
+also works from a folder, without a server.
 """
 
+import json
 import re
+from collections.abc import Iterator
+from pathlib import Path
 
-from sphinx.search.en import SearchEnglish
+from docutils import nodes
+from sphinx import addnodes
 
-HANGUL = "가-힣"
-PIECE = 3
-# An identifier of more parts is a hash or some such, which nobody looks up by its parts.
-PARTS = 6
+WORDS = (nodes.paragraph, nodes.caption, nodes.entry, nodes.term)
 
 
-class SearchKoreanEnglish(SearchEnglish):
-    """The splitter of the index (``split``) and that of the query (``js_splitter_code``)."""
+class Text(nodes.NodeVisitor):
+    """Collect a section's prose, and the words of its code and outputs, without subsections."""
 
-    lang = "ko"
-    language_name = "Korean and English"
-    js_splitter_code = rf"""
-var splitQuery = (query) =>
-  (query.match(/[{HANGUL}]+|(?:(?![{HANGUL}])[\p{{L}}\p{{N}}_])+/gu) || []).flatMap((word) =>
-    /^[{HANGUL}]/.test(word) && word.length > {PIECE}
-      ? Array.from({{length: word.length - {PIECE - 1}}}, (_, i) => word.slice(i, i + {PIECE}))
-      : [word]);
-"""
+    def __init__(self, document: nodes.document) -> None:
+        super().__init__(document)
+        self.prose: list[str] = []
+        self.code: set[str] = set()
 
-    def split(self, input: str) -> list[str]:
-        """The index entries, not yet stemmed, of a text."""
-        words = []
-        for hangul, other in re.findall(rf"([{HANGUL}]+)|([^\W{HANGUL}]+)", input):
-            if hangul:
-                pieces = [
-                    hangul[start : start + size]
-                    for size in range(1, PIECE + 1)
-                    for start in range(len(hangul) - size + 1)
-                ]
-            else:
-                parts = re.findall(r"[^\W\d_]+|\d+", other)
-                pieces = [other]
-                if 1 < len(parts) <= PARTS:
-                    pieces += [
-                        "_".join(parts[start:stop])
-                        for start in range(len(parts))
-                        for stop in range(start + 1, len(parts) + 1)
-                    ]
-            words += pieces
-        return words
+    def visit_section(self, node: nodes.Element) -> None:
+        raise nodes.SkipNode
+
+    visit_glossary = visit_section
+
+    def unknown_visit(self, node: nodes.Node) -> None:
+        if isinstance(node, nodes.literal_block | nodes.raw | nodes.math_block):
+            self.code.update(re.findall(r"\w+", re.sub(r"<[^>]*>", " ", node.astext())))
+            raise nodes.SkipNode
+        if isinstance(node, nodes.title | nodes.comment | nodes.substitution_definition):
+            raise nodes.SkipNode
+        if isinstance(node, WORDS):
+            self.prose.append(" ".join(node.astext().split()))
+            raise nodes.SkipNode
+
+    def unknown_departure(self, node: nodes.Node) -> None:
+        pass
+
+
+def sections(document: nodes.document) -> Iterator[tuple[str, str, str, str]]:
+    """Yield (anchor, title, prose, words of code) of each section and glossary entry of a page."""
+    for section in document.findall(nodes.section):
+        text = Text(document)
+        for child in section.children:
+            child.walkabout(text)
+        title = " ".join(section.next_node(nodes.title).astext().split())
+        anchor = "" if section.parent is document else section["ids"][0]
+        yield anchor, title, "\n".join(filter(None, text.prose)), " ".join(sorted(text.code))
+    for glossary in document.findall(addnodes.glossary):
+        for entry in glossary.findall(nodes.definition_list_item):
+            term = entry.next_node(nodes.term)
+            definition = " ".join(entry.next_node(nodes.definition).astext().split())
+            yield term["ids"][0], term.astext(), definition, ""
+
+
+def collect(app, doctree: nodes.document, page: str) -> None:
+    """Take the sections of a page whose references have been resolved: links have their words."""
+    title = " ".join(app.env.titles[page].astext().split())
+    app.naranhi_sections[page] = [
+        [page, anchor, title, *rest] for anchor, *rest in sections(doctree)
+    ]
+
+
+def write(app, exception) -> None:
+    """Write the sections of all pages down."""
+    if exception or app.builder.name != "html":
+        return
+    rows = [row for page in sorted(app.naranhi_sections) for row in app.naranhi_sections[page]]
+    text = f"const SECTIONS = {json.dumps(rows, ensure_ascii=False, separators=(',', ':'))};\n"
+    Path(app.outdir, "searchsections.js").write_text(text, encoding="utf-8")
+    Path(app.outdir, "searchindex.js").unlink(missing_ok=True)
 
 
 def setup(app) -> dict:
-    app.add_search_language(SearchKoreanEnglish)
-    return {"parallel_read_safe": True, "parallel_write_safe": True}
+    app.naranhi_sections = {}
+    app.connect("doctree-resolved", collect)
+    app.connect("build-finished", write)
+    return {"parallel_read_safe": True, "parallel_write_safe": False}

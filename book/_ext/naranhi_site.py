@@ -16,14 +16,21 @@ from urllib.parse import quote
 from docutils import nodes
 from myst_nb.sphinx_ import HideCodeCellNode
 from pydata_sphinx_theme.utils import get_theme_options_dict
+from sphinx.transforms import SphinxTransform
 from sphinx.transforms.post_transforms import SphinxPostTransform
+from sphinx_external_toc.collectors import TocTreeCollectorWithStyles
 
 BOOK = Path(__file__).resolve().parent.parent
 if str(BOOK) not in sys.path:  # by hand, `jupyter-book build` has only the folder of extensions
     sys.path.insert(0, str(BOOK))
 
-from languages import BY_CODE  # noqa: E402
+from languages import BY_CODE, EXECUTED  # noqa: E402
 
+ICONS = re.compile(r"\s*<!--[^>]*custom icons -->\s*<script[^>]*/fontawesome\.js[^>]*></script>")
+SEARCH_TOOLS = re.compile(
+    r"<script[^>]*/?(?:searchtools|language_data|searchindex)\.js[^>]*></script>"
+)
+EXERCISE = re.compile(r"(\d+)\. ")  # the bold words with which an exercise begins
 MATHJAX = ["tex-chtml.js", "input/tex/extensions", "output/chtml/fonts/woff-v2"]
 
 
@@ -62,11 +69,44 @@ def copy_mathjax(app) -> None:
             shutil.copy(source, target)
 
 
-def separate_cells(app, doctree) -> None:
-    """Sphinx indexes raw HTML with its tags removed: keep the words of two table cells apart."""
-    for raw in doctree.findall(nodes.raw):
-        if "html" in raw["format"]:
-            raw.children = [nodes.Text(re.sub(r"(</(?:td|th|p|div)>)", r"\1 ", raw.astext()))]
+def remove_unused(app, exception) -> None:
+    """Remove what the theme copies and no page loads."""
+    for file in Path(app.outdir, "_static/scripts").glob("fontawesome.js*"):
+        file.unlink()
+    Path(app.outdir, ".buildinfo").unlink(missing_ok=True)
+
+
+def number_by_file(app) -> None:
+    """Give a chapter the number that its file has: addresses, numbers and references agree."""
+    assign = TocTreeCollectorWithStyles.assign_section_numbers
+
+    def with_file_numbers(self, env) -> list[str]:
+        changed = assign(self, env)
+        for page, numbers in env.toc_secnumbers.items():
+            if chapter := re.match(r"\d+", page):
+                first = int(chapter[0])
+                numbers.update({k: (first, *n[1:]) for k, n in numbers.items() if n})
+                for node in (env.titles[page], *env.tocs[page].findall(nodes.reference)):
+                    if node.get("secnumber"):
+                        node["secnumber"] = [first, *node["secnumber"][1:]]
+        return changed
+
+    TocTreeCollectorWithStyles.assign_section_numbers = with_file_numbers
+
+
+class ExplicitAnchors(SphinxTransform):
+    """A section's address is its explicit target, where it has one: the same in both languages."""
+
+    default_priority = 880  # when all targets are known, before tables of contents are made
+
+    def apply(self, **kwargs) -> None:
+        for section in self.document.findall(nodes.section):
+            explicit = [
+                self.document.nameids[name]
+                for name in section["names"]
+                if self.document.nametypes.get(name)
+            ]
+            section["ids"].sort(key=lambda target: target not in explicit)
 
 
 class FoldLabels(SphinxPostTransform):
@@ -76,9 +116,28 @@ class FoldLabels(SphinxPostTransform):
     formats = ("html",)
 
     def run(self, **kwargs) -> None:
-        labels = BY_CODE[self.config.language].fold
-        for node in self.document.findall(HideCodeCellNode):
-            node["prompt_show"], node["prompt_hide"] = labels[node["prompt_show"]]
+        language = BY_CODE[self.config.language]
+        number = None
+        for node in self.document.findall():
+            if isinstance(node, nodes.title):
+                number = None
+            elif isinstance(node, nodes.strong) and (exercise := EXERCISE.match(node.astext())):
+                number = exercise[1]
+            elif isinstance(node, HideCodeCellNode):
+                kind = node["prompt_show"]
+                if kind == "content" and number:
+                    labels = [label.format(number) for label in language.fold["answer"]]
+                else:
+                    labels = language.fold[kind]
+                node["prompt_show"], node["prompt_hide"] = labels
+
+
+def description(doctree) -> str:
+    """The beginning of the first paragraph, for search engines and previews."""
+    text = next(
+        (" ".join(paragraph.astext().split()) for paragraph in doctree.findall(nodes.paragraph)), ""
+    )
+    return text if len(text) <= 160 else text[:157].rpartition(" ")[0] + " …"
 
 
 def mark_ranks(body: str) -> str:
@@ -105,14 +164,21 @@ def page_context(app, pagename, templatename, context, doctree) -> None:
         colab = f"https://colab.research.google.com/github/{name}/{path}"
     if doctree is not None:
         body = mark_ranks(context["body"])
+        if language != EXECUTED:  # what cells show is in the language of the code
+            body = body.replace(
+                '<div class="cell_output', f'<div lang="{EXECUTED}" class="cell_output'
+            )
         # The label would be read aloud in place of the text beneath it, and is English.
         context["body"] = body.replace('<summary aria-label="Toggle hidden content">', "<summary>")
     context["naranhi"] = {
         "colab": colab,
         "executed": record.get("executed"),
         "recorded": record.get("recorded", []),
+        "description": description(doctree) if doctree is not None else "",
         "icon": icon(),
-        "notebook": f"_sources/{pagename}.ipynb" if is_notebook else "",
+        "without_icon_script": lambda head: ICONS.sub("", head),
+        "without_search_tools": lambda scripts: SEARCH_TOOLS.sub("", scripts),
+        "notebook": f"notebooks/{pagename}.ipynb" if is_notebook else "",
         "repository": repository,
         "twin": f"../{twin}/{pagename}.html",
         "twin_language": twin,
@@ -123,7 +189,9 @@ def page_context(app, pagename, templatename, context, doctree) -> None:
 def setup(app) -> dict:
     app.connect("config-inited", configure, priority=400)
     app.connect("builder-inited", copy_mathjax)
-    app.connect("doctree-read", separate_cells)
+    app.connect("builder-inited", number_by_file)
     app.connect("html-page-context", page_context, priority=400)
+    app.connect("build-finished", remove_unused)
+    app.add_transform(ExplicitAnchors)
     app.add_post_transform(FoldLabels)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -8,3 +8,42 @@ if (document.documentElement.lang === "ko" && typeof messages !== "undefined") {
   };
   locale = "ko";
 }
+
+// The switch leads to the section that is being read: both languages have the same anchors.
+document.addEventListener("click", (event) => {
+  const twin = event.target.closest?.("a.naranhi-twin");
+  if (!twin) return;
+  const sections = [...document.querySelectorAll("article section section[id]")];
+  const read = sections.findLast((one) => one.getBoundingClientRect().top < innerHeight / 3);
+  twin.hash = read ? read.id : "";
+});
+
+// Paper has no folds to open.
+const folds = () => document.querySelectorAll("details:not([open])");
+let opened = [];
+addEventListener("beforeprint", () => {
+  opened = [...folds()];
+  opened.forEach((fold) => { fold.open = true; });
+});
+addEventListener("afterprint", () => opened.forEach((fold) => { fold.open = false; }));
+
+// What scrolls sideways can be reached by the keyboard, and shows at its edge that there is more.
+const scrolls = ".cell_output :is(pre, .text_html, .text_html > div), div.highlight pre, div.math"
+  + ", .pst-scrollable-table-container";
+const name = { en: "Scrolls sideways", ko: "옆으로 넘겨 볼 수 있습니다" };
+function markScrolling(region) {
+  const wider = region.scrollWidth > region.clientWidth + 1;
+  region.classList.toggle("naranhi-more",
+    wider && region.scrollLeft + region.clientWidth < region.scrollWidth - 1);
+  if (!wider) return;
+  region.tabIndex = 0;
+  region.setAttribute("role", "region");
+  region.ariaLabel ||= name[document.documentElement.lang];
+}
+addEventListener("DOMContentLoaded", () => {
+  const seen = new ResizeObserver((entries) => entries.forEach((one) => markScrolling(one.target)));
+  document.querySelectorAll(scrolls).forEach((region) => {
+    seen.observe(region);
+    region.addEventListener("scroll", () => markScrolling(region), { passive: true });
+  });
+});

@@ -347,24 +347,54 @@ def test_figures_of_cells_are_numbered_and_captioned_in_both_languages(built):
         assert f'<span class="caption-text">{caption}</span>' in page
 
 
-def test_repository_buttons_appear_with_its_address(book):
+def test_with_addresses_pages_link_to_the_repository_and_name_themselves(book):
     def occurrences():
         pages = sorted((book / "_build/html").glob("*/*.html"))
         return {p.parent.name + "/" + p.name: p.read_text() for p in pages}
 
     for text in occurrences().values():
         assert "colab" not in text and "naranhi-repository" not in text and "At " not in text
+        assert "canonical" not in text and "og:title" not in text
     config = (book / "_config.yml").read_text()
-    assert 'url: ""' in config
-    (book / "_config.yml").write_text(config.replace('url: ""', "url: https://github.com/o/r"))
-    assert build(book).returncode == 0
+    for setting, address in (
+        ('  url: ""', "  url: https://github.com/o/r"),
+        ('  baseurl: ""', "  baseurl: https://example.org/book/"),
+    ):
+        assert setting in config
+        config = config.replace(setting, address)
+    (book / "_config.yml").write_text(config)
+    result = build(book)
+    assert result.returncode == 0, result.stdout + result.stderr
     pages = occurrences()
     for language in WORDS:
         colab = "https://colab.research.google.com/github/o/r/blob/main/notebooks/"
-        assert f'href="{colab}{language}/01_ring.ipynb"' in pages[f"{language}/01_ring.html"]
-        assert 'href="https://github.com/o/r"' in pages[f"{language}/01_ring.html"]
+        chapter = pages[f"{language}/01_ring.html"]
+        assert f'href="{colab}{language}/01_ring.ipynb"' in chapter
+        assert 'href="https://github.com/o/r"' in chapter
         assert "At https://github.com/o/r." in pages[f"{language}/welcome.html"]
         assert "colab.research" not in pages[f"{language}/welcome.html"]
+        own = f"https://example.org/book/{language}/01_ring.html"
+        assert f'<link rel="canonical" href="{own}"' in chapter
+        assert f'<meta property="og:url" content="{own}"' in chapter
+        assert f"<loc>{own}</loc>" in (book / "_build/html" / language / "sitemap.xml").read_text()
+        first, *_ = readers_notebook(book, language).cells
+        assert first.source == '%pip install -q "naranhi[book] @ git+https://github.com/o/r"'
+
+
+def readers_notebook(book, language):
+    path = book / "_build/html" / language / "notebooks/01_ring.ipynb"
+    return nbformat.read(path, as_version=4)
+
+
+def test_a_readers_notebook_has_words_for_roles_captions_and_outputs(built):
+    for language, text, caption in (
+        ("en", "See Figure 1.1.", "*Figure 1.1. A square.*"),
+        ("ko", "그림 1.1을 보십시오.", "*그림 1.1. 네모.*"),
+    ):
+        title, run, figure, below, answer = readers_notebook(built, language).cells
+        assert title.source.endswith(f"\n\n{text}")
+        assert below.source == caption and "<svg" in figure.outputs[0]["data"]["text/html"]
+        assert run.outputs[0]["text"] == "total 6\n" and answer.outputs[0]["text"] == "answer 42\n"
 
 
 def test_modules_used_follows_imports_of_every_form(tmp_path):
@@ -408,8 +438,8 @@ def test_the_key_speaks_of_cells_modules_and_requirements(built):
         ("05_inter_layer", "naranhi.world.output"),
         ("05_inter_layer", "naranhi.pipeline.channels"),
         ("12_zero", "naranhi.zero.hooks"),
-        ("15_three_dimensions", "naranhi.distributed.mesh"),
-        ("15_three_dimensions", "naranhi.train.trainer"),
+        ("16_three_dimensions", "naranhi.distributed.mesh"),
+        ("16_three_dimensions", "naranhi.train.trainer"),
     ],
 )
 def test_a_chapter_depends_on_what_its_packages_import_on_demand(chapter, module):

@@ -14,6 +14,7 @@ from pathlib import Path
 import nbformat
 import pytest
 from nbclient import NotebookClient
+from particles import misfits
 
 from naranhi import train
 
@@ -23,6 +24,7 @@ FILE = re.compile(r"# (\w+\.py)\n")
 PAIRS = {
     "welcome": ("book/en/welcome.md", "book/ko/welcome.md"),
     "how_to_read": ("book/en/how_to_read.md", "book/ko/how_to_read.md"),
+    "map": ("book/en/map.md", "book/ko/map.md"),
     "readme": ("README.md", "README.ko.md"),
 }
 
@@ -44,13 +46,38 @@ def shown(cell):
     return "\n".join(text.rstrip("\n") for text in texts)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("식 (7.1)를", "그림 2이", "$n$는", "$p$은", "3로", "7으로", "$2n$는"),
+        *("[「통신」](a.ipynb)와", "**랭크(rank)**은", "`값`를"),
+    ],
+)
+def test_particles_that_do_not_fit_are_seen(text):
+    [seen] = misfits(text)
+    assert text.endswith(seen)
+
+
+def test_particles_fit_the_sound_before_them():
+    right = (
+        "그림 2가, 그림 10.1은 식 (7.1)을 1로 3으로 $n$은 $p$는 「통신」과 GPT-2를 Llama 3는 1/4이"
+    )
+    assert misfits(right) == []
+    for page in sorted((ROOT / "book/ko").glob("*.md")):
+        assert misfits(page.read_text()) == [], page.name
+    for chapter in sorted((ROOT / "notebooks/ko").glob("*.ipynb")):
+        for cell in nbformat.read(chapter, as_version=4).cells:
+            if cell.cell_type == "markdown":
+                assert misfits(cell.source) == [], (chapter.stem, cell.id)
+
+
 @pytest.mark.parametrize("page", PAIRS)
 def test_examples_are_the_same_in_both_languages(page):
     english, korean = (blocks(path) for path in PAIRS[page])
     assert english == korean
 
 
-@pytest.mark.parametrize("page", ["welcome", "how_to_read"])
+@pytest.mark.parametrize("page", ["welcome", "how_to_read", "map"])
 def test_cells_show_what_the_page_says(page):
     found = blocks(PAIRS[page][0])
     cells, expected = [], []

@@ -1,0 +1,156 @@
+"""Chapters as notebooks that read everywhere, for the download button.
+
+In JupyterLab, in Colab and on GitHub nobody resolves MyST's roles: "In {numref}`fig-a`, the
+{term}`ranks <rank>` ..." stays as it is. Here each role becomes the words and the number that the
+page shows, a figure gets its caption in a cell below, and the outputs are those of the page.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from docutils import nodes
+from nbformat.v4 import new_code_cell, new_markdown_cell
+
+FOLDER = "notebooks"  # below each language's pages
+# Where a work can be read, by the field of its entry in references.bib; the first that it has.
+HOSTS = {"url": "", "doi": "https://doi.org/", "eprint": "https://arxiv.org/abs/"}
+ROLE = re.compile(r"\{(term|cite:[pt]|numref|eq|ref|doc)\}`([^`]+)`")
+LINK = re.compile(r"\[([^\]]*)\]\((\w+)\.(ipynb|md)(#[^)]*)?\)")
+BLOCK = re.compile(r"^(:{3,}|`{3,})\{(\w+)\} *([^\n]*)\n(.*?)^\1 *$", re.MULTILINE | re.DOTALL)
+FORMULA = re.compile(r"\$\$(.+?)\$\$ *\(([\w:-]+)\)", re.DOTALL)
+
+
+class Resolver:
+    """Turn the text of a Markdown cell into plain Markdown, by what Sphinx knows of the book."""
+
+    def __init__(self, app: Any) -> None:
+        self.env, self.config = app.env, app.config
+        self.entries = {
+            citation.key: citation.entry for citation in app.env.get_domain("cite").citations
+        }
+        self.roles = {
+            "term": self._term,
+            "cite:t": self._cite_in_text,
+            "cite:p": self._cite,
+            "numref": self._numref,
+            "eq": lambda label: f"({self._equation(label)})",
+            "ref": self._ref,
+            "doc": self._doc,
+        }
+
+    def text(self, source: str) -> str:
+        source = re.sub(r"^\([\w-]+\)=\n?", "", source, flags=re.MULTILINE)
+        source = BLOCK.sub(self._block, source)
+        source = FORMULA.sub(
+            lambda found: f"$${found[1].rstrip()} \\tag{{{self._equation(found[2])}}}$$", source
+        )
+        source = ROLE.sub(lambda found: self.roles[found[1]](found[2]), source)
+        return LINK.sub(self._link, source)
+
+    def figure(self, name: str, caption: str) -> str:
+        return f"*{self._numref(name)}. {self.text(caption)}*"
+
+    def _block(self, found: re.Match) -> str:
+        _, kind, title, body = found.groups()
+        if kind == "math":
+            label = re.search(r":label: *(\S+)\n", body)
+            body = body.replace(label[0], "") if label else body
+            tag = f" \\tag{{{self._equation(label[1])}}}" if label else ""
+            return f"$$\n{body.strip()}{tag}\n$$"
+        body = re.sub(r"\A(?::\w+:[^\n]*\n)+", "", body).strip()
+        if kind == "dropdown":
+            return f"<details><summary>{title}</summary>\n\n{body}\n\n</details>"
+        return "\n".join(f"> {line}".rstrip() for line in (f"**{title}**", "", *body.split("\n")))
+
+    def _equation(self, label: str) -> str:
+        page, _ = self.env.get_domain("math").equations[label]
+        number = self.env.toc_fignumbers[page]["displaymath"][nodes.make_id(f"equation-{label}")]
+        return ".".join(map(str, number))
+
+    def _term(self, content: str) -> str:
+        return re.sub(r"\s*<[^>]*>$", "", content)
+
+    def _numref(self, content: str) -> str:
+        text, label = self._split(content)
+        page, target = self.env.get_domain("std").anonlabels[label]
+        number = ".".join(map(str, self.env.toc_fignumbers[page]["figure"][target]))
+        words = text or self.config.numfig_format["figure"]
+        return words.replace("%s", number).replace("{number}", number)
+
+    def _ref(self, content: str) -> str:
+        text, label = self._split(content)
+        page, target = self.env.get_domain("std").anonlabels[label]
+        words = text or self.env.get_domain("std").labels[label][2]
+        return f"[{words}]({page}.ipynb#{target})" if page[0].isdigit() else words
+
+    def _doc(self, content: str) -> str:
+        text, page = self._split(content)
+        return f"[{text or self.env.titles[page].astext()}]({page}.ipynb)"
+
+    def _cite_in_text(self, keys: str) -> str:
+        return ", ".join(f"{who} [{year}]" for who, year in map(self._work, keys.split(",")))
+
+    def _cite(self, keys: str) -> str:
+        works = "; ".join(f"{who}, {year}" for who, year in map(self._work, keys.split(",")))
+        return f"[{works}]"
+
+    def _work(self, key: str) -> tuple[str, str]:
+        """Return (authors, year) as the text cites a work; the year leads to it, where it can."""
+        entry = self.entries[key.strip()]
+        people = entry.persons.get("author") or entry.persons.get("editor") or []
+        names = [" ".join(map(str, person.prelast_names + person.last_names)) for person in people]
+        names = [re.sub(r"[{}\\]", "", name) for name in names]
+        fields, year = entry.fields, entry.fields.get("year", "")
+        for field, host in HOSTS.items():
+            if field in fields:
+                year = f"[{year}]({host}{fields[field]})"
+                break
+        return f"{names[0]} et al." if len(names) > 2 else " and ".join(names), year
+
+    def _link(self, found: re.Match) -> str:
+        text, page, kind, anchor = found.groups()
+        text = text or self.env.titles[page].astext()
+        return f"[{text}]({page}.{kind}{anchor or ''})"
+
+    def _split(self, content: str) -> tuple[str, str]:
+        both = re.fullmatch(r"(.+?)\s*<([^>]+)>", content, re.DOTALL)
+        return (both[1], both[2]) if both else ("", content)
+
+
+def readers(notebook: nbformat.NotebookNode, resolver: Resolver, address: str):
+    """Return a chapter as a reader gets it, with a first cell that installs the book's package."""
+    cells = []
+    if address:
+        cells.append(
+            new_code_cell(f'%pip install -q "naranhi[book] @ git+{address}"', id="install")
+        )
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            if text := resolver.text(cell.source).strip():
+                cells.append(new_markdown_cell(text, id=cell.id))
+            continue
+        cells.append(cell)
+        figure = cell.metadata.get("mystnb", {}).get("figure")
+        if figure:
+            caption = resolver.figure(figure["name"], figure["caption"])
+            cells.append(new_markdown_cell(caption, id=f"{cell.id}-caption"[:64]))
+    return nbformat.from_dict({**notebook, "cells": cells})
+
+
+def write(app, exception) -> None:
+    """Write each chapter's notebook beside its page."""
+    if exception or app.builder.name != "html":
+        return
+    resolver, folder = Resolver(app), Path(app.outdir, FOLDER)
+    folder.mkdir(exist_ok=True)
+    address = app.config.html_theme_options.get("repository_url", "")
+    for source in sorted(Path(app.srcdir).glob("*.ipynb")):
+        notebook = readers(nbformat.read(source, as_version=4), resolver, address)
+        nbformat.write(notebook, folder / source.name)
+
+
+def setup(app) -> dict:
+    app.connect("build-finished", write)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
