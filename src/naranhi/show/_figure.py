@@ -23,6 +23,7 @@ CSS = {INK: "currentColor", "#000000": "currentColor", FAINT: "var(--naranhi-fai
 ROOT_COLOR = "color:var(--naranhi-ink,currentcolor);fill:currentColor;stroke-linejoin:round"
 
 SVG = "http://www.w3.org/2000/svg"
+TEXT = {f"{{{SVG}}}text", f"{{{SVG}}}tspan"}
 HREF = "{http://www.w3.org/1999/xlink}href"
 ElementTree.register_namespace("", SVG)
 
@@ -44,7 +45,7 @@ def figure(fig: Figure, alt: str, measured: bool = False) -> None:
 
 
 def svg(fig: Figure, alt: str) -> str:
-    """Return the figure as an <svg> element: text as paths, colours by CSS, unique ids.
+    """Return the figure as an <svg> element: text as text, colours by CSS, unique ids.
 
     The same figure yields the same bytes.
     """
@@ -56,7 +57,8 @@ def svg(fig: Figure, alt: str) -> str:
 def svg_file(fig: Figure, alt: str) -> str:
     """Return the figure as an SVG file, which follows the reader's light or dark mode."""
     root, width, height = svg_root(fig, alt)
-    root.attrib |= {"width": f"{width:.0f}", "height": f"{height:.0f}", "style": ROOT_COLOR}
+    look = f"{ROOT_COLOR};font-family:system-ui,sans-serif"  # no page around it has a font
+    root.attrib |= {"width": f"{width:.0f}", "height": f"{height:.0f}", "style": look}
     style = ElementTree.Element(f"{{{SVG}}}style")
     style.text = (
         ":root{--naranhi-ink:#1f2328;--naranhi-faint:#8c959f}"
@@ -73,7 +75,7 @@ def svg_root(fig, alt):
         raise ValueError("a figure needs an alt text: say in a sentence what it shows")
     spread_labels(fig)
     buffer = io.StringIO()
-    with rc_context({"svg.fonttype": "path", "svg.hashsalt": "naranhi", "path.simplify": True}):
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "naranhi", "path.simplify": True}):
         fig.savefig(
             buffer,
             format="svg",
@@ -147,7 +149,11 @@ def _prune(element):
 
 def _shorten(root):
     for element in root.iter():
-        element.text = element.tail = None
+        element.tail = None
+        if element.tag in TEXT:
+            _shorten_text(element)
+        else:
+            element.text = None
         if HREF in element.attrib:
             element.set("href", element.attrib.pop(HREF))
         if "style" in element.attrib:
@@ -161,6 +167,18 @@ def _shorten(root):
                 element.set(name, re.sub(r"-?\d+\.\d+", _rounded, element.get(name)))
         if "d" in element.attrib:
             element.set("d", re.sub(r"\s*([A-Za-z])\s*", r"\1", element.get("d")))
+
+
+def _shorten_text(element):
+    """Leave the choice of the font to the page, and remove what is the default."""
+    if not (element.text or "").strip() and len(element):
+        element.text = None
+    style = re.sub(r"font-family: [^;]*;? ?|text-anchor: start;? ?", "", element.get("style", ""))
+    turned = re.sub(r"-?\d+\.\d+", _rounded, element.get("transform", ""))
+    for name, value in (("style", style.removesuffix("; ")), ("transform", turned)):
+        element.attrib.pop(name, None)
+        if value and not value.startswith("rotate(-0 "):
+            element.set(name, value)
 
 
 def _rounded(match):
