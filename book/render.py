@@ -11,12 +11,14 @@ import sys
 from pathlib import Path
 
 import execution
+import localize
 import nbformat
 import records
 import yaml
 from execution import digest
 from jupyter_book.config import get_final_config
 from languages import BY_CODE, LANGUAGES
+from nbconvert.preprocessors.coalescestreams import CoalesceStreamsPreprocessor
 from sphinx.application import Sphinx
 from sphinx.util.docutils import docutils_namespace, patch_docutils
 
@@ -93,11 +95,16 @@ def with_outputs(source: Path, root: Path, language: str):
     """A chapter in its own language's words, with the outputs of the one execution, matched by id,
     and with what machines with GPUs recorded.
 
+    Returns:
+        The notebook, and the texts of its outputs that nobody has said in this language.
+
     Raises:
         ValueError: a code cell that the executed notebook does not have.
     """
     notebook = nbformat.read(source, as_version=4)
     executed = execution.load(source.stem, root)
+    # A kernel may send a line in two parts.
+    executed, _ = CoalesceStreamsPreprocessor().preprocess(executed, {})
     outputs = {cell.id: cell for cell in execution.code_cells(executed)}
     for cell in execution.code_cells(notebook):
         if cell.id not in outputs:
@@ -107,7 +114,11 @@ def with_outputs(source: Path, root: Path, language: str):
     record = executed.metadata[execution.PACKAGE]["executed"]
     notebook.metadata[execution.PACKAGE] = {"executed": record}
     records.take_up(notebook, source.stem, root, BY_CODE[language].recorded)
-    return notebook
+    catalogue = localize.load(language, root, source.stem)
+    if catalogue is None:
+        return notebook, []
+    localize.outputs(execution.code_cells(notebook), catalogue)
+    return notebook, sorted(catalogue.missing)
 
 
 def stage(language: str, root: Path) -> tuple[Path, str]:
@@ -126,7 +137,10 @@ def stage(language: str, root: Path) -> tuple[Path, str]:
     for picture in (root / "images").glob("*.svg"):
         shutil.copy(picture, folder)
     for chapter in (root / "notebooks" / language).glob("*.ipynb"):
-        nbformat.write(with_outputs(chapter, root, language), folder / chapter.name)
+        notebook, missing = with_outputs(chapter, root, language)
+        nbformat.write(notebook, folder / chapter.name)
+        for text in missing:
+            print(f"  {chapter.stem}: book/{language}/outputs does not have {text!r}")
     if (HERE / "_ext" / "locales" / language).exists():
         # Sphinx compiles labels/…/sphinx.po by itself when it lies beside the sources.
         shutil.copytree(HERE / "_ext" / "locales" / language, folder / "locales" / language)
@@ -164,6 +178,7 @@ def render(language: str, folder: Path, output: Path, root: Path) -> bool:
     if address := config.get("html_baseurl"):
         config["html_baseurl"] = f"{address.rstrip('/')}/{language}/"
         config["ogp_site_url"] = config["html_baseurl"]
+        config["sitemap_url_scheme"] = "{link}"  # the language is in the address already
         config["extensions"] += PUBLIC
     with patch_docutils(), docutils_namespace():
         app = Sphinx(
