@@ -1,6 +1,6 @@
 """What the theme lacks: a switch between the languages, the stamp of what executed a chapter,
-buttons that appear only when the repository has an address, labels of folded cells, and MathJax
-and an icon served from the site itself.
+buttons that appear only when the repository has an address, labels of folded cells, definitions of
+terms where they are used, and MathJax and an icon served from the site itself.
 
 What differs between the languages is in ``book/languages.py``.
 """
@@ -24,7 +24,7 @@ BOOK = Path(__file__).resolve().parent.parent
 if str(BOOK) not in sys.path:  # by hand, `jupyter-book build` has only the folder of extensions
     sys.path.insert(0, str(BOOK))
 
-from languages import BY_CODE, EXECUTED  # noqa: E402
+from languages import BY_CODE  # noqa: E402
 
 ICONS = re.compile(r"\s*<!--[^>]*custom icons -->\s*<script[^>]*/fontawesome\.js[^>]*></script>")
 SEARCH_TOOLS = re.compile(
@@ -132,6 +132,33 @@ class FoldLabels(SphinxPostTransform):
                 node["prompt_show"], node["prompt_hide"] = labels
 
 
+class Definitions(SphinxPostTransform):
+    """Let a term say its definition when a pointer rests on it."""
+
+    default_priority = 20  # right after references are resolved (10)
+    formats = ("html",)
+    page = "glossary"
+
+    def run(self, **kwargs) -> None:
+        if self.page not in self.env.all_docs or self.env.docname == self.page:
+            return
+        definitions = definitions_of(self.env.get_doctree(self.page))
+        for reference in self.document.findall(nodes.reference):
+            term = next(iter(reference.findall(nodes.inline)), None)
+            if term is not None and "std-term" in term["classes"]:
+                reference["reftitle"] = definitions[reference["refuri"].partition("#")[2]]
+
+
+def definitions_of(glossary: nodes.document) -> dict[str, str]:
+    """What each term means, by its address on the page."""
+    return {
+        address: " ".join(item.next_node(nodes.definition).astext().split())
+        for item in glossary.findall(nodes.definition_list_item)
+        for term in item.findall(nodes.term)
+        for address in term["ids"]
+    }
+
+
 def description(doctree) -> str:
     """The beginning of the first paragraph, for search engines and previews."""
     text = next(
@@ -164,10 +191,10 @@ def page_context(app, pagename, templatename, context, doctree) -> None:
         colab = f"https://colab.research.google.com/github/{name}/{path}"
     if doctree is not None:
         body = mark_ranks(context["body"])
-        if language != EXECUTED:  # what cells show is in the language of the code
-            body = body.replace(
-                '<div class="cell_output', f'<div lang="{EXECUTED}" class="cell_output'
-            )
+        # A list whose children are no items is none.
+        body = body.replace(
+            '<div role="list" class="citation-list">', '<div class="citation-list">'
+        )
         # The label would be read aloud in place of the text beneath it, and is English.
         context["body"] = body.replace('<summary aria-label="Toggle hidden content">', "<summary>")
     context["naranhi"] = {
@@ -194,4 +221,5 @@ def setup(app) -> dict:
     app.connect("build-finished", remove_unused)
     app.add_transform(ExplicitAnchors)
     app.add_post_transform(FoldLabels)
+    app.add_post_transform(Definitions)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

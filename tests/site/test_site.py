@@ -15,13 +15,22 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from axe_playwright_python.sync_playwright import Axe
 from particles import misfits
 from playwright.sync_api import sync_playwright
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPOSITORY / "book"))
+
+import execution  # noqa: E402
+import localize  # noqa: E402
+import render  # noqa: E402
+
+NOTEBOOKS = REPOSITORY / "notebooks"
 HTML = REPOSITORY / "_build" / "html"
 TWIN = {"en": "ko", "ko": "en"}
 PHONE = {"width": 360, "height": 740}
+DESK = {"width": 1280, "height": 900}
 HANGUL = re.compile("[가-힣]")
 
 pytestmark = pytest.mark.timeout(1800)
@@ -86,7 +95,7 @@ FACTS = """() => ({
   rendered: document.querySelectorAll(".math mjx-container").length,
   numbers: [...document.querySelectorAll(
       "h1 .section-number, .caption-number, .bd-sidebar-primary .current.active > a")]
-    .map((one) => /\\d+/.exec(one.textContent)[0]),
+    .flatMap((place) => place.textContent.match(/\\d+/) ?? []),
   anchors: [...document.querySelectorAll("article section section[id]")].map((one) => one.id),
   unreachable: [...document.querySelectorAll(
       ".cell_output :is(pre, .text_html, .text_html > div), div.highlight pre")]
@@ -177,7 +186,7 @@ def test_sections_have_the_same_addresses_in_both_languages(visits):
 
 
 def test_the_switch_keeps_the_place(site, chromium):
-    page = chromium.new_page(viewport={"width": 1280, "height": 900})
+    page = chromium.new_page(viewport=DESK)
     page.goto(f"{site}/ko/06_gpipe.html", wait_until="networkidle")
     page.locator("#bubble").evaluate("(section) => section.scrollIntoView()")
     button = page.locator(".naranhi-twin").bounding_box()
@@ -220,7 +229,7 @@ def search(page, site: str, language: str, word: str) -> set[str]:
 
 @pytest.mark.parametrize("word", ["버블", "대역폭", "통신", "all_reduce", "bandwidth"])
 def test_search_finds_the_pages_that_have_the_word(site, chromium, visits, word):
-    context = chromium.new_context(viewport={"width": 1280, "height": 900})
+    context = chromium.new_context(viewport=DESK)
     page = context.new_page()
     anywhere = set()
     for language in TWIN:
@@ -307,7 +316,7 @@ def test_the_first_hit_is_right_for_five_queries_of_six(site, chromium, language
 
 
 def test_search_finds_nothing_where_nothing_is(site, chromium):
-    context = chromium.new_context(viewport={"width": 1280, "height": 900})
+    context = chromium.new_context(viewport=DESK)
     page = context.new_page()
     for word in ("뷁쀍", "xyzzyplugh"):
         assert search(page, site, "ko", word) == set()
@@ -315,7 +324,7 @@ def test_search_finds_nothing_where_nothing_is(site, chromium):
 
 
 def test_a_page_marks_the_word_that_led_to_it(site, chromium):
-    context = chromium.new_context(viewport={"width": 1280, "height": 900})
+    context = chromium.new_context(viewport=DESK)
     page = context.new_page()
     assert "glossary" in search(page, site, "ko", "버블")
     page.click("#search-results a[href='glossary.html#term-bubble']")
@@ -437,7 +446,7 @@ def test_icons_are_drawn_once(site, chromium, visits):
         "fontawesome.js" in one for facts in visits.values() for one in facts["requests"]
     )
     assert not list(HTML.glob("*/_static/scripts/fontawesome.js*"))
-    page = chromium.new_page(viewport={"width": 1280, "height": 900})
+    page = chromium.new_page(viewport=DESK)
     page.goto(f"{site}/en/06_gpipe.html", wait_until="networkidle")
     drawn = "(icon) => getComputedStyle(icon, '::before').fontFamily + icon.offsetWidth"
     assert re.match('"Font Awesome.*[1-9]', page.locator(".fa-download").evaluate(drawn))
@@ -445,7 +454,7 @@ def test_icons_are_drawn_once(site, chromium, visits):
 
 
 def test_the_focus_can_be_seen(site, chromium):
-    page = chromium.new_page(viewport={"width": 1280, "height": 900})
+    page = chromium.new_page(viewport=DESK)
     page.goto(f"{site}/en/06_gpipe.html", wait_until="networkidle")
     page.locator(".naranhi-twin").focus()
     page.keyboard.press("Shift+Tab")
@@ -460,6 +469,25 @@ def test_the_focus_can_be_seen(site, chromium):
 def test_what_scrolls_can_be_reached_by_the_keyboard(visits):
     for name, facts in visits.items():
         assert facts["unreachable"] == 0, name
+
+
+@pytest.mark.parametrize(
+    ("language", "scheme", "viewport"), [("en", "dark", PHONE), ("ko", "light", DESK)]
+)
+def test_axe_finds_nothing_serious(site, chromium, language, scheme, viewport):
+    """On each page in one language: both have the same elements."""
+    context = chromium.new_context(viewport=viewport, color_scheme=scheme)
+    page, axe, found = context.new_page(), Axe(), {}
+    for name in names(language)[[*TWIN].index(language) :: 2]:
+        page.goto(f"{site}/{language}/{name}.html", wait_until="networkidle")
+        # The colours of code are the same everywhere, and its thousands of words take seconds.
+        part = None if name.startswith(("01", "02")) else {"exclude": [["pre"]]}
+        for violation in axe.run(page, context=part).response["violations"]:
+            if violation["impact"] in ("serious", "critical"):
+                places = [node["html"][:120] for node in violation["nodes"]]
+                found[name, violation["id"]] = places[:3]
+    assert found == {}
+    context.close()
 
 
 def test_paper_has_the_answers(site, chromium):
@@ -540,6 +568,38 @@ def test_a_chapter_is_stamped_with_its_execution(visits):
         for fact in ("date", "machine", "torch", "commit"):
             assert (record[fact] or "") in facts["stamp"], language  # no commit outside of git
         assert ("GPU" if "nccl" in record["backends"] else "CPU") in facts["stamp"]
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in NOTEBOOKS.glob("en/*.ipynb")))
+def test_outputs_are_korean_on_korean_pages(site, name):
+    notebook, missing = render.with_outputs(NOTEBOOKS / f"ko/{name}.ipynb", REPOSITORY, "ko")
+    assert missing == [], f"they have no entry in book/ko/outputs/{name}.yml"
+    said = "".join(str(cell.get("outputs")) for cell in notebook.cells)
+    assert HANGUL.search(said) and "✓ the " not in said
+
+
+def test_each_entry_of_the_catalogue_says_something(site):
+    folder = REPOSITORY / "book/ko/outputs"
+    left = {path.stem: {*localize.read(path)} for path in folder.glob("*.yml")}
+    for path in NOTEBOOKS.glob("en/*.ipynb"):
+        notebook, _ = render.with_outputs(path, REPOSITORY, "en")
+        catalogue = localize.load("ko", REPOSITORY, path.stem)
+        localize.outputs(execution.code_cells(notebook), catalogue)
+        for name in ("common", path.stem):
+            left[name] -= catalogue.used
+        # A claim about times that failed on this machine.
+        failed = "".join(re.findall(r"✗ .*", str(notebook)))
+        left[path.stem] = {key for key in left[path.stem] if key.split("{")[0] not in failed}
+    assert {name: keys for name, keys in left.items() if keys} == {}
+
+
+def test_a_term_says_its_definition(site, chromium):
+    page = chromium.new_page()
+    for language, word in (("en", "nothing to do"), ("ko", "시간")):
+        page.goto(f"{site}/{language}/06_gpipe.html")
+        term = page.locator("a[href='glossary.html#term-bubble']").first
+        assert word in term.get_attribute("title")
+    page.close()
 
 
 def test_an_answer_is_folded_until_it_is_asked_for(visits):
