@@ -261,13 +261,15 @@ def test_the_life_of_checkpoints(five, tmp_path):
     assert names == {".lock", "step-00000030", "step-00000031"}
     assert first["steps"] == [2, 30], "the two newest"
     words = {
-        "nothing yet": f"{folder} has no checkpoint: nothing was saved there, or not to the end",
+        "nothing yet": f"{folder} has no checkpoint: nothing was saved there, or a save was not "
+        "finished",
         "step 30": f"{folder} has a checkpoint of step 30 already, and this is step 30: give a run",
         "step 29": "delete those from step 30 on",
         "step -1": "step must be a whole number of at least 0, not -1",
         "step True": "not True",
         "step x": "not 'x'",
-        "no such": f"{folder} has no checkpoint of step 7: it has 2, 30, or not to the end",
+        "no such": f"{folder} has no checkpoint of step 7: it has 2, 30, or a save was not "
+        "finished",
         "optimizer": "the checkpoint is of a model without an optimizer, not of AdamW with 1 "
         "parameter group; without an optimizer, load reads the model alone",
         "differ": "position: ",
@@ -458,6 +460,8 @@ def test_what_is_damaged_is_named_and_the_one_before_is_loaded(five, tmp_path):
     told = five.call(loaded, str(bad))[1]
     assert told.startswith(f"{bad} has no checkpoint that can be loaded: ")
     assert told.count("rest.pt cannot be read") == 2
+    told = five.call(loaded, str(bad), 20)[1]
+    assert told.startswith(f"step 20 of {bad} cannot be loaded: ") and told.count("rest.pt") == 1
     told = five.call(loaded, str(good), 20)
     assert told[0] == (20, {}, [])
 
@@ -471,7 +475,7 @@ def test_what_is_damaged_is_named_and_the_one_before_is_loaded(five, tmp_path):
     half.mkdir()
     shutil.copytree(good / "step-00000010", half / "step-00000010.part")
     assert (
-        "has no checkpoint: nothing was saved there, or not to the end"
+        "has no checkpoint: nothing was saved there, or a save was not finished"
         in five.call(loaded, str(half))[0]
     )
     (tmp_path / "file").touch()

@@ -49,16 +49,19 @@ def find(place: Storage, group: dist.ProcessGroup, step: int | None) -> Found:
     if not steps or step not in (None, *steps):
         which = "checkpoint" if step is None else f"checkpoint of step {step}"
         others = f"it has {', '.join(map(str, steps))}" if steps else "nothing was saved there"
-        raise CheckpointError(f"{place.folder} has no {which}: {others}, or not to the end")
+        raise CheckpointError(
+            f"{place.folder} has no {which}: {others}, or a save was not finished"
+        )
     skipped = {}
     for candidate in reversed(steps) if step is None else [step]:
         try:
             return Found(candidate, _checked(place, group, candidate), skipped)
         except DamagedError as error:
             skipped[candidate] = str(error)
-    raise CheckpointError(
-        f"{place.folder} has no checkpoint that can be loaded: " + "; ".join(skipped.values())
-    )
+    why = "; ".join(skipped.values())
+    if step is not None:
+        raise CheckpointError(f"step {step} of {place.folder} cannot be loaded: {why}")
+    raise CheckpointError(f"{place.folder} has no checkpoint that can be loaded: {why}")
 
 
 def _checked(place, group, step):

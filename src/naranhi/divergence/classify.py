@@ -38,7 +38,7 @@ def distance(value: torch.Tensor, expected: torch.Tensor) -> float:
     value, expected = value.double(), expected.double()
     same = (value == expected) | (value.isnan() & expected.isnan())
     gaps = (value - expected).abs().masked_fill(same, 0.0)
-    return gaps.nan_to_num(nan=torch.inf).max().item()
+    return gaps.nan_to_num(nan=torch.inf, posinf=torch.inf).max().item()
 
 
 def factor_between(value: torch.Tensor, expected: torch.Tensor, allowed: float) -> float | None:
