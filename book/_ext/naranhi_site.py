@@ -145,15 +145,17 @@ class Definitions(SphinxPostTransform):
         definitions = definitions_of(self.env.get_doctree(self.page))
         for reference in self.document.findall(nodes.reference):
             term = next(iter(reference.findall(nodes.inline)), None)
-            if term is not None and "std-term" in term["classes"]:
-                reference["reftitle"] = definitions[reference["refuri"].partition("#")[2]]
+            address = reference.get("refuri", "").partition("#")[2]
+            if term is not None and "std-term" in term["classes"] and address in definitions:
+                reference["reftitle"] = definitions[address]
 
 
 def definitions_of(glossary: nodes.document) -> dict[str, str]:
-    """What each term means, by its address on the page."""
+    """What each term means, by its address on the page; not where it takes a formula to say it."""
     return {
         address: " ".join(item.next_node(nodes.definition).astext().split())
         for item in glossary.findall(nodes.definition_list_item)
+        if not any(item.findall(nodes.math))
         for term in item.findall(nodes.term)
         for address in term["ids"]
     }
