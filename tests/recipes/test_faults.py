@@ -27,7 +27,9 @@ def torchrun(folder, *faults, **environment):
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
     """A run with all faults that hang, and the slow rank; and the states of its ranks."""
-    with torchrun(tmp_path_factory.mktemp("plain"), "slow-rank", *HANG) as run:
+    # Were it frozen at the end, the launcher would end it before it is woken.
+    faults = ["slow-rank", "frozen", *HANG[:-1]]
+    with torchrun(tmp_path_factory.mktemp("plain"), *faults) as run:
         wait_for(lambda: "stopped" in run.states().values(), run)
         run.when_frozen = run.states()
         run.code = run.end(8 * DEADLINE + 20)
