@@ -1,9 +1,8 @@
-"""Schedules: their names, what `check` refuses and why, their messages, CSV, and the time taken."""
+"""Schedules: their names, what `check` refuses and why, their messages, and CSV."""
 
 import pickle
 import subprocess
 import sys
-import time
 from collections import Counter, defaultdict, deque
 
 import own_schedules
@@ -467,31 +466,6 @@ def test_what_cannot_be_exchanged_is_named(tmp_path):
     path.write_text("")
     with pytest.raises(ScheduleError, match="at least one rank"):
         schedules.check(schedules.read_csv(path))
-
-
-# --- cost ----------------------------------------------------------------------------------------
-
-
-def seconds(p, m):
-    """Processor time to build, check and simulate."""
-    start = time.process_time()
-    schedule = schedules.gpipe(p, m)
-    schedules.check(schedule)
-    timeline = schedules.simulate(schedule)
-    taken = time.process_time() - start
-    assert timeline.cost == 3 * (m + p - 1)
-    return taken
-
-
-def test_64_stages_and_1024_microbatches():
-    assert seconds(64, 1024) > 0  # its time is the machine's; how it grows is the test below
-
-
-@pytest.mark.parametrize("small, large", [((8, 256), (8, 2048)), ((8, 256), (64, 256))])
-def test_time_grows_with_the_number_of_actions(small, large):
-    """Eight times the actions: about eight times the time, where a square would be 64 times."""
-    once = min(seconds(*small) for _ in range(3))
-    assert any(seconds(*large) < 20 * once for _ in range(3))
 
 
 def test_schedules_need_no_torch():
