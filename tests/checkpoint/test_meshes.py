@@ -74,6 +74,7 @@ def test_the_checkpoint_of_eight_ranks_is_that_of_one_process(saved):
         (2, "zero1"),
         (3, "zero2"),
         (4, "zero3"),
+        (4, "zero3 copied"),
         (1, "zero3"),
     ],
 )

@@ -102,6 +102,27 @@ def test_the_messages_of_one_rank_leave_in_order_one_after_the_other(five):
         assert 0.8 * i * one < seconds < i * one + 0.1
 
 
+def far_and_near():
+    """Rank 0 sends to rank 1, over a slow link, then to rank 2: when it arrives there."""
+    rank, tensor = dist.get_rank(), torch.ones(FLOATS)
+    dist.barrier()
+    with links.paced(0.5, 0.0, peers={1} if rank == 0 else {0} if rank == 1 else set()):
+        start = perf_counter()
+        if rank == 0:
+            messages = [dist.P2POp(dist.isend, tensor, peer) for peer in (1, 2)]
+        else:
+            messages = [dist.P2POp(dist.irecv, tensor, 0)] if rank < 3 else []
+        for work in dist.batch_isend_irecv(messages) if messages else []:
+            work.wait()
+        return perf_counter() - start
+
+
+def test_only_messages_of_the_named_peers_are_delayed(five):
+    _, far, near, *_ = five.call(far_and_near)
+    assert far > 0.45
+    assert near < far / 2
+
+
 def leave():
     before = dist.batch_isend_irecv
     try:

@@ -25,7 +25,8 @@ def batch(step):
 
 
 class Run:
-    """kind: "plain", "zero3", or a mesh of data x tensor x pipeline, "2x2x2".
+    """kind: "plain", "zero3", "zero3 copied" (over pairs of ranks), or a mesh of data x tensor x
+    pipeline, "2x2x2".
 
     The optimizer has two parameter groups, and a learning rate that falls.
     """
@@ -39,8 +40,11 @@ class Run:
         self.kind, self.mesh, self.group = kind, None, group
         if kind.startswith("zero"):
             whole = nn.Sequential(*layers)
-            groups = grouped(whole.named_parameters())
-            self.model = Zero(whole, int(kind[4]), group=group, param_groups=groups)
+            groups, axes = grouped(whole.named_parameters()), {"group": group}
+            if kind.endswith("copied"):
+                pairs = Mesh(data=dist.get_world_size() // 2, tensor=2)
+                axes = {"group": pairs.tensor, "replicas": pairs.data}
+            self.model = Zero(whole, int(kind[4]), param_groups=groups, **axes)
             groups = self.model.param_groups
         elif kind == "plain":
             self.model = layers

@@ -20,7 +20,7 @@ from naranhi.costs.communication import (
     fit_alpha_beta,
 )
 from naranhi.costs.failures import checkpoint_interval, goodput
-from naranhi.costs.model_state import zero_bytes, zero_bytes_sent
+from naranhi.costs.model_state import hybrid_bytes_sent, zero_bytes, zero_bytes_sent
 
 __all__ = [
     "ALGORITHMS",
@@ -35,6 +35,7 @@ __all__ = [
     "fit_alpha_beta",
     "goodput",
     "gpt2_block_items",
+    "hybrid_bytes_sent",
     "transformer_layer_bytes",
     "transformer_layer_items",
     "zero_bytes",

@@ -54,6 +54,30 @@ def zero_bytes_sent(parameters: float, ranks: int, stage: int, precision: str = 
     return (3 if stage == 3 else 2) * once
 
 
+def hybrid_bytes_sent(
+    parameters: float, ranks: int, replicas: int, stage: int, precision: str = "bf16"
+) -> tuple[float, float]:
+    """Return the bytes that each rank sends in a step of hybrid sharding: (near, far).
+
+    The model is sharded over `ranks` ranks, near each other, and `replicas` such groups hold a copy
+    each. Near, that is `zero_bytes_sent`. Far, each rank's shard of the gradients is summed by an
+    all-reduce with the ranks that hold the same shard.
+
+    Args:
+        parameters: The number of parameters.
+        ranks: The number of ranks that share one copy.
+        replicas: The number of copies.
+        stage: The stage of ZeRO, 0 to 3.
+        precision: As for `zero_bytes`.
+
+    Source: Zhao et al., "PyTorch FSDP" (2023), section 3.2.2, on hybrid sharding.
+    """
+    value, _ = _check_zero(parameters, ranks, stage, precision)
+    near = zero_bytes_sent(parameters, ranks, stage, precision)
+    shard = parameters * value / (ranks if stage else 1)
+    return near, bytes_sent("all_reduce", shard, replicas)
+
+
 _OPTIMIZER_STATE = {"adam": 8, "momentum": 4, "sgd": 0}  # bytes per parameter, in fp32
 _PRECISION = {"bf16": (2, 4), "fp32": (4, 0)}  # bytes of a value, and of its fp32 copy
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Container
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from naranhi.autograd.hooks import owner_of
 from naranhi.distributed import from_all_ranks
+from naranhi.distributed.agreement import Axes
 
 
-def require_supported(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+def require_supported(model: nn.Module, group: Axes = None) -> None:
     """Raise on every rank if the model cannot be trained with replicas on the ranks.
 
     That is a model with one of these:
@@ -29,12 +29,11 @@ def require_supported(model: nn.Module, group: dist.ProcessGroup | None = None) 
 
     Args:
         model: This rank's replica.
-        group: The process group; None for the default one.
+        group: The process group, or several axes; None for the default group.
 
     Raises:
         TypeError: On every rank of the group, naming the first such module or parameter.
     """
-    group = group or dist.group.WORLD
     reasons = from_all_ranks(_unsupported(model), group)
     for rank, reason in enumerate(reasons):
         if reason:

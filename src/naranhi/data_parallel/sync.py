@@ -1,6 +1,8 @@
 """The same model on every rank: made equal at the start, then compared and kept equal.
 
 `group` is the process group, None for the default one, and a rank is a rank *within the group*.
+What takes `Axes` also takes several groups: the axes of a mesh, over all of whose ranks the model
+is the same.
 """
 
 from __future__ import annotations
@@ -15,23 +17,23 @@ from naranhi.collectives import broadcast, ring
 from naranhi.collectives.buckets import buckets, pack, unpack
 from naranhi.collectives.chunks import overlap
 from naranhi.distributed import from_all_ranks
+from naranhi.distributed.agreement import Axes, groups_of
 
 ABSENT, DENSE, SPARSE = 0, 1, 2  # flags of gradients, in the table that the ranks compare
 
 
-def broadcast_parameters(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+def broadcast_parameters(model: nn.Module, group: Axes = None) -> None:
     """Copy rank 0's parameters and buffers to every rank, in place.
 
     Args:
         model: This rank's replica.
-        group: The process group; None for the default one.
+        group: The process group, or several axes; None for the default group.
 
     Raises:
         ValueError: On every rank, before anything is changed, if the models differ in their
             parameters or buffers, or in a shape, dtype or `requires_grad`; it names the first
             difference.
     """
-    group = group or dist.group.WORLD
     tensors = [("parameter", *named) for named in model.named_parameters()]
     tensors += [("buffer", *named) for named in model.named_buffers()]
     local = {
@@ -61,7 +63,7 @@ def _compare(first, other, rank):
         raise ValueError(f"rank {rank} has its parameters in another order than rank 0")
 
 
-def broadcast_buffers(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+def broadcast_buffers(model: nn.Module, group: Axes = None) -> None:
     """Copy rank 0's buffers to every rank, in place.
 
     Each rank's forward may have changed its own (a batch norm's running mean follows the rank's
@@ -69,7 +71,7 @@ def broadcast_buffers(model: nn.Module, group: dist.ProcessGroup | None = None) 
 
     Args:
         model: This rank's replica.
-        group: The process group; None for the default one.
+        group: The process group, or several axes; None for the default group.
     """
     _broadcast(list(model.buffers()), group)
 
@@ -77,7 +79,8 @@ def broadcast_buffers(model: nn.Module, group: dist.ProcessGroup | None = None) 
 def _broadcast(tensors, group):
     for bucket in buckets(tensors):
         flat = pack(bucket)
-        broadcast(flat, 0, group)
+        for axis in groups_of(group):
+            broadcast(flat, 0, axis)
         unpack(flat, bucket)
 
 
@@ -119,29 +122,36 @@ def same_on_all_ranks(
     """
     if not has:
         return
-    table, kernel = have_gradients(list(has.values()), group or dist.group.WORLD, device)
+    table, kernel = have_gradients(list(has.values()), group, device)
     overlap([kernel])
     require_same_gradients(has, table)
 
 
 def have_gradients(
-    flags: Sequence[int], group: dist.ProcessGroup, device: torch.device | str
+    flags: Sequence[int], group: Axes, device: torch.device | str
 ) -> tuple[torch.Tensor, Iterator[None]]:
     """Return a table of all ranks' flags, and the kernel that fills it (see `collectives`).
 
     Args:
         flags: This rank's flag for each parameter: ABSENT, DENSE or SPARSE (or False, True).
-        group: The process group.
+        group: The process group, or several axes.
         device: Where the table is, and messages are sent from.
 
     Returns:
         The table, of shape (ranks, parameters) and dtype uint8, valid once the kernel has ended;
         and the kernel.
     """
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    table = torch.empty(ranks, len(flags), dtype=torch.uint8, device=device)
-    table[rank] = table.new_tensor(flags)
-    return table, ring.all_gather(list(table), group, rank, ranks)
+    axes = groups_of(group)
+    sizes, places = map(dist.get_world_size, axes), list(map(dist.get_rank, axes))
+    table = torch.empty(*[*sizes][::-1], len(flags), dtype=torch.uint8, device=device)
+    table[tuple(places[::-1])] = table.new_tensor(flags)
+
+    def gather():
+        for number, axis in enumerate(axes):  # rows, then rows of rows
+            rows = table[tuple(places[:number:-1])]
+            yield from ring.all_gather(list(rows), axis, places[number], len(rows))
+
+    return table.view(-1, len(flags)), gather()
 
 
 def require_same_gradients(names: Iterable[str], table: torch.Tensor) -> None:

@@ -3,30 +3,43 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 
 Result = TypeVar("Result")
 
+# A process group, None for the default one; or this rank's groups on several axes of a mesh, for
+# all ranks of these axes. Their ranks are numbered with the first axis innermost.
+Axes: TypeAlias = dist.ProcessGroup | Sequence[dist.ProcessGroup] | None
 
-def from_all_ranks(value: object, group: dist.ProcessGroup | None = None) -> list[Any]:
+
+def groups_of(axes: Axes) -> list[dist.ProcessGroup]:
+    """Return this rank's process group on each axis."""
+    several = list(axes) if isinstance(axes, Sequence) else [axes]
+    return [group or dist.group.WORLD for group in several]
+
+
+def from_all_ranks(value: object, group: Axes = None) -> list[Any]:
     """Return the values of all ranks of a group, by rank. Every rank of the group calls this.
 
     Args:
         value: this rank's value, which can be pickled.
-        group: the process group; None is the default group.
+        group: the process group, or several axes; None is the default group.
     """
-    values = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
+    values = [value]
+    for axis in groups_of(group):
+        gathered = [None] * dist.get_world_size(axis)
+        dist.all_gather_object(gathered, values, group=axis)
+        values = [value for row in gathered for value in row]
     return values
 
 
 def raise_on_all(
     function: Callable[[], Result],
-    group: dist.ProcessGroup | None = None,
+    group: Axes = None,
     *,
     errors: tuple[type[Exception], ...] = (Exception,),
     kind: type[Exception] = RuntimeError,
@@ -37,7 +50,7 @@ def raise_on_all(
 
     Args:
         function: what each rank does by itself.
-        group: the process group; None is the default group.
+        group: the process group, or several axes; None is the default group.
         errors: the errors of `function` that are raised on all ranks; others only where they are.
         kind: what is raised instead.
 
@@ -63,11 +76,11 @@ def raise_on_all(
     raise kind("\n".join(lines))
 
 
-def agree(group: dist.ProcessGroup | None = None, **things: object) -> None:
+def agree(group: Axes = None, **things: object) -> None:
     """Compare values across the ranks of a group. Every rank of the group calls this.
 
     Args:
-        group: the ranks to compare; None is the default group.
+        group: the ranks to compare, a group or several axes; None is the default group.
         **things: the values by name: anything that can be pickled and compared, or a tensor or a
             module, of which only the `fingerprint` is sent.
 
@@ -75,7 +88,6 @@ def agree(group: dist.ProcessGroup | None = None, **things: object) -> None:
         ValueError: a value differs; raised on every rank, with the name of the value and the global
             ranks of two ranks that differ.
     """
-    group = dist.group.WORLD if group is None else group
     large = torch.Tensor, torch.nn.Module
     local = {
         name.replace("_", " "): value
@@ -83,13 +95,12 @@ def agree(group: dist.ProcessGroup | None = None, **things: object) -> None:
         else _Fingerprint(fingerprint(value))
         for name, value in things.items()
     }
-    gathered = from_all_ranks(local, group)
-    first = dist.get_global_rank(group, 0)
-    for place, other in enumerate(gathered):
-        for name in {**gathered[0], **other}:
-            expected, given = gathered[0].get(name), other.get(name)
+    gathered = from_all_ranks((dist.get_rank(), local), group)
+    first, reference = gathered[0]
+    for rank, other in gathered:
+        for name in {**reference, **other}:
+            expected, given = reference.get(name), other.get(name)
             if expected != given:
-                rank = dist.get_global_rank(group, place)
                 if isinstance(expected, _Fingerprint) and isinstance(given, _Fingerprint):
                     raise ValueError(f"rank {first} and rank {rank} have different {name}")
                 raise ValueError(f"{name}: {expected} on rank {first}, {given} on rank {rank}")

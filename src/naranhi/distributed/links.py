@@ -5,7 +5,7 @@ what its messages cost. On a paced link a rank mostly waits, which uses no core,
 two cores take as long as four machines would. Units: seconds, bytes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from math import isfinite
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 
 @contextmanager
-def paced(alpha: float, beta: float) -> Iterator[None]:
+def paced(alpha: float, beta: float, peers: Container[int] | None = None) -> Iterator[None]:
     """Pace this rank's link to a latency of `alpha` and an inverse bandwidth of `beta`.
 
     This delays the messages that `dist.batch_isend_irecv` starts, which all of
@@ -27,6 +27,8 @@ def paced(alpha: float, beta: float) -> Iterator[None]:
         alpha: the latency in seconds. Real messages must be quick compared with it, so make it
             some milliseconds.
         beta: the inverse bandwidth in seconds per byte.
+        peers: the global ranks at the other end of the link, such as those of another node; None
+            for all. Messages from and to other ranks are not delayed.
 
     Raises:
         ValueError: alpha or beta is negative or not finite, or a message is not sent by gloo.
@@ -54,7 +56,9 @@ def paced(alpha: float, beta: float) -> Iterator[None]:
             if dist.get_backend(message.group) != "gloo":
                 raise ValueError("only gloo's messages can be paced")
             takes = alpha + message.tensor.nbytes * beta
-            if message.op is dist.irecv:
+            if peers is not None and message.peer not in peers:
+                works += unpaced([message])
+            elif message.op is dist.irecv:
                 works.append(_Work(inward.submit(receive, unpaced([message]), takes)))
             else:
                 sent = max(monotonic(), sent) + takes

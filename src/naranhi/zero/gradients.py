@@ -7,26 +7,31 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from naranhi.collectives import chunks, ring
 from naranhi.data_parallel.sync import have_gradients
+from naranhi.distributed.agreement import groups_of
+from naranhi.zero.units import Transfer, Unit
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from naranhi.distributed.agreement import Axes
     from naranhi.zero.flat_param import FlatParam
-    from naranhi.zero.units import Unit
 
 
 class Gradients:
     """Reductions in one order on all ranks, of which at most one is in flight.
 
-    It is that of a unit whose backward is over, while the next unit computes.
+    It is that of a unit whose backward is over, while the next unit computes. With replicas, the
+    last reduction of a step goes on: while the next unit's gradients are reduced, this rank's shard
+    is summed over the ranks that hold the same shard.
 
     Args:
         units: All units of the model, the root last.
         names: {trained parameter: its name}.
         stage: As in `zero.Zero`.
-        group: As in `zero.Zero`, and not None.
+        axes: `group` of `zero.Zero`, and `replicas` if there are any.
         on_event: As in `zero.Zero`, and not None.
 
     Attributes:
@@ -38,7 +43,7 @@ class Gradients:
     flats: list[FlatParam]
     names: Mapping[nn.Parameter, str]
     stage: int
-    group: dist.ProcessGroup
+    axes: Axes
     on_event: Callable[[str, str], object]
     seen: torch.Tensor | None
 
@@ -47,13 +52,16 @@ class Gradients:
         units: Sequence[Unit],
         names: Mapping[nn.Parameter, str],
         stage: int,
-        group: dist.ProcessGroup,
+        axes: Axes,
         on_event: Callable[[str, str], object],
     ) -> None:
         self.order = [unit for unit in (*units[-2::-1], units[-1]) if unit.trained]
         self.flats = [flat for unit in units for flat in unit.trained]
-        self.names, self.stage, self.group, self.on_event = names, stage, group, on_event
-        self.seen = self._in_flight = None  # the latter: a unit and its Transfer
+        self.names, self.stage, self.axes, self.on_event = names, stage, axes, on_event
+        self._near, *self._far = groups_of(axes)
+        self.seen = None
+        self._in_flight = None  # a unit, the Transfer that reduces it, and whether it is the last
+        self._summing = None  # a unit, and the Transfer that sums its shard over the replicas
         self.reset()
 
     def reset(self) -> None:
@@ -72,14 +80,14 @@ class Gradients:
             self.finish()
             unit.accumulate()
             self.on_event("reduce", unit.name)
-            self._in_flight = unit, unit.reduce_scatter(*self._flags(last))
+            self._in_flight = unit, unit.reduce_scatter(*self._flags(last)), last
 
     def _flags(self, last):
         """Yield, beside a step's last reduction, the kernel that gathers who has which gradient."""
         if last and self._started == len(self.order):
             seen = {param for flat in self.flats for param in flat.seen}
             self.seen, kernel = have_gradients(
-                [param in seen for param in self.names], self.group, self.flats[0].shard.device
+                [param in seen for param in self.names], self.axes, self.flats[0].shard.device
             )
             yield kernel
 
@@ -89,17 +97,43 @@ class Gradients:
         Once all but its last message have arrived, finish it, so that its flat gradients are freed
         before the other unit has all its gradients.
         """
+        if self._summing:
+            self._summing[1].advance()
         if self._in_flight:
-            if self._in_flight[1].steps < dist.get_world_size(self.group) - 1:
+            if self._in_flight[1].steps < dist.get_world_size(self._near) - 1:
                 self._in_flight[1].advance()
             elif self.stage > 1:
                 self.finish()
 
     def finish(self) -> None:
-        """Wait for the reduction in flight."""
+        """Wait for the reduction in flight; in a step's last, start the sum over the replicas."""
         if self._in_flight:
-            unit, transfer = self._in_flight
+            unit, transfer, last = self._in_flight
             transfer.finish()
             unit.keep_reduced()
             self.on_event("reduced", unit.name)
             self._in_flight = None
+            if last and self._far:
+                self._finish_sum()
+                self.on_event("sum", unit.name)
+                self._summing = unit, Transfer(_sums(unit, *self._far))
+
+    def finish_all(self) -> None:
+        """Wait for the reduction in flight, and for its sum over the replicas."""
+        self.finish()
+        self._finish_sum()
+
+    def _finish_sum(self):
+        if self._summing:
+            unit, transfer = self._summing
+            transfer.finish()
+            self.on_event("summed", unit.name)
+            self._summing = None
+
+
+def _sums(unit, replicas):
+    """Yield kernels that sum this rank's shards of a unit's gradients over the replicas."""
+    rank, ranks = dist.get_rank(replicas), dist.get_world_size(replicas)
+    for flat in unit.trained:
+        for piece in chunks.cut(flat.gradient, ranks):
+            yield ring.all_reduce(flat.gradient[piece], replicas, rank, ranks)

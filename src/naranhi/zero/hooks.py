@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     import torch.distributed as dist
 
+    from naranhi.distributed.agreement import Axes
     from naranhi.zero.flat_param import FlatParam
     from naranhi.zero.units import Unit
 
@@ -38,6 +39,7 @@ class Hooks:
     """The hooks of a sharded model: the part of `zero.Zero` that autograd and modules call."""
 
     group: dist.ProcessGroup
+    axes: Axes
     model: nn.Module
     stage: int
     precision: str
@@ -50,7 +52,7 @@ class Hooks:
 
     def __init__(self):
         self._parameters = Parameters(self.units, self.stage, self.on_event)
-        self._gradients = Gradients(self.units, self.names, self.stage, self.group, self.on_event)
+        self._gradients = Gradients(self.units, self.names, self.stage, self.axes, self.on_event)
         self._backward = Backward()
         self._phase = Phase.ACCUMULATING
         self._sync = True  # outside of no_sync()
@@ -214,7 +216,7 @@ class Hooks:
             unit.done = True
             self._parameters.reshard(unit)
         self._sum()
-        self._gradients.finish()
+        self._gradients.finish_all()
         for unit in self.units:
             unit.settle()
         self._gradients.reset()
@@ -231,9 +233,9 @@ class Hooks:
             return
         require_trained(self.flats)
         if self.buffers:
-            broadcast_buffers(self.model, self.group)
+            broadcast_buffers(self.model, self.axes)
         if self.check_finite:
-            require_finite(self.flats, self.group)
+            require_finite(self.flats, self.axes)
         self._phase = Phase.REDUCED
         for flat in self.flats:
             flat.hide_gradients()
@@ -252,7 +254,7 @@ class Hooks:
         of a rank without one.
         """
         if self.stage == 3:
-            require_all(has_forward, self.group, self.flats[0].shard.device)
+            require_all(has_forward, self.axes, self.flats[0].shard.device)
         self._phase = Phase.ANNOUNCED
 
     def _require_end(self):

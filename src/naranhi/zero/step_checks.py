@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from naranhi.collectives import all_gather
 from naranhi.distributed import from_all_ranks
+from naranhi.distributed.agreement import Axes, groups_of
 
 if TYPE_CHECKING:
     from naranhi.zero.flat_param import FlatParam
@@ -18,22 +19,46 @@ if TYPE_CHECKING:
 OF_A_SHAPE = {"Adafactor", "LBFGS", "Muon", "SparseAdam", "Lamb", "LAMB", "LARS", "Shampoo", "SOAP"}
 
 
-def require_all(present: bool, group: dist.ProcessGroup, device: torch.device) -> None:
+def axes_of(group: dist.ProcessGroup, replicas: dist.ProcessGroup | None) -> Axes:
+    """Return the axes over which a model is sharded, and copied if there are replicas.
+
+    Args:
+        group: The ranks that share one copy of the model.
+        replicas: The ranks with the same shard of other copies; None for one copy.
+
+    Raises:
+        ValueError: On every rank, if the two are not axes of a mesh: a rank meets another in both.
+    """
+    if replicas is None:
+        return [group]
+    axes = [group, replicas]
+    ranks = from_all_ranks(dist.get_rank(), axes)
+    if len({*ranks}) < len(ranks):
+        raise ValueError(
+            f"group and replicas have to be two axes of a mesh: together they reach ranks {ranks}, "
+            "some of them twice"
+        )
+    return axes
+
+
+def require_all(present: bool, group: Axes, device: torch.device) -> None:
     """Raise on every rank if `present` is true on some ranks only.
 
     Args:
         present: Whether this rank has a forward in this step.
-        group: The process group.
+        group: The process group, or several axes.
         device: Where messages are sent from.
 
     Raises:
         RuntimeError: Naming the ranks without a forward.
     """
-    flag = torch.tensor([present], dtype=torch.uint8, device=device)
-    table = flag.new_empty(dist.get_world_size(group), 1)
-    all_gather(table, flag, group)
-    absent = [str(rank) for rank, flag in enumerate(table.flatten().tolist()) if not flag]
-    if 0 < len(absent) < len(table):
+    flags = torch.tensor([present], dtype=torch.uint8, device=device)
+    for axis in groups_of(group):
+        table = flags.new_empty(dist.get_world_size(axis), *flags.shape)
+        all_gather(table, flags, axis)
+        flags = table
+    absent = [str(rank) for rank, flag in enumerate(flags.flatten().tolist()) if not flag]
+    if 0 < len(absent) < flags.numel():
         raise RuntimeError(
             f"rank {', '.join(absent)} has no forward in this step: without a sample, run the "
             "model on rows that do not count"
@@ -61,12 +86,12 @@ def require_trained(flats: Iterable[FlatParam]) -> None:
                 )
 
 
-def require_finite(flats: Iterable[FlatParam], group: dist.ProcessGroup) -> None:
+def require_finite(flats: Iterable[FlatParam], group: Axes) -> None:
     """Raise on every rank if a gradient is infinite or NaN.
 
     Args:
         flats: The flat parameters, after their reduction.
-        group: The process group.
+        group: The process group, or several axes.
 
     Raises:
         FloatingPointError: Naming a parameter, and the ranks in whose shards there is such a

@@ -12,10 +12,10 @@ from itertools import count
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from naranhi.distributed import agree
+from naranhi.distributed.agreement import Axes, groups_of
 from naranhi.zero.flat_param import FlatParam
 from naranhi.zero.phase import ParamState
 
@@ -138,11 +138,12 @@ def cut(
     groups: Iterable[dict[str, Any]] | None,
     stage: int,
     precision: str,
-    group: dist.ProcessGroup,
+    axes: Axes,
 ) -> tuple[list[Unit], list[dict[str, Any]]]:
     """Return the units of a model, the root last, and the options of each parameter group.
 
-    The arguments, and which of them raise an error, are as in `zero.Zero`.
+    The arguments, and which of them raise an error, are as in `zero.Zero`; parameters are sharded
+    over the first of the axes.
     """
     named = dict(model.named_parameters())
     name_of = {param: name for name, param in named.items()}
@@ -155,20 +156,20 @@ def cut(
     computes_in = {param: _computes_in(precision, name, param) for name, param in named.items()}
     where = {module: name for name, module in model.named_modules()}
     agree(
-        group,
+        axes,
         stage=stage,
         precision=precision,
         units=[", ".join(where[module] for module in run) for run in runs],
         parameter_groups={name_of[param]: number for param, number in group_of.items()},
     )
-    units, tags = [], count(1)
+    units, tags, near = [], count(1), groups_of(axes)[0]
     for run in [*runs, root]:
         own = [param for param in named.values() if owner.get(param, root) == run]
         kinds = {}
         for param in sorted(own, key=lambda param: group_of.get(param, 0)):
             kinds.setdefault((param.requires_grad, param.dtype), []).append((name_of[param], param))
         flats = [
-            FlatParam(some, group_of, stage, computes_in[some[0][1]], group, next(tags))
+            FlatParam(some, group_of, stage, computes_in[some[0][1]], near, next(tags))
             for some in kinds.values()
         ]
         if flats or run == root:

@@ -107,7 +107,7 @@ class Whole:
                 if param.data_ptr() != view.data_ptr():  # `param.data = ...` was assigned
                     view.copy_(param.detach())
                 values[f"parameter {name}"] = view
-        agree(self.zero.group, **values)
+        agree(self.zero.axes, **values)
         for flat, row in rows.items():
             flat.master.copy_(row[flat.shard_slice])
 

@@ -16,13 +16,14 @@ from naranhi.tensor_parallel.gradient_norm import norm_of_parts, norm_power, sca
 from naranhi.zero.hooks import Hooks
 from naranhi.zero.memory import held
 from naranhi.zero.phase import Phase
-from naranhi.zero.step_checks import require_own
+from naranhi.zero.step_checks import axes_of, require_own
 from naranhi.zero.units import cut
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from naranhi.distributed.agreement import Axes
     from naranhi.zero.flat_param import FlatParam
     from naranhi.zero.units import Unit
 
@@ -42,11 +43,14 @@ class Zero(Hooks):
         precision: "fp32" computes in the parameters' dtype. "bf16" computes in bf16, and reduces
             gradients in bf16 too, while the optimizer works on a copy in fp32. The model's inputs
             and outputs are still fp32.
-        group: The process group; None for the default one.
+        group: The process group over which the state is sharded; None for the default one.
+        replicas: The ranks with the same shard in other groups, if there are several groups, each
+            of which holds the model once: *hybrid sharding*. Gathers stay within `group`; only the
+            sums of a step's gradients, a shard of them, go over `replicas`, once a step.
         on_event: Called as on_event(event, name of the unit): "gather" and "gathered" when its
             all-gather starts and when it is known to have ended, "compute" before its forward and
             before its backward, "free"; "reduce" and "reduced" when the reduction of its gradients
-            starts and when it is known to have ended.
+            starts and when it is known to have ended; "sum" and "summed", over `replicas`.
         buffers: Whether each step ends with `broadcast_buffers`.
         check_finite: Whether the last backward of a step raises FloatingPointError, naming a
             parameter, if a gradient is infinite or NaN (`clip_grad_norm_` does in any case).
@@ -73,6 +77,7 @@ class Zero(Hooks):
         param_groups: Iterable[dict[str, Any]] | None = None,
         precision: str = "fp32",
         group: dist.ProcessGroup | None = None,
+        replicas: dist.ProcessGroup | None = None,
         on_event: Callable[[str, str], object] | None = None,
         buffers: bool = True,
         check_finite: bool = False,
@@ -82,6 +87,7 @@ class Zero(Hooks):
         if precision not in ("fp32", "bf16"):
             raise ValueError(f"precision must be 'fp32' or 'bf16', not {precision!r}")
         self.group: dist.ProcessGroup = group or dist.group.WORLD
+        self.axes: Axes = axes_of(self.group, replicas)
         self.model: nn.Module = model
         self.stage: int = stage
         self.precision: str = precision
@@ -93,10 +99,10 @@ class Zero(Hooks):
         }
         if not self.names:
             raise ValueError("no parameter of this model requires a gradient")
-        require_supported(model, self.group)
-        broadcast_parameters(model, self.group)
-        agree(self.group, buffers=buffers, check_finite=check_finite)
-        units, self._options = cut(model, units, param_groups, stage, precision, self.group)
+        require_supported(model, self.axes)
+        broadcast_parameters(model, self.axes)
+        agree(self.axes, buffers=buffers, check_finite=check_finite)
+        units, self._options = cut(model, units, param_groups, stage, precision, self.axes)
         self.units: list[Unit] = units
         self.root: Unit = units[-1]
         self.flats: list[FlatParam] = [flat for unit in units for flat in unit.trained]
@@ -213,7 +219,7 @@ class Zero(Hooks):
 
         Call it on every rank, at the same point of the step.
         """
-        self._gradients.finish()
+        self._gradients.finish_all()
         self._forget()
         for unit in self.units:
             unit.settle()
