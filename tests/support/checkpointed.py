@@ -1,14 +1,15 @@
-"""A small GPT-2 that trains on any mesh, from one checkpoint to the next."""
+"""What checkpoints are made of: a small GPT-2 on any mesh, a sharded MLP, and the boxes of both."""
 
 import json
 from functools import partial
 
 import torch
 import torch.distributed as dist
+from gloo_ranks import first_ranks
 from torch import nn
 
 from naranhi import models, schedules
-from naranhi.checkpoint import Checkpoints
+from naranhi.checkpoint import CheckpointError, Checkpoints
 from naranhi.checkpoint.layout import from_json
 from naranhi.checkpoint.state import State
 from naranhi.distributed import Mesh
@@ -162,3 +163,40 @@ def put_together(of_ranks, shapes):
                 whole[name][place] = values
     assert not any(tensor.isnan().any() for tensor in whole.values())
     return whole
+
+
+def made(ranks, width=4, seed=0, steps=1, kind=torch.optim.AdamW, units=None, groups=None):
+    """On the first ranks: (a sharded model, its optimizer), after some steps; None on the rest."""
+    group = first_ranks(ranks)
+    if dist.get_rank() >= ranks:
+        return None
+    torch.manual_seed(seed)
+    model = nn.Sequential(*models.mlp(2, width, 6))
+    zero = Zero(model, 3, group=group, units=units, param_groups=groups and groups(model))
+    optimizer = kind(zero.param_groups, lr=0.25)
+    for _ in range(steps):
+        model(torch.ones(1, width)).sum().backward()
+        zero.step(optimizer)
+    return zero, optimizer
+
+
+def numbers(zero, optimizer):
+    """This rank's shards, and what the optimizer keeps for them."""
+    return [
+        [
+            piece.tolist(),
+            *(kept.tolist() for _, kept in sorted(optimizer.state.get(piece, {}).items())),
+        ]
+        for unit in zero.units
+        for flat in unit.flats
+        for piece in flat.pieces.values()
+    ]
+
+
+def refusal(function):
+    """The words of the CheckpointError; None without one."""
+    try:
+        function()
+    except CheckpointError as error:
+        return str(error)
+    return None
