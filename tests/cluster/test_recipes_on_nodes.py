@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import subprocess
 import sys
 import uuid
@@ -99,3 +100,23 @@ def test_slurm(slurm, alone, tmp_path):
         program=[RECIPES / "ddp.py", *OPTIONS],
     )
     assert [float(loss) for loss in losses(printed)] == pytest.approx(alone, abs=5e-6), printed
+
+
+def test_deepspeeds_own_slurm_launcher(slurm, tmp_path):
+    """As chapter 18 says: srun starts the script on each rank, and nobody tells it its rank."""
+    (tmp_path / "hostfile").write_text(f"{socket.gethostname().split('.')[0]} slots=2\n")
+    launcher = [Path(sys.executable).with_name("deepspeed"), "--hostfile=hostfile", "--force_multi"]
+    # It asks for ssh, twice, which srun does not use.
+    launcher += ["--no_ssh_check", "--master_addr=127.0.0.1", "--launcher=slurm"]
+    done = subprocess.run(
+        [*launcher, RECIPES / "deepspeed_zero.py", *OPTIONS],
+        cwd=tmp_path,
+        env=ENVIRONMENT | slurm | {"DS_ACCELERATOR": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode, done.stdout
+    assert "srun -n 2 " in done.stdout + done.stderr
+    assert done.stderr.count("ModuleNotFoundError: No module named 'mpi4py'") == 2, done.stderr
