@@ -19,11 +19,19 @@ from naranhi.costs.communication import (
     fastest,
     fit_alpha_beta,
 )
+from naranhi.costs.context import (
+    CONTEXT_WAYS,
+    context_bytes_saved,
+    context_bytes_sent,
+    context_idle,
+    context_messages,
+)
 from naranhi.costs.failures import checkpoint_interval, goodput
 from naranhi.costs.model_state import hybrid_bytes_sent, zero_bytes, zero_bytes_sent
 
 __all__ = [
     "ALGORITHMS",
+    "CONTEXT_WAYS",
     "POWER_OF_TWO_ONLY",
     "Item",
     "algorithm_bandwidth",
@@ -31,6 +39,10 @@ __all__ = [
     "bytes_sent",
     "checkpoint_interval",
     "collective_seconds",
+    "context_bytes_saved",
+    "context_bytes_sent",
+    "context_idle",
+    "context_messages",
     "fastest",
     "fit_alpha_beta",
     "goodput",

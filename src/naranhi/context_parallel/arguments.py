@@ -1,0 +1,135 @@
+"""What the three ways have in common: their arguments, checked before anything is sent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from naranhi.collectives.arguments import expect, locate
+from naranhi.context_parallel.order import Run, runs
+from naranhi.context_parallel.tiles import Documents, Tile, spans, tiles
+from naranhi.distributed import agree, raise_on_all
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A sequence cut over the ranks of a group, and its mask.
+
+    Attributes:
+        group: the process group.
+        rank: this rank in the group.
+        ranks: the number of ranks.
+        length: the positions on each rank.
+        order: "plain" or "head_tail".
+        causal: whether a query sees no key behind its own position.
+        documents: what `tiles.spans` returns.
+        scale: what scores are multiplied with.
+    """
+
+    group: dist.ProcessGroup
+    rank: int
+    ranks: int
+    length: int
+    order: str
+    causal: bool
+    documents: list[tuple[slice, list[tuple[int, int]]]]
+    scale: float
+
+    def tiles(self, owner: int | None) -> list[Tile]:
+        """Return what this rank's queries see of the keys of a rank; of all keys for None."""
+        own = runs(self.order, self.ranks, self.rank, self.length)
+        keys = runs(self.order, self.ranks, owner, self.length) if owner is not None else self.whole
+        return tiles(own, keys, self.causal, self.documents)
+
+    def tiles_of_heads(self) -> list[Tile]:
+        """Return what the queries of the whole sequence see of its keys."""
+        return tiles(self.whole, self.whole, self.causal, self.documents)
+
+    @property
+    def whole(self) -> list[Run]:
+        """The whole sequence in its own order."""
+        return [Run(0, self.ranks * self.length, 0)]
+
+
+def prepare(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    group: dist.ProcessGroup | None,
+    causal: bool,
+    *,
+    heads_over_ranks: bool = False,
+    order: str,
+    documents: Documents | None,
+    positions: torch.Tensor | None,
+    scale: float | None,
+    check: bool,
+) -> Cut:
+    """Return how the sequence is cut and masked.
+
+    With `check`, the ranks compare what they were given, and an error of one is raised on all.
+
+    Raises:
+        ValueError: as `ring_attention`.
+        TypeError: as `ring_attention`; with `check`, a ValueError on every rank.
+    """
+    group, rank, ranks = locate(group)
+
+    def cut():
+        _require_shapes(query, key, value)
+        heads, kv_heads, length = query.shape[1], key.shape[1], query.shape[2]
+        if heads_over_ranks and kv_heads % ranks:
+            raise ValueError(
+                f"{ranks} ranks do not divide {kv_heads} key-value heads (of {heads} heads): take "
+                "ring_attention or gathered_attention, or fewer ranks"
+            )
+        own = runs(order, ranks, rank, length)
+        _require_positions(positions, own, order)
+        masks = spans(documents, len(query), ranks * length)
+        factor = query.shape[-1] ** -0.5 if scale is None else float(scale)
+        return Cut(group, rank, ranks, length, order, causal, masks, factor)
+
+    if not check or ranks == 1:
+        return cut()
+    found = raise_on_all(cut, group, errors=(TypeError, ValueError), kind=ValueError)
+    agree(
+        group,
+        query=tuple(query.shape),
+        key_and_value=tuple(key.shape),
+        dtype=query.dtype,
+        device=query.device.type,
+        causal=causal,
+        order=order,
+        documents=documents,
+        scale=found.scale,
+    )
+    return found
+
+
+def _require_shapes(query, key, value):
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, torch.Tensor) or tensor.dim() != 4:
+            shape = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else tensor
+            raise ValueError(f"{name} must be (batch, heads, sequence, head size), not {shape!r}")
+    if not query.is_floating_point():
+        raise TypeError(f"attention is for floating point, not {query.dtype}")
+    if not query.numel() or not key.numel():
+        raise ValueError(f"nothing to attend: query {tuple(query.shape)}, key {tuple(key.shape)}")
+    batch, heads, length, size = query.shape
+    expect("key", key, (batch, key.shape[1], length, size), query)
+    expect("value", value, key.shape, query)
+    if heads % key.shape[1]:
+        raise ValueError(f"{key.shape[1]} key-value heads do not divide {heads} heads")
+
+
+def _require_positions(positions, own, order):
+    if positions is None:
+        return
+    expected = [position for run in own for position in range(run.start, run.start + run.length)]
+    if positions.tolist() != expected:
+        raise ValueError(
+            f"the positions are not those of {order!r} order on this rank, which are "
+            + ", ".join(f"{run.start} to {run.start + run.length - 1}" for run in own)
+        )

@@ -1,0 +1,136 @@
+"""GPT-2 on a sequence that is cut across ranks.
+
+    layers = cut_sequence(models.gpt2(config, dropout=0.0), group, order="head_tail")
+    own = split_sequence(targets, group, order="head_tail")
+    count = data_parallel.global_count((own != models.IGNORE_INDEX).sum().item(), group)
+    (models.loss(nn.Sequential(*layers)(tokens), own) / count).backward()
+    data_parallel.all_reduce_bucketed(model, group)
+
+Every rank is given the whole batch of tokens, and computes only with its own positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from naranhi.context_parallel.order import ORDERS, positions, split_sequence
+from naranhi.context_parallel.ring import ring_attention
+from naranhi.distributed import agree
+
+
+def cut_sequence(
+    layers: list[nn.Module],
+    group: dist.ProcessGroup | None = None,
+    *,
+    attention: Callable[..., torch.Tensor] = ring_attention,
+    order: str = "plain",
+) -> list[nn.Module]:
+    """Make the layers of `models.gpt2` work on this rank's positions, in place, and return them.
+
+    The first layer takes the whole tokens, the same on every rank, and embeds this rank's; the last
+    one returns logits of (batch, sequence / ranks, vocabulary). Parameters do not change.
+
+    Args:
+        layers: what `models.gpt2` returned, without dropout, equal on every rank.
+        group: the process group; None for the default one.
+        attention: `ring_attention`, `gathered_attention` or `ulysses_attention`.
+        order: "plain" or "head_tail".
+
+    Raises:
+        ValueError: a layer has dropout, whose masks the ranks would not draw as one process does;
+            a layer attends to more than its own sequence; the order is unknown.
+        TypeError: the layers are not those of `models.gpt2`.
+    """
+    from naranhi.models.gpt2_blocks import GPT2Block, GPT2Embedding
+
+    if order not in ORDERS:
+        raise ValueError(f"order must be one of {ORDERS}, not {order!r}")
+    if not layers or not isinstance(layers[0], GPT2Embedding):
+        raise TypeError("the first layer must be the embedding of models.gpt2")
+    blocks = [layer.block for layer in layers if isinstance(layer, GPT2Block)]
+    for name, module in nn.Sequential(*layers).named_modules():
+        if isinstance(module, nn.Dropout) and module.p:
+            raise ValueError(f"{name} has dropout of {module.p}: make the model with dropout=0.0")
+    for block in blocks:
+        if block.attn.is_cross_attention or block.attn.reorder_and_upcast_attn:
+            raise ValueError("cross attention and reorder_and_upcast_attn are not provided for")
+    for block in blocks:
+        block.attn = SequenceAttention(block.attn, attention, group, order)
+    layers[0] = SequenceEmbedding(layers[0], group, order)
+    return layers
+
+
+class SequenceEmbedding(nn.Module):
+    """Embed this rank's positions of tokens that every rank has whole.
+
+    Args:
+        embedding: the first of GPT-2's layers.
+        group: the process group; None for the default one.
+        order: "plain" or "head_tail".
+    """
+
+    wte: nn.Embedding
+    wpe: nn.Embedding
+
+    def __init__(self, embedding: nn.Module, group: dist.ProcessGroup | None, order: str):
+        super().__init__()
+        self.wte, self.wpe = embedding.wte, embedding.wpe
+        self.group, self.order = group, order
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the hidden state of this rank's tokens, (batch, sequence / ranks, hidden).
+
+        Raises:
+            ValueError: on every rank, if the ranks do not divide the sequence, the model has fewer
+                positions, or the ranks have different tokens.
+        """
+        if isinstance(tokens, tuple):
+            raise ValueError("no padding masks: pad at the end, with targets that the loss ignores")
+        agree(self.group, tokens=tokens)
+        length = tokens.shape[-1]
+        if length > self.wpe.num_embeddings:
+            raise ValueError(f"{length} tokens, but the model has {self.wpe.num_embeddings}")
+        own = split_sequence(tokens, self.group, order=self.order)
+        place = positions(length, self.group, order=self.order, device=tokens.device)
+        return self.wte(own) + self.wpe(place)
+
+
+class SequenceAttention(nn.Module):
+    """GPT-2's attention (`transformers`' GPT2Attention) of this rank's positions to all.
+
+    Args:
+        attention: the layer, whose projections are used.
+        attend: one of the three ways.
+        group: the process group; None for the default one.
+        order: "plain" or "head_tail".
+    """
+
+    c_attn: nn.Module
+    c_proj: nn.Module
+
+    def __init__(
+        self,
+        attention: nn.Module,
+        attend: Callable[..., torch.Tensor],
+        group: dist.ProcessGroup | None,
+        order: str,
+    ):
+        super().__init__()
+        self.c_attn, self.c_proj = attention.c_attn, attention.c_proj
+        self.head_size, self.scale = attention.head_dim, attention.scaling
+        self.attend, self.group, self.order = attend, group, order
+
+    def forward(self, x: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+        """Return the attention's output, and None in place of the attention weights."""
+        parts = (
+            part.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+            for part in self.c_attn(x).chunk(3, -1)
+        )
+        # The embedding has compared the ranks' tokens, and so all that follows from them.
+        values = self.attend(*parts, self.group, order=self.order, scale=self.scale, check=False)
+        return self.c_proj(values.transpose(1, 2).flatten(2)), None

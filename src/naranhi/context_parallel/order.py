@@ -1,0 +1,158 @@
+"""Which positions of a sequence each rank has: one part in plain order, two in head-and-tail order.
+
+With a causal mask, later positions see more keys. In plain order rank 0 has the first positions and
+least to compute, the last rank most. In head-and-tail order the sequence is cut into 2 x ranks
+parts, and rank r has parts r and 2 x ranks - 1 - r: a head and a tail, which together see as many
+keys on each rank.
+
+    ranks = 2     plain        0 0 1 1
+                  head_tail    0 1 1 0
+
+Source: Zhu, "[Feature Request] Balancing computation with zigzag blocking" (ring-flash-attention,
+issue 2, 2024); Llama Team, "The Llama 3 herd of models" (2024), section 3.3.2.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from naranhi import collectives
+
+ORDERS = ("plain", "head_tail")
+
+
+class Run(NamedTuple):
+    """Consecutive positions that lie side by side in a tensor.
+
+    Attributes:
+        start: the first position in the whole sequence.
+        length: how many positions.
+        offset: the index of the first one in the tensor.
+    """
+
+    start: int
+    length: int
+    offset: int
+
+
+def runs(order: str, ranks: int, rank: int, length: int) -> list[Run]:
+    """Return what a rank has of the sequence, in the order of its tensors.
+
+    Args:
+        order: "plain" or "head_tail".
+        ranks: the number of ranks.
+        rank: the rank.
+        length: the number of positions on each rank.
+
+    Raises:
+        ValueError: the order is unknown, or head-and-tail order cannot halve the length.
+    """
+    if order not in ORDERS:
+        raise ValueError(f"order must be one of {ORDERS}, not {order!r}")
+    if order == "plain":
+        return [Run(rank * length, length, 0)]
+    half, odd = divmod(length, 2)
+    if odd:
+        raise ValueError(
+            f"head_tail order halves each rank's part, which {length} positions forbid"
+        )
+    return [Run(rank * half, half, 0), Run((2 * ranks - 1 - rank) * half, half, half)]
+
+
+def positions(
+    length: int,
+    group: dist.ProcessGroup | None = None,
+    *,
+    order: str = "plain",
+    device: torch.device | str | None = None,
+) -> torch.Tensor:
+    """Return the positions of this rank's part, (length / ranks,), for embeddings of positions.
+
+    Args:
+        length: the length of the whole sequence.
+        group: the process group; None for the default one.
+        order: "plain" or "head_tail".
+        device: where the tensor is made.
+
+    Raises:
+        ValueError: the ranks do not divide the sequence, in head-and-tail order into two parts
+            each; or the order is unknown.
+    """
+    parts = _own_runs(length, group, order)
+    return torch.cat([torch.arange(run.start, run.start + run.length) for run in parts]).to(device)
+
+
+def split_sequence(
+    x: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    order: str = "plain",
+    dim: int = -1,
+) -> torch.Tensor:
+    """Return this rank's part of x along `dim`, where x is the same on every rank.
+
+    Args:
+        x: a tensor of the whole sequence, in its own order: tokens, targets, activations.
+        group: the process group; None for the default one.
+        order: "plain" or "head_tail".
+        dim: the dimension of the sequence.
+
+    Raises:
+        ValueError: as `positions`.
+    """
+    parts = _own_runs(x.shape[dim], group, order)
+    return torch.cat([x.narrow(dim, run.start, run.length) for run in parts], dim)
+
+
+def join_sequence(
+    x: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    order: str = "plain",
+    dim: int = -1,
+) -> torch.Tensor:
+    """Return the whole sequence, in its own order, of which each rank has a part; outside autograd.
+
+    Args:
+        x: this rank's part, as `split_sequence` returns it.
+        group: the process group; None for the default one.
+        order: "plain" or "head_tail".
+        dim: the dimension of the sequence.
+    """
+    gathered = x.new_empty((dist.get_world_size(group), *x.shape))
+    collectives.all_gather(gathered, x, group)
+    return in_sequence(list(gathered), order, dim)
+
+
+def in_sequence(parts: list[torch.Tensor], order: str, dim: int) -> torch.Tensor:
+    """Concatenate the parts of all ranks, by rank, along `dim`, in the order of the sequence."""
+    found = {
+        run.start: part.narrow(dim, run.offset, run.length)
+        for rank, part in enumerate(parts)
+        for run in runs(order, len(parts), rank, part.shape[dim])
+    }
+    return torch.cat([found[start] for start in sorted(found)], dim)
+
+
+def by_rank(x: torch.Tensor, ranks: int, order: str, dim: int) -> torch.Tensor:
+    """Return the parts of all ranks, (ranks, ...), of a tensor in the order of the sequence."""
+    length = x.shape[dim] // ranks
+    return torch.stack(
+        [
+            torch.cat([x.narrow(dim, run.start, run.length) for run in part], dim)
+            for part in (runs(order, ranks, rank, length) for rank in range(ranks))
+        ]
+    )
+
+
+def _own_runs(length, group, order):
+    ranks = dist.get_world_size(group)
+    if length % ranks:
+        raise ValueError(
+            f"{ranks} ranks do not divide a sequence of {length}: pad it, with targets that the "
+            "loss ignores"
+        )
+    return runs(order, ranks, dist.get_rank(group), length // ranks)

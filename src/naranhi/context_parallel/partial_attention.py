@@ -1,0 +1,181 @@
+"""Attention to some of the keys, and how partial results are merged: by their log-sum-exp.
+
+For one query, softmax over keys A and B together follows from the two separate ones:
+
+    lse = log(exp(lse_A) + exp(lse_B))        output = w output_A + (1 - w) output_B
+                                              w = exp(lse_A - lse) = sigmoid(lse_A - lse_B)
+
+where lse is the logarithm of the sum of the exponentials of the scores. The backward needs no merge
+at all: with the lse and the output over all keys, each block of keys has its own gradients, and
+those of the queries are summed.
+
+Tensors here have the query heads that share a key-value head in a dimension of their own: queries
+and outputs are (batch, kv heads, query heads per kv head, sequence, head size), keys and values the
+same with 1 in the middle. Nothing is repeated in memory.
+
+Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018), for the merge;
+Dao et al., "FlashAttention" (2022), for the backward from output and lse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from naranhi.context_parallel.tiles import Tile
+
+
+def fold(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return queries by key-value head, and keys and values in one contiguous tensor.
+
+    Args:
+        query: (batch, heads, sequence, head size).
+        key: (batch, kv heads, sequence, head size).
+        value: as `key`.
+
+    Returns:
+        (batch, kv heads, heads / kv heads, sequence, head size), and (2, batch, kv heads, 1,
+        sequence, head size).
+    """
+    query = query.detach().contiguous().unflatten(1, (key.shape[1], -1))
+    return query, torch.stack([key.detach(), value.detach()]).unsqueeze(3)
+
+
+class Partial:
+    """The attention of queries to the keys that have been added so far.
+
+    Args:
+        query: the queries, folded.
+        scale: what scores are multiplied with.
+    """
+
+    output: torch.Tensor
+    lse: torch.Tensor
+
+    def __init__(self, query: torch.Tensor, scale: float):
+        self.query, self.scale = query, scale
+        exact = query.dtype if query.dtype == torch.float64 else torch.float32
+        self.output = torch.zeros_like(query, dtype=exact)
+        self.lse = query.new_full(query.shape[:-1], -torch.inf, dtype=exact)
+
+    def add(self, block: torch.Tensor, tiles: Sequence[Tile]) -> None:
+        """Attend to a block of keys and values, folded, where tiles say so, and merge."""
+        for tile in tiles:
+            at = tile.rows, slice(None), slice(None), tile.queries
+            query, key, value = _cut(self.query, block, tile)
+            output, lse = _forward(query, key, value, tile.causal, self.scale)
+            merge(self.output[at], self.lse[at], output, lse)
+
+
+def merge(
+    output: torch.Tensor, lse: torch.Tensor, new_output: torch.Tensor, new_lse: torch.Tensor
+) -> None:
+    """Merge the attention to other keys into `output` and `lse`, in place.
+
+    An lse of -inf is that of a query that has seen no key.
+    """
+    new_lse = new_lse.view_as(lse)
+    weight = torch.sigmoid(new_lse - lse)
+    output.lerp_(new_output.view_as(output).to(output.dtype), weight.unsqueeze(-1))
+    lse.copy_(torch.logaddexp(lse, new_lse))
+
+
+def add_gradients(
+    grads: tuple[torch.Tensor, torch.Tensor],
+    grad_output: torch.Tensor,
+    query: torch.Tensor,
+    block: torch.Tensor,
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    tiles: Sequence[Tile],
+    scale: float,
+) -> None:
+    """Add the gradients that a block of keys and values is the cause of, in place.
+
+    Args:
+        grads: of the queries and of the block, to add to.
+        grad_output: of the output.
+        query: the queries.
+        block: the block of keys and values.
+        output: over all keys, not only those of the block.
+        lse: over all keys.
+        tiles: which queries see which keys of the block.
+        scale: what scores are multiplied with.
+    """
+    to_query, to_block = grads
+    for tile in tiles:
+        at = tile.rows, slice(None), slice(None), tile.queries
+        found = _backward(
+            grad_output[at].flatten(0, 1),
+            *_cut(query, block, tile),
+            output[at].flatten(0, 1),
+            lse[at].flatten(0, 1),
+            tile.causal,
+            scale,
+        )
+        to_query[at] += found[0].view_as(to_query[at])
+        for side, grad in zip(to_block, found[1:], strict=True):
+            part = side[tile.rows, :, :, tile.keys]
+            part += grad.sum(1).view_as(part)
+
+
+def _cut(query, block, tile):
+    """Return a tile's queries, keys and values, (rows x kv heads, heads per kv head, ...)."""
+    query = query[tile.rows, :, :, tile.queries].flatten(0, 1)
+    sides = (side[tile.rows, :, :, tile.keys].flatten(0, 1) for side in block)
+    return query, *(side.expand(-1, query.shape[1], -1, -1) for side in sides)
+
+
+def _forward(query, key, value, causal, scale):
+    """Return output and lse, by torch's fused attention where a CPU has it."""
+    if query.device.type != "cpu":
+        return plain_forward(query, key, value, causal, scale)
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, causal, scale=scale
+    )
+
+
+def _backward(grad_output, query, key, value, output, lse, causal, scale):
+    """Return the gradients of queries, keys and values, from the output and lse over all keys."""
+    if query.device.type != "cpu":
+        return plain_backward(grad_output, query, key, value, output, lse, causal, scale)
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad_output, query, key, value, output, lse, 0.0, causal, scale=scale
+    )
+
+
+def plain_forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return output and lse in plain products, which hold the scores of the whole tile."""
+    scores = _scores(query, key, causal, scale)
+    lse = scores.logsumexp(-1)
+    return (scores - lse.unsqueeze(-1)).exp().to(value.dtype) @ value, lse
+
+
+def plain_backward(
+    grad_output: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of queries, keys and values, from output and lse over all keys."""
+    weights = (_scores(query, key, causal, scale) - lse.unsqueeze(-1)).exp()
+    inner = (grad_output * output).sum(-1, keepdim=True)
+    to_scores = (weights * (grad_output @ value.mT - inner) * scale).to(query.dtype)
+    return to_scores @ key, to_scores.mT @ query, weights.to(query.dtype).mT @ grad_output
+
+
+def _scores(query, key, causal, scale):
+    scores = query @ key.mT * scale
+    if causal:
+        behind = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(behind, -torch.inf)
+    return scores if scores.dtype == torch.float64 else scores.float()
