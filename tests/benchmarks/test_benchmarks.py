@@ -10,6 +10,7 @@ import torch.distributed as dist
 from naranhi import collectives
 from tests.benchmarks import (
     bench_collectives,
+    bench_context_parallel,
     bench_data_parallel,
     bench_pipelines,
     bench_tensor_parallel,
@@ -90,6 +91,12 @@ def test_tensor_parallel_engines_agree():
     kinds = bench_tensor_parallel.mlp, bench_tensor_parallel.attention
     rows = harness.measured([harness.Work(kind.__name__, 2, kind, (16,)) for kind in kinds], 1)
     assert [row["contender"] for row in rows] == 2 * ["naranhi", "torch parallelize_module"]
+
+
+def test_context_parallel_engines_agree():
+    works = [harness.Work("small", 2, bench_context_parallel.contenders, (64,))]
+    names = [row["contender"] for row in harness.measured(works, repeats=1)]
+    assert names == ["naranhi ring", "naranhi gathered", "naranhi ulysses", "DeepSpeed Ulysses"]
 
 
 def test_peak_bytes_counts_what_is_gone_in_the_end():
