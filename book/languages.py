@@ -60,7 +60,7 @@ LANGUAGES = (
             "Start here": "시작하며",
             "Communication": "통신",
             "Pipelines": "파이프라인",
-            "Data and tensors": "데이터와 텐서",
+            "Data, tensors and sequences": "데이터, 텐서, 시퀀스",
             "In practice": "실전",
             "Reference": "찾아보기",
         },

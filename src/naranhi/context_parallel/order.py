@@ -8,8 +8,8 @@ keys on each rank.
     ranks = 2     plain        0 0 1 1
                   head_tail    0 1 1 0
 
-Source: Zhu, "[Feature Request] Balancing computation with zigzag blocking" (ring-flash-attention,
-issue 2, 2024); Llama Team, "The Llama 3 herd of models" (2024), section 3.3.2.
+Sources: Llama Team, "The Llama 3 herd of models" (2024), section 3.3.2; ring-flash-attention, issue
+2, "Balancing computation with zigzag blocking" (2024).
 """
 
 from __future__ import annotations

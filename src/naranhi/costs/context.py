@@ -8,6 +8,9 @@ h heads of d values, k key-value heads and e bytes for a value, the bytes sent a
     gathered    4 (n - 1)/n    b s d e k         keys and values once, their gradients once
     ulysses     4 (n - 1)/n^2  b s d e (h + k)   queries, keys, values and outputs, each way
 
+if values have 4 bytes or more. (Gradients of keys and values are summed on the way, and have at
+least 4: with e = 2 the ring's 6 is an 8, and gathering's 4 is a 6.)
+
 So Ulysses sends less than gathered keys and values from n > 1 + h/k ranks on, and less than the
 ring from n > (1 + h/k) 2/3 on. But the ranks must divide the key-value heads: it ends at n = k.
 """
