@@ -95,6 +95,8 @@ ALL = {
     "interleaved by 4": lambda p, m: schedules.interleaved(p, p * m, 4),
     "zero_bubble_h1": schedules.zero_bubble_h1,
     "zero_bubble_h2": schedules.zero_bubble_h2,
+    "zero_bubble_v": schedules.zero_bubble_v,
+    "dualpipe_v": lambda p, m: schedules.dualpipe_v(p, 2 * p + m - 1),
     "pipedream": schedules.pipedream,
     "pipedream_2bw": lambda p, m: schedules.pipedream_2bw(p, m, 3),
 }
@@ -114,6 +116,8 @@ def test_every_size_is_right(make):
         (schedules.one_f_one_b, ("stages", "microbatches")),
         (schedules.zero_bubble_h1, ("stages", "microbatches")),
         (schedules.zero_bubble_h2, ("stages", "microbatches")),
+        (schedules.zero_bubble_v, ("stages", "microbatches")),
+        (schedules.dualpipe_v, ("stages", "microbatches")),
         (schedules.pipedream, ("stages", "microbatches")),
         (schedules.interleaved, ("stages", "microbatches", "chunks")),
         (schedules.pipedream_2bw, ("stages", "microbatches", "updates")),
@@ -122,7 +126,7 @@ def test_every_size_is_right(make):
 def test_a_number_that_makes_no_schedule_is_named(generator, numbers):
     for name in numbers:
         for wrong in (0, -1, 1.0, "2"):
-            arguments = {**dict.fromkeys(numbers, 2), name: wrong}
+            arguments = {**dict.fromkeys(numbers, 4), name: wrong}
             with pytest.raises(ValueError, match=f"{name} must be a whole number of at least 1"):
                 generator(**arguments)
 

@@ -67,8 +67,6 @@ def run_on_torch(ranks, path, microbatches, stages, mine):
     return len(losses), equal
 
 
-# No V, whose ranks hand over to themselves: torch 2.11 opens a connection to itself, which gloo
-# does not have.
 OURS = {
     "gpipe on 2": schedules.gpipe(2, 4),
     "gpipe on 4": schedules.gpipe(4, 6),
@@ -88,7 +86,21 @@ OURS = {
 }
 
 
-@pytest.mark.parametrize("schedule", OURS.values(), ids=OURS)
+# Before, torch opened a connection from a rank to itself at the turn, which gloo does not have.
+a_v = pytest.mark.skipif(torch.__version__ < "2.13", reason="a V needs torch 2.13 on gloo")
+V = {
+    "zero-bubble V on 2": schedules.zero_bubble_v(2, 4),
+    "zero-bubble V on 4": schedules.zero_bubble_v(4, 8),
+    "DualPipeV on 2": schedules.dualpipe_v(2, 4),
+    "DualPipeV on 4": schedules.dualpipe_v(4, 9),
+}
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [*OURS.values(), *(pytest.param(one, marks=a_v) for one in V.values())],
+    ids=[*OURS, *V],
+)
 def test_torch_runs_ours_to_the_bit(five, tmp_path, schedule):
     schedules.check(schedule)
     path, virtual = tmp_path / "ours.csv", schedule.virtual_stages
@@ -112,6 +124,14 @@ THEIRS = {
     "ScheduleInterleavedZeroBubble": lambda r, p: [r, r + p],
     "ScheduleZBVZeroBubble": lambda r, p: [r, 2 * p - 1 - r],
     "ScheduleDualPipeV": lambda r, p: [r, 2 * p - 1 - r],
+}
+
+
+# Those that are ours, action by action and pair by pair.
+SAME = {
+    "ScheduleInterleaved1F1B": lambda p, m: schedules.interleaved(p, m, 2),
+    "ScheduleZBVZeroBubble": schedules.zero_bubble_v,
+    "ScheduleDualPipeV": schedules.dualpipe_v,
 }
 
 
@@ -151,10 +171,51 @@ def test_we_read_what_torch_wrote(five, tmp_path, name, ranks):
         assert idle == 0
     else:
         assert idle > 0
-    if name == "ScheduleInterleaved1F1B":
-        assert schedule == schedules.interleaved(ranks, microbatches, 2)
+    if name in SAME:
+        assert schedule == SAME[name](ranks, microbatches)
     if name == "ScheduleLoopedBFS":
         assert timeline.peak_activations == (microbatches,) * ranks
+
+
+@pytest.mark.parametrize("ranks, microbatches", [(1, 1), (2, 1), (2, 7), (3, 4), (4, 13)])
+def test_torchs_v_is_ours(five, tmp_path, ranks, microbatches):
+    """Also with fewer micro-batches than a V holds, of which DualPipeV has none."""
+    for name in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV"):
+        if name == "ScheduleDualPipeV" and microbatches < 2 * ranks:
+            continue
+        five.call(write_theirs, ranks, name, microbatches, str(tmp_path))
+        theirs = schedules.read_csv(tmp_path / "compute_only.csv")
+        assert theirs == SAME[name](ranks, microbatches)
+
+
+def run_theirs(ranks, name, microbatches):
+    """Whether each loss and gradient of torch's own schedule is the plain loop's to the bit."""
+    group, rank = first_ranks(ranks), dist.get_rank()
+    if rank >= ranks:
+        return None
+    mine = THEIRS[name](rank, ranks)
+    parts = [
+        PipelineStage(layer(stage), stage, 2 * ranks, torch.device("cpu"), group=group)
+        for stage in mine
+    ]
+    theirs = getattr(torchs, name)(parts, microbatches, loss_fn=squared_error, scale_grads=False)
+    x, y = batch(microbatches)
+    losses = []
+    theirs.step(*[x] * (0 in mine), **({"target": y, "losses": losses} if rank == 0 else {}))
+    expected_losses, expected = plain_loop(2 * ranks, microbatches)
+    equal = [torch.equal(one, two) for one, two in zip(losses, expected_losses, strict=False)]
+    for part in parts:
+        gradients = (parameter.grad for parameter in part.submod.parameters())
+        equal += map(torch.equal, gradients, expected[part.stage_index])
+    return equal
+
+
+@a_v
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", ["ScheduleZBVZeroBubble", "ScheduleDualPipeV"])
+def test_torchs_own_v_has_the_loss_on_rank_0(five, name, ranks):
+    found = five.call(run_theirs, ranks, name, 2 * ranks)
+    assert found[:ranks] == [[True] * (2 * ranks * (rank == 0) + 4) for rank in range(ranks)]
 
 
 def write_their_1f1b(ranks, microbatches, path):

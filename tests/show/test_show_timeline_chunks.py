@@ -57,12 +57,30 @@ def test_a_pale_box_has_a_frame_and_a_number_in_the_pages_ink():
 
 
 def test_the_key_is_as_wide_as_the_picture_at_most():
-    """Three kinds and four chunks are the most there is to name."""
+    """Three kinds and four chunks, or four kinds and two, are the most there is to name."""
     rows = [[schedules.Action(stage, kind, 0) for stage in range(4) for kind in "FIW"]]
     alone = schedules.Timeline(
         [[schedules.Span(action, n, n + 1) for n, action in enumerate(rows[0])]]
     )
-    fig = _timeline.draw_timeline(alone)
-    fig.draw_without_rendering()
-    key = fig.axes[0].get_legend().get_window_extent()
-    assert key.x0 >= 0 and key.x1 <= fig.bbox.x1
+    for line in (alone, schedules.simulate(schedules.dualpipe_v(2, 4))):
+        fig = _timeline.draw_timeline(line)
+        fig.draw_without_rendering()
+        key = fig.axes[0].get_legend().get_window_extent()
+        assert key.x0 >= 0 and key.x1 <= fig.bbox.x1 and key.y1 <= fig.bbox.y1
+
+
+def test_the_two_of_a_pair_share_their_row():
+    """The forward above, the backward below; together as high as any other box."""
+    line = schedules.simulate(schedules.dualpipe_v(2, 4), overlapped=2)
+    patches = iter(_timeline.draw_timeline(line).axes[0].patches)
+    high, pairs = set(), 0
+    for rank, units in enumerate(schedules.dualpipe_v(2, 4).units):
+        for unit in units:
+            boxes = [next(patches) for _ in unit]
+            tops = [box.get_y() - rank for box in boxes]
+            bottoms = [top + box.get_height() for top, box in zip(tops, boxes, strict=True)]
+            assert len({(box.get_x(), box.get_width()) for box in boxes}) == 1
+            assert tops == sorted(tops) and all(map(float.__le__, bottoms, tops[1:]))
+            high.add((round(tops[0], 3), round(bottoms[-1], 3)))
+            pairs += len(unit) == 2
+    assert len(high) == 1 and pairs == 6

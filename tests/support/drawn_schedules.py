@@ -21,6 +21,8 @@ def right_schedules(draw, updates=True):
         lambda: schedules.interleaved(p, p * draw(st.integers(1, 2)), draw(st.integers(1, 3))),
         lambda: schedules.zero_bubble_h1(p, m),
         lambda: schedules.zero_bubble_h2(p, m),
+        lambda: schedules.zero_bubble_v(p, m),
+        lambda: schedules.dualpipe_v(p, 2 * p + m - 1),
         lambda: own_schedules.late_weights(p, m),
         lambda: own_schedules.looped(p, m, draw(st.integers(1, 3))),
         lambda: own_schedules.there_and_back(p, m),

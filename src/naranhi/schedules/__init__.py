@@ -18,10 +18,18 @@ from naranhi.schedules.asynchronous import (
 from naranhi.schedules.flush import gpipe, in_turn, inter_layer, interleaved, one_f_one_b
 from naranhi.schedules.grading import Grade, grade
 from naranhi.schedules.names import get
-from naranhi.schedules.schedule import Action, Channel, Message, Schedule, ScheduleError
+from naranhi.schedules.schedule import (
+    Action,
+    Channel,
+    Message,
+    Overlap,
+    Schedule,
+    ScheduleError,
+)
 from naranhi.schedules.simulation import simulate
 from naranhi.schedules.timeline import Span, Timeline
 from naranhi.schedules.torch_csv import read_csv, write_csv
+from naranhi.schedules.v_shaped import dualpipe_v, zero_bubble_v
 from naranhi.schedules.validate import channels, check, in_order
 from naranhi.schedules.zero_bubble import split_backwards, zero_bubble_h1, zero_bubble_h2
 
@@ -30,6 +38,7 @@ __all__ = [
     "Channel",
     "Grade",
     "Message",
+    "Overlap",
     "Schedule",
     "ScheduleError",
     "Span",
@@ -37,6 +46,7 @@ __all__ = [
     "channels",
     "check",
     "check_versions",
+    "dualpipe_v",
     "get",
     "gpipe",
     "grade",
@@ -58,4 +68,5 @@ __all__ = [
     "write_csv",
     "zero_bubble_h1",
     "zero_bubble_h2",
+    "zero_bubble_v",
 ]

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from naranhi.schedules.asynchronous import pipedream, pipedream_2bw
 from naranhi.schedules.flush import gpipe, inter_layer, interleaved, one_f_one_b
 from naranhi.schedules.schedule import Schedule
+from naranhi.schedules.v_shaped import dualpipe_v, zero_bubble_v
 from naranhi.schedules.zero_bubble import zero_bubble_h1, zero_bubble_h2
 
 OURS = {
@@ -16,12 +17,20 @@ OURS = {
         interleaved,
         zero_bubble_h1,
         zero_bubble_h2,
+        zero_bubble_v,
+        dualpipe_v,
         pipedream,
         pipedream_2bw,
     )
 }
 # The names that `torch.distributed.pipelining.schedules.get_schedule_class` knows.
-TORCH = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved1f1b": interleaved}
+TORCH = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved1f1b": interleaved,
+    "zbvzerobubble": zero_bubble_v,
+    "dualpipev": dualpipe_v,
+}
 
 
 def get(name: str) -> Callable[..., Schedule]:

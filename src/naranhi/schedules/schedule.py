@@ -8,7 +8,8 @@ gradient to stage s - 1, and a message travels if the two stages are on differen
 The names of actions are those of `torch.distributed.pipelining`. Sources: Huang et al., "GPipe"
 (2019), for micro-batches; Qi et al., "Zero bubble pipeline parallelism" (2024), for the backward
 in two parts; Narayanan et al., "PipeDream" (2019) and "Memory-efficient pipeline-parallel DNN
-training" (2021), for weight versions.
+training" (2021), for weight versions; DeepSeek-AI, "DeepSeek-V3 technical report" (2024), section
+3.2.1, for a forward and a backward that overlap.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import NamedTuple
 
 
@@ -83,6 +85,38 @@ class Action(NamedTuple):
     __repr__ = __str__
 
 
+class Overlap(NamedTuple):
+    """A forward and a backward of another micro-batch, which a rank may run at the same time.
+
+    The pair needs the messages of both before it starts. `str` returns torch's name for it,
+    (0F4;7B0)OVERLAP_F_B, and `Overlap.parse` turns that name into a pair.
+    """
+
+    forward: Action
+    backward: Action
+
+    @classmethod
+    def parse(cls, name: str) -> Overlap:
+        """Return the pair of that name.
+
+        Raises:
+            ScheduleError: If the name is not that of a forward and a backward.
+        """
+        match = re.fullmatch(r"\(([^;]*);([^;]*)\)OVERLAP_F_B", name)
+        pair = cls(*map(Action.parse, match.groups())) if match else None
+        if pair is None or pair.forward.kind != "F" or pair.backward.kind not in "BIW":
+            raise ScheduleError(
+                f"{name!r} is no pair: expected a forward, then a backward, such as "
+                f"(0F4;7B0)OVERLAP_F_B"
+            )
+        return pair
+
+    def __str__(self) -> str:
+        return f"({self.forward};{self.backward})OVERLAP_F_B"
+
+    __repr__ = __str__
+
+
 class Message(NamedTuple):
     """What one stage sends to the next (an activation) or to the previous one (a gradient)."""
 
@@ -103,22 +137,33 @@ class Channel(NamedTuple):
 class Schedule:
     """The actions of each rank: `schedule[rank]` is a tuple of actions, in the order of execution.
 
-    A Schedule need not be right: `check` says whether it is. Schedules with equal rows are equal.
+    A Schedule need not be right: `check` says whether it is. Schedules with equal rows and pairs
+    are equal.
 
     Args:
-        rows: One row per rank, each a sequence of actions or of their names, or a string of names
-            with spaces between; or one string with a line per rank, which is also what `str`
-            returns.
+        rows: One row per rank, each a sequence of actions and pairs (`Overlap`) or of their names,
+            or a string of names with spaces between; or one string with a line per rank, which is
+            also what `str` returns.
 
     Raises:
-        ScheduleError: If an item of a row is not an action; nothing else is checked here.
+        ScheduleError: If an item of a row is not an action or a pair; nothing else is checked here.
+
+    Attributes:
+        units: For each rank what it runs in turn: tuples of one action, or of the forward and the
+            backward of a pair.
+        rows: The same actions, one by one: of a pair, first the forward.
     """
 
-    rows: tuple[tuple[Action, ...], ...]
+    units: tuple[tuple[tuple[Action, ...], ...], ...]
 
-    def __init__(self, rows: str | Iterable[str | Iterable[Action | str]]) -> None:
+    def __init__(self, rows: str | Iterable[str | Iterable[Action | Overlap | str]]) -> None:
         lines = rows.strip().splitlines() if isinstance(rows, str) else rows
-        object.__setattr__(self, "rows", tuple(_row(rank, row) for rank, row in enumerate(lines)))
+        object.__setattr__(self, "units", tuple(_row(rank, row) for rank, row in enumerate(lines)))
+
+    @cached_property
+    def rows(self) -> tuple[tuple[Action, ...], ...]:
+        """For each rank its actions one by one, in the order of execution."""
+        return tuple(tuple(chain.from_iterable(units)) for units in self.units)
 
     def __getitem__(self, rank: int) -> tuple[Action, ...]:
         return self.rows[rank]
@@ -127,7 +172,7 @@ class Schedule:
         return len(self.rows)
 
     def __str__(self) -> str:
-        return "\n".join(" ".join(map(str, row)) for row in self.rows)
+        return "\n".join(" ".join(map(name_of, units)) for units in self.units)
 
     def __repr__(self) -> str:
         return f'Schedule("""\n{self}\n""")'
@@ -210,20 +255,24 @@ class Schedule:
         return channels
 
 
+def name_of(unit: tuple[Action, ...]) -> str:
+    """Return the name of what a rank runs in one turn: that of an action or of a pair."""
+    return str(unit[0] if len(unit) == 1 else Overlap(*unit))
+
+
 def _row(rank, row):
     try:
-        return tuple(map(_action, row.split() if isinstance(row, str) else row))
+        return tuple(map(_unit, row.split() if isinstance(row, str) else row))
     except ScheduleError as error:
         raise ScheduleError(f"rank {rank}: {error}", rank) from None
 
 
-def _action(item):
-    if isinstance(item, str):
-        return Action.parse(item)
-    if isinstance(item, Action):
-        Action.parse(str(item))
-        return item
-    raise ScheduleError(f"{item!r} is no action")
+def _unit(item):
+    """Return an action or a pair, given itself or its name, as a tuple of actions."""
+    if not isinstance(item, (str, Action, Overlap)):
+        raise ScheduleError(f"{item!r} is no action")
+    name = str(item)
+    return tuple(Overlap.parse(name)) if name.startswith("(") else (Action.parse(name),)
 
 
 def require_positive(**numbers: object) -> None:

@@ -9,7 +9,7 @@ from math import isfinite
 
 from naranhi.schedules.schedule import Schedule
 from naranhi.schedules.timeline import Span, Timeline
-from naranhi.schedules.validate import check, in_order
+from naranhi.schedules.validate import check, units_in_order
 
 
 def simulate(
@@ -21,6 +21,7 @@ def simulate(
     input_grad: float | list[float] | tuple[float, ...] | None = None,
     weight_grad: float | list[float] | tuple[float, ...] | None = None,
     update: float | list[float] | tuple[float, ...] = 0,
+    overlapped: float | list[float] | tuple[float, ...] | None = None,
 ) -> Timeline:
     """Return the Timeline of a schedule, from time 0.
 
@@ -34,6 +35,9 @@ def simulate(
             `weight_grad` is given.
         weight_grad: The time of a W, in the same form; the other half of `backward` then.
         update: The time of a U, in the same form.
+        overlapped: The time of a forward and a backward that run as a pair (`Overlap`), in the same
+            form, by the stage of the forward: both start together, when the messages of both are
+            there, and end together. By default one runs after the other.
 
     Raises:
         ScheduleError: As `schedules.check` does.
@@ -59,16 +63,29 @@ def simulate(
         times["I"] = _by_stage("input_grad", input_grad, stages)
         times["W"] = _by_stage("weight_grad", weight_grad, stages)
 
+    if overlapped is not None:
+        overlapped = _by_stage("overlapped", overlapped, stages)
+
     free = [0] * len(schedule)  # by rank: when its last action ended
     arrival = {}  # by message in flight: when it arrives
     spans = [[] for _ in schedule]
-    for rank, action in in_order(schedule):
-        start = max(free[rank], arrival.pop(schedule.needs(action), 0))
-        free[rank] = end = start + times[action.kind][action.stage]
-        spans[rank].append(Span(action, start, end))
-        # A model with bandwidth would also record, by channel, when the link is free again.
-        if message := schedule.gives(action):
-            arrival[message] = end + latency if schedule.channel(message) else end
+
+    def run(rank, actions, time):
+        """Run actions at the same time, once the messages of all are there."""
+        start = max(free[rank], *(arrival.pop(schedule.needs(action), 0) for action in actions))
+        free[rank] = end = start + time
+        for action in actions:
+            spans[rank].append(Span(action, start, end))
+            # A model with bandwidth would also record, by channel, when the link is free again.
+            if message := schedule.gives(action):
+                arrival[message] = end + latency if schedule.channel(message) else end
+
+    for rank, unit in units_in_order(schedule):
+        if overlapped is not None and len(unit) == 2:
+            run(rank, unit, overlapped[unit[0].stage])
+        else:
+            for action in unit:
+                run(rank, [action], times[action.kind][action.stage])
     return Timeline(spans)
 
 

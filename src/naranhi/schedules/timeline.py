@@ -6,6 +6,7 @@ the same way in both cases.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 from naranhi.schedules.schedule import Action
@@ -23,7 +24,8 @@ class Span(NamedTuple):
 class Timeline:
     """What each rank did and when, simulated or measured: `timeline[rank]` is a tuple of spans.
 
-    A rank's spans are in the order of execution and do not overlap; the rank waits between them.
+    A rank's spans are in the order of execution, and the rank waits between them. Two spans overlap
+    only if they are the forward and the backward of a pair, which start together.
     Times are in one unit (seconds, if measured) on one clock, whose zero has no meaning.
 
     Args:
@@ -40,13 +42,15 @@ class Timeline:
         for rank, spans in enumerate(self.rows):
             if not spans:
                 raise ValueError(f"rank {rank} did nothing")
-            free = spans[0].start
+            begun = free = spans[0].start
+            paired = True  # a third span cannot start with the two of a pair
             for action, start, end in spans:
-                if not free <= start <= end:
+                pairs = start == begun and start < free and not paired
+                if not (free <= start or pairs) or end < start:
                     raise ValueError(
                         f"rank {rank}: {action} from {start} to {end}, but it was busy until {free}"
                     )
-                free = end
+                begun, free, paired = start, max(free, end), pairs
 
     def __getitem__(self, rank: int) -> tuple[Span, ...]:
         return self.rows[rank]
@@ -60,13 +64,13 @@ class Timeline:
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """The time that each rank spends on actions."""
-        return tuple(sum(end - start for _, start, end in spans) for spans in self.rows)
+        """The time that each rank spends on actions; that of a pair counts once."""
+        return tuple(map(_busy, self.rows))
 
     @property
     def cost(self) -> float:
         """The longest time, over the ranks, from a rank's first action to the end of its last."""
-        return max(spans[-1].end - spans[0].start for spans in self.rows)
+        return max(max(span.end for span in spans[-2:]) - spans[0].start for spans in self.rows)
 
     @property
     def bubble_rate(self) -> float:
@@ -86,6 +90,13 @@ class Timeline:
         is in two parts. One of a rank's n virtual stages counts 1/n.
         """
         return tuple(_peak([action for action, _, _ in spans]) for spans in self.rows)
+
+
+def _busy(spans):
+    done = accumulate((end for _, _, end in spans), max, initial=spans[0].start)
+    return sum(
+        max(end - max(start, free), 0) for (_, start, end), free in zip(spans, done, strict=False)
+    )
 
 
 def _peak(actions):

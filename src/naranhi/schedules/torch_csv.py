@@ -8,7 +8,7 @@ import csv
 import re
 from os import PathLike
 
-from naranhi.schedules.schedule import Schedule, ScheduleError
+from naranhi.schedules.schedule import Schedule, ScheduleError, name_of
 
 
 def write_csv(schedule: Schedule, path: str | PathLike[str]) -> None:
@@ -24,7 +24,7 @@ def write_csv(schedule: Schedule, path: str | PathLike[str]) -> None:
                 why = "torch's CSV knows no updates and no versions of weights"
                 raise ScheduleError(f"rank {rank}: cannot write {action}, {why}", rank, action)
     with open(path, "w", newline="") as file:
-        csv.writer(file).writerows(schedule)
+        csv.writer(file).writerows(map(name_of, units) for units in schedule.units)
 
 
 def read_csv(path: str | PathLike[str]) -> Schedule:
@@ -32,19 +32,17 @@ def read_csv(path: str | PathLike[str]) -> Schedule:
 
     What follows from a schedule anyway is left out: idle steps, sends and receives, and what
     `fully_shard` does around them. A forward and a backward that torch runs as one action are read
-    as the forward and then the backward.
+    as a pair (`Overlap`).
 
     Raises:
         ScheduleError: If anything else in the file is not an action.
     """
     with open(path, newline="") as file:
-        rows = [";".join(_FUSED.sub(r"\1", cell) for cell in row) for row in csv.reader(file)]
-    rows = [[name.strip() for name in row.split(";")] for row in rows]
+        rows = [[name.strip() for name in row] for row in csv.reader(file)]
     try:
         return Schedule([name for name in row if not _IMPLIED.fullmatch(name)] for row in rows)
     except ScheduleError as error:
         raise ScheduleError(f"{path}: {error}", error.rank) from None
 
 
-_FUSED = re.compile(r"\((.*)\)OVERLAP_F_B")
 _IMPLIED = re.compile(r"|[0-9]+((SEND|RECV)_[FB][0-9]+|UNSHARD|RESHARD|REDUCE_GRAD)")

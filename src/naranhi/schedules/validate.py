@@ -4,9 +4,16 @@ The running time of each function here is linear in the number of actions.
 """
 
 from collections.abc import Iterator
-from itertools import zip_longest
+from itertools import chain, zip_longest
 
-from naranhi.schedules.schedule import Action, Channel, Message, Schedule, ScheduleError
+from naranhi.schedules.schedule import (
+    Action,
+    Channel,
+    Message,
+    Schedule,
+    ScheduleError,
+    name_of,
+)
 
 
 def check(schedule: Schedule) -> None:
@@ -17,7 +24,8 @@ def check(schedule: Schedule) -> None:
     version after the other, each update has gradients to apply, and no gradient is left over; a
     forward reads a version that exists. Free of deadlock: `channels` finds the same order of
     messages at both ends, and `in_order` finds an order of all actions. The running time is linear
-    in the number of actions.
+    in the number of actions. A pair (`Overlap`) starts when the messages of both its actions are
+    there, so a forward cannot overlap its own backward.
 
     Why nothing can block then: let every rank start a send when the action that produces the
     message ends, without waiting for it, and keep the next receive of each channel posted, in the
@@ -58,6 +66,14 @@ def check(schedule: Schedule) -> None:
                 rank,
                 action,
             )
+        for forward, backward in (unit for unit in schedule.units[rank] if len(unit) == 2):
+            if forward[::2] == backward[::2]:  # stage and micro-batch
+                raise ScheduleError(
+                    f"rank {rank} overlaps {forward} with {backward}, its own backward, which "
+                    f"needs it",
+                    rank,
+                    backward,
+                )
     for stage, of_stage in enumerate(done):
         _check_complete(schedule, stage, of_stage)
     channels(schedule)
@@ -147,22 +163,33 @@ def in_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
     Raises:
         ScheduleError: If there is no such order; the message names which rank waits for which.
     """
+    for rank, unit in units_in_order(schedule):
+        for action in unit:
+            yield rank, action
+
+
+def units_in_order(schedule: Schedule) -> Iterator[tuple[int, tuple[Action, ...]]]:
+    """Do as `in_order`, for what ranks run in one turn: an action, or the two of a pair.
+
+    A pair comes after what both of its actions need.
+    """
     there, waiting = set(), {}  # messages produced so far; message -> the rank that waits for it
     position, ready = [0] * len(schedule), list(range(len(schedule)))
     while ready:
         rank = ready.pop()
-        row = schedule[rank]
+        row = schedule.units[rank]
         while position[rank] < len(row):
-            action = row[position[rank]]
-            needed, given = schedule.needs(action), schedule.gives(action)
-            if needed and needed not in there:
-                waiting[needed] = rank
+            unit = row[position[rank]]
+            missing = next((m for m in map(schedule.needs, unit) if m and m not in there), None)
+            if missing:
+                waiting[missing] = rank
                 break
-            yield rank, action
+            yield rank, unit
             position[rank] += 1
-            there.add(given)
-            if given in waiting:
-                ready.append(waiting.pop(given))
+            for given in map(schedule.gives, unit):
+                there.add(given)
+                if given in waiting:
+                    ready.append(waiting.pop(given))
     if waiting:
         raise _deadlock(schedule, {rank: message for message, rank in waiting.items()}, position)
 
@@ -177,11 +204,12 @@ def _deadlock(schedule, waiting, position):
         path = path[path.index(rank) :]
     links = []
     for rank in path:
-        message = waiting[rank]
+        message, at = waiting[rank], name_of(schedule.units[rank][position[rank]])
         giver = schedule.placement[message.from_stage]
-        later = schedule[giver][position[giver] :]
+        later = chain.from_iterable(schedule.units[giver][position[giver] :])
         action = next((action for action in later if schedule.gives(action) == message), None)
         what = f"{action} of rank {giver}" if action else "a message that never comes"
-        links.append(f"rank {rank} waits at {schedule[rank][position[rank]]} for {what}")
-    culprit = schedule[path[0]][position[path[0]]]
+        links.append(f"rank {rank} waits at {at} for {what}")
+    stuck = schedule.units[path[0]][position[path[0]]]
+    culprit = next(action for action in stuck if schedule.needs(action) == waiting[path[0]])
     return ScheduleError("deadlock: " + ", ".join(links), path[0], culprit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -34,7 +35,8 @@ def timeline(timeline: Timeline, measured: bool = False, end: float | None = Non
     """Show what each rank does when: a row is a rank, a box an action, a gap is waiting.
 
     The number in a box, if there is room, is the micro-batch's. If a rank has several chunks of the
-    model, the boxes of the first chunk are opaque; those of later chunks are paler and framed.
+    model, the boxes of the first chunk are opaque; those of later chunks are paler and framed. A
+    forward and a backward that ran at the same time share their row: two boxes of half the height.
 
     Args:
         timeline: the timeline to draw.
@@ -57,7 +59,7 @@ def timeline(timeline: Timeline, measured: bool = False, end: float | None = Non
 def draw_timeline(timeline: Timeline, measured: bool = False, end: float | None = None) -> Figure:
     """Draw the figure of `timeline`."""
     first = min(row[0].start for row in timeline)
-    last = max(row[-1].end for row in timeline)
+    last = max(span.end for row in timeline for span in row[-2:])
     length = float(last - first) if end is None else float(end)
     if length < float(last - first):
         raise ValueError(f"the axis would end at {end}, the timeline at {float(last - first)}")
@@ -70,7 +72,11 @@ def draw_timeline(timeline: Timeline, measured: bool = False, end: float | None 
     wide = length / (WIDTH - 0.7)  # about an inch, in units of time
     for rank, row in enumerate(timeline):
         chunks = sorted({action.stage for action, _, _ in row})
-        for action, start, stop in row:
+        starts = Counter(span.start for span in row if span.end > span.start)
+        for place, (action, start, stop) in enumerate(row):
+            half = None
+            if starts[start] == 2:
+                half = int(place > 0 and row[place - 1].start == start)
             fill = _fill(chunks.index(action.stage), len(chunks))
             draw_box(
                 ax,
@@ -81,6 +87,7 @@ def draw_timeline(timeline: Timeline, measured: bool = False, end: float | None 
                 float(stop - start),
                 wide,
                 fill,
+                half,
             )
     kinds = [kind for kind in KINDS if any(a.kind == kind for row in timeline for a, _, _ in row)]
     keys = {KINDS[kind][0]: Rectangle((0, 0), 1, 1, color=KINDS[kind][1], lw=0) for kind in kinds}
@@ -134,6 +141,7 @@ def draw_box(
     duration: float,
     wide: float,
     fill: float = 1,
+    half: int | None = None,
 ) -> None:
     """Draw a box, with its number where that fits.
 
@@ -146,14 +154,16 @@ def draw_box(
         duration: how long it is, in units of time.
         wide: about an inch, in units of time.
         fill: its opacity; below 1 it has a frame.
+        half: 0 for the upper half of the row only, 1 for the lower half, None for both.
     """
     gap = min(0.012 * wide, duration / 5)  # so that two boxes that touch look like two
     frame = {"linewidth": 0} if fill == 1 else {"linewidth": 0.7, "edgecolor": color}
+    top, height = (row + 0.08, 0.84) if half is None else (row + 0.08 + 0.43 * half, 0.41)
     ax.add_patch(
         Rectangle(
-            (start, row + 0.08),
+            (start, top),
             duration - gap,
-            0.84,
+            height,
             facecolor=to_rgba(color, fill),
             zorder=2,
             **frame,
@@ -162,10 +172,10 @@ def draw_box(
     if number is not None and len(str(number)) * DIGIT * wide < duration - gap:
         ax.text(
             start + (duration - gap) / 2,
-            row + 0.5,
+            top + height / 2,
             str(number),
             color="white" if fill == 1 else INK,
-            fontsize=9,
+            fontsize=9 if half is None else 7,
             weight="bold",
             ha="center",
             va="center_baseline",
@@ -175,14 +185,14 @@ def draw_box(
 
 def draw_key(ax: Axes, keys: Mapping[str, Rectangle]) -> None:
     """Write above the rows what the boxes mean: {word: a box like them}."""
-    few = len(keys) < 5
+    few, rows = len(keys) < 5, 1 if sum(map(len, keys)) < 50 else 2  # 50 letters fill the width
     ax.legend(
         keys.values(),
         keys.keys(),
         loc="lower left",
         bbox_to_anchor=(0, 1),
         frameon=False,
-        ncols=len(keys),
+        ncols=-(-len(keys) // rows),
         fontsize=9.5,
         labelcolor=INK,
         borderpad=0,

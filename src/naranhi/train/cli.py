@@ -251,7 +251,7 @@ def schedule_names() -> Iterator[str]:
             needed = [
                 parameter.name for parameter in parameters if parameter.default is parameter.empty
             ]
-            if needed == ["stages", "microbatches"] and not actions_of(function(1, 1), "U"):
+            if needed == ["stages", "microbatches"] and not actions_of(function(1, 2), "U"):
                 yield name
 
 
