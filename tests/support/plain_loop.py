@@ -90,7 +90,7 @@ def plain_loop(work, microbatches, steps=1, *args):
     return total, [[parameter.grad for parameter in layer.parameters()] for layer in layers]
 
 
-def differences(ranks, schedule, work, balance=None, steps=1, args=(), prepare=list):
+def differences(ranks, schedule, work, balance=None, steps=1, args=(), prepare=list, overlap=None):
     """By rank, the largest difference to the plain loop of each parameter that differs in any bit:
     {(layer, number): difference}; ("loss", 0) for the loss."""
     group, rank = first_ranks(ranks), dist.get_rank()
@@ -108,7 +108,9 @@ def differences(ranks, schedule, work, balance=None, steps=1, args=(), prepare=l
         )
     if rank != schedule.placement[-1]:
         targets = None
-    with pipeline.Pipeline(layers, schedule, loss, balance=balance, group=group) as pipe:
+    with pipeline.Pipeline(
+        layers, schedule, loss, balance=balance, group=group, overlap=overlap
+    ) as pipe:
         for _ in range(steps):
             found_loss = pipe.step(inputs, targets, count)
         mine = [

@@ -1,5 +1,6 @@
 """Pipeline parallelism: a rank runs its row of a schedule, action by action."""
 
+from naranhi.pipeline.overlap import in_threads
 from naranhi.pipeline.partition import cut
 from naranhi.pipeline.pipeline import Pipeline, join_group_creation, run
 from naranhi.pipeline.profiling import profile
@@ -18,6 +19,7 @@ __all__ = [
     "balanced",
     "by_size",
     "cut",
+    "in_threads",
     "join_group_creation",
     "profile",
     "run",

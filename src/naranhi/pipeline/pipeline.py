@@ -15,7 +15,9 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Self
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.distributed as dist
@@ -86,6 +88,10 @@ class Pipeline:
         timeout: the seconds after which a message that has not arrived is an error.
         replicas: where several pipelines share a batch (data parallelism), the process group of the
             ranks that have the same stages as this one; each step sums their gradients.
+        overlap: how to run the forward and the backward of a pair (`schedules.Overlap`):
+            `overlap(forward, backward)` calls both, without arguments, and returns what they
+            return, such as `in_threads`. The messages of both are received before and sent after.
+            None runs one after the other, each with its messages, as torch's runtime does.
         trial: how to find out what each stage returns, before a step in new circumstances: other
             shapes of a micro-batch; another autocast, grad mode, inference mode or default dtype;
             other modes (`train`, `eval`), or dtypes, shapes or `requires_grad` of parameters.
@@ -132,6 +138,7 @@ class Pipeline:
         versions: int | Sequence[int] | None = None,
         timeout: float = 60.0,
         replicas: dist.ProcessGroup | None = None,
+        overlap: Callable[[Callable[[], Any], Callable[[], Any]], tuple[Any, Any]] | None = None,
         trial: str = "shapes",
     ) -> None:
         self.group = dist.group.WORLD if group is None else group
@@ -185,6 +192,13 @@ class Pipeline:
             for stage, part in enumerate(parts)
             if schedule.placement[stage] == self.rank
         }
+        self.overlap, row = overlap, enumerate(schedule[self.rank])
+        self._turns = [
+            turn
+            for unit in schedule.units[self.rank]
+            for numbered in [list(islice(row, len(unit)))]
+            for turn in ([numbered] if overlap else [[one] for one in numbered])
+        ]
         self._releases = releases(schedule)[self.rank]
         if any(action.kind == "U" for action in schedule[self.rank]):
             for stage in self.stages.values():
@@ -334,20 +348,29 @@ class Pipeline:
                 return stage.run_weight_grad(k)
             return stage.weights.update(version, last_use=released == (number, version - 1))
 
-        for position, action in enumerate(self.schedule[self.rank]):
+        def run(position, action, arrived):
             stage, released = self.stages[action.stage], self._releases.get(position)
-            arrived = take(self.schedule.needs(action))
-            if recorder:
-                recorder.begin()
             result = do(stage, action, arrived, released)
             if released:
                 stage.weights.release(released[1])
+            return result
+
+        for turn in self._turns:  # one action, or the two of a pair
+            calls = [
+                partial(run, position, action, take(self.schedule.needs(action)))
+                for position, action in turn
+            ]
             if recorder:
-                recorder.end(action)
-            message = self.schedule.gives(action)
-            if message:
-                give(message, result)
-            del arrived, result  # otherwise they would live until the next action has run
+                recorder.begin()
+            results = self.overlap(*calls) if len(calls) == 2 else [calls[0]()]
+            if recorder:
+                for _, action in turn:
+                    recorder.end(action)
+            for (_, action), result in zip(turn, results, strict=True):
+                message = self.schedule.gives(action)
+                if message:
+                    give(message, result)
+            del calls, results, result  # otherwise they would live until the next turn is over
 
         for end in self._ends.values():
             end.flush()
