@@ -4,7 +4,8 @@ The limit is that of the schedule: T(m + p - 1)/(mp) for p stages and m micro-ba
 time in which one process does all the micro-batches, with as many threads as a rank has, measured
 in the same turns; p - 1 divided by the chunks if stages are interleaved, and by 3 if the backward
 is split, which supposes that forward and both halves of the backward take as long, as the products
-in them do. Both ranks measure T at once, since a pipeline keeps both cores busy too.
+in them do. A V then waits for nothing: T/p. Both ranks measure T at once, since a pipeline keeps
+both cores busy too.
 
 torchgpipe runs in one process, with a thread for each stage: rank 1 leaves the cores to it.
 DeepSpeed's step is a whole one, with the optimizer's, which here takes the gradients and does
@@ -21,9 +22,11 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     Schedule1F1B,
+    ScheduleDualPipeV,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
 )
 from torchgpipe import GPipe
 
@@ -41,6 +44,7 @@ def works():
         "1F1B": one_f_one_b,
         "interleaved": interleaved,
         "zero-bubble": zero_bubble,
+        "V-shaped": v_shaped,
     }
     return [
         Work(f"{name}, width {width}", RANKS, kind, (width,), memory=width == 512)
@@ -94,15 +98,34 @@ def zero_bubble(group, width):
     return training.contenders(make, waiting=(RANKS - 1) / 3)
 
 
+def v_shaped(group, width):
+    """DualPipeV's pairs run one after the other, ours as torch's: there is nothing to overlap."""
+    training = Training(width, group, chunks=2, v=True)
+    zero, dual = (
+        schedule(RANKS, MICROBATCHES)
+        for schedule in (schedules.zero_bubble_v, schedules.dualpipe_v)
+    )
+    make = {
+        "naranhi ZB-V": partial(training.naranhi, zero, splittable),
+        "naranhi DualPipeV": partial(training.naranhi, dual, splittable),
+        "torch ScheduleZBVZeroBubble": partial(training.torch, ScheduleZBVZeroBubble),
+        "torch ScheduleDualPipeV": partial(training.torch, ScheduleDualPipeV),
+    }
+    return training.contenders(make, waiting=0)
+
+
 class Training:
     """One model and one batch for all contenders. A run returns the gradients of the rank's layers,
-    which are `chunks` equal parts of the model."""
+    which are `chunks` equal parts of the model, dealt out in turn or, in a V, down and back up."""
 
-    def __init__(self, width, group, chunks=1):
+    def __init__(self, width, group, chunks=1, v=False):
         torch.manual_seed(0)
         self.layers, self.group, self.rank = models.mlp(BLOCKS, width), group, dist.get_rank(group)
         self.inputs, self.targets = torch.randn(2, ROWS, width)
         self.count, self.stages = ROWS * width, RANKS * chunks
+        self.numbers = (
+            [self.rank, self.stages - 1 - self.rank] if v else range(self.rank, self.stages, RANKS)
+        )
 
     def contenders(self, make, waiting):
         """waiting: for how many micro-batches' time a rank has nothing to do, at least."""
@@ -112,9 +135,7 @@ class Training:
     def mine(self):
         """The rank's parts of a copy of the model, {virtual stage: module}."""
         parts = pipeline.cut(copy.deepcopy(self.layers), self.stages)
-        return {
-            stage: nn.Sequential(*parts[stage]) for stage in range(self.rank, self.stages, RANKS)
-        }
+        return {stage: nn.Sequential(*parts[stage]) for stage in self.numbers}
 
     def loss(self, output, target):
         return squared_error(output, target) / self.count
@@ -144,10 +165,9 @@ class Training:
 
         def run():
             clear(parameters)
-            if self.rank == 0:
-                engine.step(self.inputs, return_outputs=False)
-            else:
-                engine.step(target=self.targets, losses=[], return_outputs=False)
+            first = [self.inputs] if 0 in mine else []
+            last = {"target": self.targets, "losses": []} if self.stages - 1 in mine else {}
+            engine.step(*first, **last, return_outputs=False)
             return gradients(parameters)
 
         return run

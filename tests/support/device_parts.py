@@ -96,13 +96,14 @@ def run_pipeline(device):
         "1F1B": schedules.one_f_one_b(ranks, 4),
         "interleaved": schedules.interleaved(ranks, 4, 2),
         "H1": schedules.zero_bubble_h1(ranks, 4),
+        "ZB-V": schedules.zero_bubble_v(ranks, 4),
     }
     for name, schedule in kinds.items():
         layers, inputs, targets = mlp(device)
         expected = deepcopy(layers)
         for x, y in zip(inputs.chunk(4), targets.chunk(4), strict=True):
             (squared_error(nn.Sequential(*expected)(x), y) / inputs.numel()).backward()
-        if name == "H1":
+        if name in ("H1", "ZB-V"):
             layers = splittable(layers)
         with pipeline.Pipeline(layers, schedule, squared_error) as pipe:
             for _ in range(3):  # see Note [The first steps between GPUs]

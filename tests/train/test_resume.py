@@ -55,17 +55,24 @@ def test_resumed_on_the_same_ranks_to_the_bit_and_on_others_nearly(eight, small,
     assert Storage(folder).steps() == [4, 5]
 
     plain, folder = [*small, "--dropout", "0"], tmp_path / "plain"
-    whole = eight(1, losses_of, [*plain, "--steps", "4"])[0][0]
+    whole = eight(1, losses_of, [*plain, "--steps", "5"])[0][0]
     losses = []
     for steps, ranks, more in [
         (1, 4, ["--dp", 2, "--tp", 2, "--sequence-parallel"]),
         (3, 2, ["--schedule", "zero_bubble_h1"]),
-        (4, 1, ["--microbatches", 1, "--recompute"]),
-        (4, 1, []),  # nothing is left to do
+        (4, 2, ["--schedule", "ZBVZeroBubble"]),  # embedding and head on one rank
+        (5, 1, ["--microbatches", 1, "--recompute"]),
+        (5, 1, []),  # nothing is left to do
     ]:
         options = [*plain, *map(str, more), *resumed(folder, "--steps", steps)]
         losses += eight(ranks, losses_of, options)[0][0]
-    assert len(losses) == 4 and losses == pytest.approx(whole, abs=2e-6)
+    assert len(losses) == 5 and losses == pytest.approx(whole, abs=2e-6)
+
+
+def test_a_schedule_that_cannot_be_is_refused_on_every_rank(eight, small):
+    answers = eight(2, losses_of, [*small, "--schedule", "DualPipeV"])
+    assert answers[0] == answers[1]
+    assert "DualPipeV takes at least two micro-batches for each rank: 4 for 2" in answers[0]
 
 
 def test_another_run_is_not_resumed(eight, small, tmp_path):

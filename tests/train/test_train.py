@@ -377,6 +377,8 @@ def test_schedules_are_found_by_their_arguments(monkeypatch):
         "one_f_one_b",
         "zero_bubble_h1",
         "zero_bubble_h2",
+        "zero_bubble_v",
+        "dualpipe_v",
     }
     for function in (mine, other):
         monkeypatch.setattr(schedules, function.__name__, function, raising=False)

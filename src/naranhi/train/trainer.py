@@ -131,7 +131,8 @@ class Training:
         # Dropout: different masks on each stage of each pipeline, the same in a tensor group.
         drawn = random.Random(f"{options.seed}/{place.data}/{place.pipeline}")
         torch.manual_seed(drawn.getrandbits(63))
-        schedule = getattr(schedules, options.schedule)(sizes.pipeline, options.microbatches)
+        make = getattr(schedules, options.schedule)
+        schedule = raise_on_all(partial(make, sizes.pipeline, options.microbatches))
         if actions_of(schedule, "I"):
             layers = splittable(layers)
         nn.ModuleList(layers).to(device)
