@@ -478,7 +478,7 @@ def test_schedules_need_no_torch():
 # --- by name -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["1F1B", "GPipe", "Interleaved1F1B"])
+@pytest.mark.parametrize("name", ["1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV"])
 def test_torch_names_a_schedule_so_too(name):
     from torch.distributed.pipelining.schedules import get_schedule_class
 
@@ -486,6 +486,8 @@ def test_torch_names_a_schedule_so_too(name):
         "ScheduleGPipe": schedules.gpipe,
         "Schedule1F1B": schedules.one_f_one_b,
         "ScheduleInterleaved1F1B": schedules.interleaved,
+        "ScheduleZBVZeroBubble": schedules.zero_bubble_v,
+        "ScheduleDualPipeV": schedules.dualpipe_v,
     }
     assert schedules.get(name) is torchs[get_schedule_class(name).__name__]
 

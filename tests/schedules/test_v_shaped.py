@@ -198,9 +198,3 @@ def test_only_the_two_of_a_pair_overlap_in_a_timeline():
     ):
         with pytest.raises(ValueError, match="but it was busy until"):
             line(*wrong)
-
-
-def test_torchs_names_of_schedules():
-    assert schedules.get("ZBVZeroBubble") is schedules.get("zero_bubble_v")
-    assert schedules.get("ZBVZeroBubble") is schedules.zero_bubble_v
-    assert schedules.get("DualPipeV") is schedules.dualpipe_v

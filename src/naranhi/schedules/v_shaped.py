@@ -60,8 +60,9 @@ def dualpipe_v(stages: int, microbatches: int) -> Schedule:
         ValueError: If there are fewer than 2p micro-batches.
 
     Source:
-        DeepSeek-AI, "DeepSeek-V3 technical report" (2024), section 3.2.1, and
-        github.com/deepseek-ai/DualPipe, whose table counts virtual stages: PP = 2p.
+        DeepSeek-AI, "DeepSeek-V3 technical report" (2024), section 3.2.1, for the pairs; Qi et al.,
+        "DualPipe could be better without the Dual" (2025), for the V; and the table of
+        github.com/deepseek-ai/DualPipe, which counts virtual stages, PP = 2p.
     """
     require_positive(stages=stages, microbatches=microbatches)
     if microbatches < 2 * stages:
