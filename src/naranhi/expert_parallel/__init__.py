@@ -1,0 +1,44 @@
+"""Expert parallelism: a mixture of experts whose experts are on different ranks.
+
+A router sends each token to `top_k` of the layer's experts. The experts are divided over a group of
+ranks, and so are the tokens, so tokens travel: one all-to-all takes them to their experts
+(*dispatch*), another one takes the results back (*combine*). The backward does both again.
+
+Two axes of ranks, and what each holds:
+
+    group       each rank has other tokens and other experts; the router is on every rank
+    replicas    each rank has other tokens and a copy of the same experts
+
+So the gradient of an expert is complete within the group: the tokens of all its ranks came to the
+expert. Over `replicas` it has to be summed. The router, and everything outside the layer, is on
+every rank of both axes, and each rank has the gradient of its own tokens: sum it over all of them.
+`sum_gradients` does both.
+
+As in `data_parallel`, the loss of a step is a sum over what is valid, divided by how many are valid
+in the whole step. The auxiliary loss that the layer returns is the whole step's already, the same
+on every rank: add it once, as it is. Its gradient counts this rank's tokens only, so the sum of the
+ranks' gradients is right.
+
+    output, auxiliary = moe(tokens)
+    (loss(output, targets) / count + 0.01 * auxiliary).backward()
+    sum_gradients(model)
+"""
+
+from naranhi.expert_parallel.dispatch import Plan, make_plan
+from naranhi.expert_parallel.exchange import exchange_rows
+from naranhi.expert_parallel.gradients import sum_gradients
+from naranhi.expert_parallel.grouped import grouped_mm
+from naranhi.expert_parallel.moe import MoE
+from naranhi.expert_parallel.router import Routing, balancing_loss, route
+
+__all__ = [
+    "MoE",
+    "Plan",
+    "Routing",
+    "balancing_loss",
+    "exchange_rows",
+    "grouped_mm",
+    "make_plan",
+    "route",
+    "sum_gradients",
+]

@@ -1,0 +1,105 @@
+"""The small message before tokens travel: what each rank's tokens chose, and whether all is well.
+
+Each rank contributes one row of float64, which all ranks gather:
+
+    how often its tokens chose each expert, by choice    experts x top_k
+    the sum of its tokens' probabilities of each expert  experts
+    a sign of its circumstances, or that it has failed   1
+
+A rank whose tokens are wrong sends its row as well. So no rank waits for one that has raised an
+error, and no token leaves before all ranks know that all is well.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import torch
+import torch.distributed as dist
+
+from naranhi import collectives
+from naranhi.distributed import agree, raise_on_all
+
+FAILED = -1.0  # the sign of a rank that raises an error
+NOT_FINITE = "tokens, or the router's weights, are NaN or infinite"
+
+
+def gather_counts(
+    counts: torch.Tensor,
+    sums: torch.Tensor,
+    circumstances: str,
+    group: dist.ProcessGroup | None,
+    replicas: dist.ProcessGroup | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the counts of all ranks, and the sum of their probabilities.
+
+    Args:
+        counts: this rank's `count_choices`, (experts, top_k).
+        sums: the sum of this rank's tokens' probabilities, (experts).
+        circumstances: what has to be the same on every rank in this step, in words.
+        group: the ranks over which the experts are divided.
+        replicas: the ranks with copies of the same experts, or None.
+
+    Returns:
+        counts of shape (sources, experts, top_k), in which the ranks of the first copy come first;
+        sums of shape (experts), in float64.
+
+    Raises:
+        ValueError: on every rank, if a rank has failed, has other circumstances, or has a
+            probability that is NaN.
+    """
+    sign = sums.new_tensor([zlib.crc32(circumstances.encode())], dtype=torch.float64)
+    table = _gather(torch.cat([counts.flatten().double(), sums.double(), sign]), group, replicas)
+    if (table[:, -1] != sign).any():
+        _explain(None, circumstances, group, replicas)
+    total = table[:, counts.numel() : -1].sum(0)
+    if not total.isfinite().all():
+        problem = None if sums.isfinite().all() else NOT_FINITE
+        _explain(problem, circumstances, group, replicas)
+    return table[:, : counts.numel()].long().view(-1, *counts.shape), total
+
+
+def report(
+    problem: str,
+    columns: int,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    replicas: dist.ProcessGroup | None,
+) -> None:
+    """Raise ValueError on every rank, because this one has a problem: instead of `gather_counts`.
+
+    Args:
+        problem: what is wrong here.
+        columns: the length of the counts and the sums together.
+        device: where messages are sent from.
+        group: the ranks over which the experts are divided.
+        replicas: the ranks with copies of the same experts, or None.
+    """
+    row = torch.zeros(columns + 1, dtype=torch.float64, device=device)
+    row[-1] = FAILED
+    _gather(row, group, replicas)
+    _explain(problem, None, group, replicas)
+
+
+def _gather(row, group, replicas):
+    """Return the rows of all sources, (sources, columns)."""
+    for axis in (group, replicas) if replicas else (group,):
+        rows = row.new_empty(dist.get_world_size(axis), *row.shape)
+        collectives.all_gather(rows, row, axis)
+        row = rows
+    return row.view(-1, row.shape[-1])
+
+
+def _explain(problem, circumstances, group, replicas):
+    """Raise ValueError on every rank. All ranks call this, because all have seen the table."""
+
+    def check():
+        if problem:
+            raise ValueError(problem)
+
+    raise_on_all(check, group, kind=ValueError)
+    agree(group, tokens=circumstances)
+    raise ValueError(
+        "ranks with another copy of these experts have raised an error, or have other tokens: "
+        f"{circumstances} here"
+    )

@@ -1,0 +1,104 @@
+"""An all-to-all whose blocks differ in size: rows of a buffer, to and from each rank of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.autograd import Function
+from torch.autograd.function import FunctionCtx
+
+from naranhi.collectives import chunks
+from naranhi.collectives.arguments import locate
+
+
+def exchange_rows(
+    rows: torch.Tensor,
+    sent: Sequence[int],
+    received: Sequence[int],
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """Send the first `sent[0]` rows to rank 0, the next `sent[1]` to rank 1, and so on.
+
+    The backward sends gradients the other way. A rank that neither sends nor receives a row still
+    calls this function, and calls backward. torch's `all_to_all_single` with split sizes does the
+    same without a backward.
+
+    Args:
+        rows: (rows, ...), of the same dtype and the same trailing sizes on every rank.
+        sent: the number of rows for each rank of the group; their sum is the number of rows.
+        received: the number of rows from each rank of the group, which is what that rank sends.
+        group: the process group; None for the default one.
+
+    Returns:
+        The rows of rank 0, then those of rank 1, and so on.
+
+    Raises:
+        ValueError: the numbers are not those of the rows or of the group; raised before anything is
+            sent.
+    """
+    ranks = dist.get_world_size(group)
+    if sum(sent) != len(rows) or not len(sent) == len(received) == ranks:
+        raise ValueError(
+            f"to send {list(sent)} rows and receive {list(received)} does not fit {len(rows)} rows "
+            f"and {ranks} ranks"
+        )
+    return rows if ranks == 1 else ExchangeFunction.apply(rows, sent, received, group)
+
+
+class ExchangeFunction(Function):
+    """An all-to-all of uneven blocks in the forward, and its inverse in the backward."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        rows: torch.Tensor,
+        sent: Sequence[int],
+        received: Sequence[int],
+        group: dist.ProcessGroup | None,
+    ) -> torch.Tensor:
+        """Return the rows that arrive, in the order of their senders."""
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        group, rank, ranks = locate(group)
+        output = rows.new_empty(sum(received), *rows.shape[1:])
+        leaving, arriving = rows.contiguous().split(sent), output.split(received)
+        # Each rank starts with a different peer, so that no rank receives from all others at once.
+        to = [(rank + step) % ranks for step in range(1, ranks)]
+        works = chunks.start(
+            group,
+            sends=[(leaving[peer], peer) for peer in to],
+            receives=[(arriving[peer], peer) for peer in reversed(to)],
+        )
+        arriving[rank].copy_(leaving[rank])
+        chunks.finish(works)
+        return output
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        """Return the gradients of the rows that left, in their order."""
+        return exchange_rows(gradient, ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+def reorder(rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """Return `rows[order]` for a permutation; the backward reorders back, and adds nothing.
+
+    Args:
+        rows: (rows, ...).
+        order: each row's index once, on the CPU; if it is 0, 1, 2, ... nothing is copied.
+    """
+    if torch.equal(order, torch.arange(len(order))):
+        return rows
+    return _Reorder.apply(rows, order.to(rows.device))
+
+
+class _Reorder(Function):
+    @staticmethod
+    def forward(ctx, rows, order):
+        ctx.save_for_backward(order)
+        return rows.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (order,) = ctx.saved_tensors
+        return gradient.index_select(0, order.argsort()), None

@@ -1,0 +1,59 @@
+"""Gradients summed after the backward: experts over their copies, all else over all ranks."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from naranhi.collectives import all_reduce
+from naranhi.collectives.buckets import buckets, pack, unpack
+from naranhi.expert_parallel.moe import MoE
+
+
+def expert_parameters(
+    model: nn.Module,
+) -> dict[nn.Parameter, dist.ProcessGroup | None]:
+    """Return the parameters of experts, each with the ranks that hold a copy of it, or None.
+
+    Args:
+        model: a module, of which any layers may be a `MoE`.
+    """
+    return {
+        param: module.replicas
+        for module in model.modules()
+        if isinstance(module, MoE)
+        for param in (module.up, module.down)
+    }
+
+
+def sum_gradients(model: nn.Module, everyone: dist.ProcessGroup | None = None) -> None:
+    """Sum each gradient over the ranks that hold the parameter, in place.
+
+    The gradients of experts are summed over the layer's `replicas` (without replicas, not at all:
+    the layer's group has other experts). Those of routers and of everything else are summed over
+    all ranks. Call it once per step, after the last backward, on every rank. A gradient that is
+    missing counts as zero, because a rank may have no token.
+
+    Gradients are summed and not averaged: divide the loss by the count of the whole step, as in
+    `data_parallel`.
+
+    Args:
+        model: this rank's model, after its backward.
+        everyone: the ranks that train the model together, of all copies and all experts; None for
+            the default group.
+    """
+    held_by = expert_parameters(model)
+    everyone = dist.group.WORLD if everyone is None else everyone
+    grads = {}  # by group
+    for param in model.parameters():
+        group = held_by.get(param, everyone)
+        if param.requires_grad and group is not None:
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+            grads.setdefault(group, []).append(param.grad)
+    for group, some in grads.items():
+        for bucket in buckets(some):
+            flat = pack(bucket)
+            all_reduce(flat, group)
+            unpack(flat, bucket)

@@ -1,0 +1,212 @@
+"""A mixture of experts: a router, and feed-forward networks that are divided over ranks."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from naranhi.distributed import agree
+from naranhi.expert_parallel.counts import gather_counts, report
+from naranhi.expert_parallel.dispatch import Plan, count_choices, make_plan
+from naranhi.expert_parallel.exchange import exchange_rows, reorder
+from naranhi.expert_parallel.grouped import grouped_mm
+from naranhi.expert_parallel.router import balancing_loss, route
+
+
+class MoE(nn.Module):
+    """Send each token to `top_k` of the experts, and return the weighted sum of their outputs.
+
+    An expert is `gelu(x @ up) @ down`. Rank r of the group holds experts r * experts / ranks and
+    following. Make the layer with the same seed on every rank: every rank draws all experts, one
+    after the other, and keeps its own, so the weights are the same on any number of ranks.
+
+    Args:
+        hidden: the size of a token.
+        ffn: the size inside an expert.
+        experts: the number of experts.
+        top_k: the number of experts of a token.
+        group: the ranks over which the experts are divided; None for the default one.
+        capacity_factor: an expert takes at most `ceil(capacity_factor * top_k * tokens / experts)`
+            of the step's choices, where `tokens` counts those of all ranks; the other choices are
+            dropped and add nothing to the output. None drops nothing.
+        replicas: the ranks that hold a copy of the same experts and train them together; None for
+            no copies. Every rank needs as many as the others.
+
+    Attributes:
+        up, down: the experts of this rank, (own experts, hidden, ffn) and (own experts, ffn,
+            hidden).
+        router: from a token to one logit for each expert, the same on every rank.
+        plan: what the last forward sent, received and dropped here.
+        load: how many choices each expert got in the last forward, before dropping, (experts).
+
+    Raises:
+        ValueError: on every rank, before anything else is sent: ranks passed different arguments or
+            have different routers; a size is not a whole number of at least 1; `top_k` is above
+            `experts`; the ranks do not divide the experts; the capacity is nothing.
+    """
+
+    group: dist.ProcessGroup | None
+    replicas: dist.ProcessGroup | None
+    experts: int
+    top_k: int
+    capacity_factor: float | None
+    router: nn.Linear
+    up: nn.Parameter
+    down: nn.Parameter
+    plan: Plan | None
+    load: torch.Tensor | None
+
+    def __init__(
+        self,
+        hidden: int,
+        ffn: int,
+        experts: int,
+        top_k: int,
+        group: dist.ProcessGroup | None = None,
+        capacity_factor: float | None = None,
+        *,
+        replicas: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__()
+        self.group, self.experts, self.top_k = group, experts, top_k
+        self.replicas = replicas if replicas and dist.get_world_size(replicas) > 1 else None
+        self.capacity_factor = capacity_factor
+        self.ranks: int = dist.get_world_size(group)
+        sizes = {"hidden": hidden, "ffn": ffn, "experts": experts, "top_k": top_k}
+        self._agree(**sizes, capacity_factor=capacity_factor, copies=self._copies)
+        _require(self.ranks, capacity_factor, **sizes)
+        self.router = nn.Linear(hidden, experts, bias=False)
+        first = dist.get_rank(group) * experts // self.ranks
+        own = range(first, first + experts // self.ranks)
+        self.up = nn.Parameter(_drawn(hidden, ffn, experts, own))
+        self.down = nn.Parameter(_drawn(ffn, hidden, experts, own))
+        self._agree(router=self.router)
+        self.plan = self.load = None
+
+    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the layer's output for this rank's tokens, and the auxiliary loss of the step.
+
+        Every rank of the group, and of `replicas`, calls it at the same time, a rank without tokens
+        too, and runs a backward through the output.
+
+        Args:
+            tokens: this rank's tokens, (tokens, hidden), in the dtype of the weights. There may be
+                none.
+
+        Returns:
+            The output, (tokens, hidden), and the `balancing_loss` over the tokens of all ranks,
+            which is the same on every rank. A loss of this rank's tokens alone would be another
+            number: see there.
+
+        Raises:
+            ValueError: on every rank, before a token is sent: on some rank `tokens` has another
+                shape or dtype than the layer, or is NaN or infinite; or ranks differ in dtype, or
+                in whether tokens need a gradient.
+        """
+        axes = self.group, self.replicas
+        if problem := _problem(tokens, self.up):
+            report(problem, self.experts * (self.top_k + 1), self.up.device, *axes)
+        wide = torch.promote_types(tokens.dtype, torch.float32)
+        routing = route(F.linear(tokens.to(wide), self.router.weight.to(wide)), self.top_k)
+        own_sums = routing.probabilities.sum(0)
+        own_counts = count_choices(routing.experts, self.experts)
+        counts, sums = gather_counts(own_counts, own_sums.detach(), _circumstances(tokens), *axes)
+
+        self.load, size = counts.sum((0, 2)), int(counts.sum()) // self.top_k
+        self.plan = make_plan(
+            routing.experts, counts, self._place, self.ranks, self._capacity(size)
+        )
+        # The value is the whole step's; the gradient is that of this rank's probabilities.
+        sums = sums.to(own_sums.dtype) + (own_sums - own_sums.detach())
+        return self._output(tokens, routing.gates), balancing_loss(self.load, sums, size)
+
+    def _output(self, tokens, gates):
+        """Dispatch, run the experts, combine."""
+        order, sent, received, _ = self.plan
+        token = order % max(len(tokens), 1)
+        here = received.sum(1).tolist()
+        rows = exchange_rows(tokens.index_select(0, token), sent, here, self.group)
+        rows = exchange_rows(self._run_experts(rows, received), here, sent, self.group)
+        gates = gates.t().flatten().index_select(0, order).to(rows.dtype)
+        return torch.zeros_like(tokens).index_add(0, token, rows * gates[:, None])
+
+    def _run_experts(self, rows, received):
+        """Return the results of rows that come sorted by sender, then by expert."""
+        sizes = received.sum(0).tolist()
+        by_expert = torch.arange(len(sizes)).repeat(len(received))
+        by_expert = by_expert.repeat_interleave(received.flatten()).argsort(stable=True)
+        rows = reorder(rows, by_expert)
+        rows = grouped_mm(F.gelu(grouped_mm(rows, self.up, sizes)), self.down, sizes)
+        return reorder(rows, by_expert.argsort())
+
+    @property
+    def _copies(self):
+        return dist.get_world_size(self.replicas) if self.replicas else 1
+
+    @property
+    def _place(self):
+        """Return this rank's place among the sources of tokens: copy by copy, rank by rank."""
+        copy = dist.get_rank(self.replicas) if self.replicas else 0
+        return copy * self.ranks + dist.get_rank(self.group)
+
+    def _capacity(self, tokens):
+        if self.capacity_factor is None:
+            return None
+        return math.ceil(self.capacity_factor * self.top_k * tokens / self.experts)
+
+    def _agree(self, **things):
+        agree(self.group, **things)
+        if self.replicas:
+            agree(self.replicas, **things)
+
+
+def _require(ranks, capacity_factor, **sizes):
+    """Raise ValueError for arguments with which no layer can be made."""
+    for name, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"{name} must be a whole number of at least 1, not {size!r}")
+    experts, top_k = sizes["experts"], sizes["top_k"]
+    if top_k > experts:
+        raise ValueError(f"top_k={top_k} experts for a token, but the layer has {experts}")
+    if experts % ranks:
+        raise ValueError(f"{ranks} ranks do not divide {experts} experts")
+    if capacity_factor is not None and not 0 < capacity_factor < math.inf:
+        raise ValueError(
+            f"with capacity_factor={capacity_factor} an expert has no capacity, or no limit: it "
+            "must be positive, or None to drop nothing"
+        )
+
+
+def _problem(tokens, weight):
+    """Return what is wrong with a rank's tokens, or None."""
+    hidden = weight.shape[1]
+    if tokens.dim() != 2 or tokens.shape[1] != hidden:
+        return f"tokens must have shape (tokens, {hidden}), not {tuple(tokens.shape)}"
+    if (tokens.dtype, tokens.device) != (weight.dtype, weight.device):
+        return (
+            f"tokens are {tokens.dtype} on {tokens.device}, the experts {weight.dtype} on "
+            f"{weight.device}"
+        )
+    return None
+
+
+def _circumstances(tokens):
+    """Return what decides which messages a forward and its backward exchange."""
+    needs = "need" if tokens.requires_grad else "do not need"
+    recorded = "recorded" if torch.is_grad_enabled() else "not recorded"
+    return f"{tokens.dtype}, {needs} a gradient, operations are {recorded}"
+
+
+def _drawn(inputs, outputs, experts, own):
+    """Return the weights of `own` experts, drawn as `nn.Linear` draws them, one after the other."""
+    bound = inputs**-0.5
+    weights = torch.empty(len(own), inputs, outputs)
+    for expert in range(experts):
+        weight = torch.empty(inputs, outputs).uniform_(-bound, bound)
+        if expert in own:
+            weights[expert - own[0]] = weight
+    return weights

@@ -1,0 +1,63 @@
+"""The router: which experts a token goes to, with which weights, and a loss that balances them.
+
+Sources: Shazeer et al., "Outrageously large neural networks: the sparsely-gated mixture-of-experts
+layer" (2017), for the top k of a softmax; Fedus, Zoph and Shazeer, "Switch Transformers" (2022),
+section 2.2, for the auxiliary loss and for a router in float32.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Routing(NamedTuple):
+    """Where tokens go.
+
+    Args:
+        experts: the experts of each token, the most probable first, (tokens, top_k).
+        gates: the weight of each of them in the token's output, (tokens, top_k).
+        probabilities: the router's probability of every expert, (tokens, experts).
+    """
+
+    experts: torch.Tensor
+    gates: torch.Tensor
+    probabilities: torch.Tensor
+
+
+def route(logits: torch.Tensor, top_k: int) -> Routing:
+    """Choose the `top_k` most probable experts of each token.
+
+    With one expert its gate is its probability, because a gate that is always 1 would have no
+    gradient. With several experts their probabilities are divided by their sum.
+
+    Args:
+        logits: the router's output, (tokens, experts).
+        top_k: the number of experts of a token.
+    """
+    # In float32 at least: rounding to bfloat16 would change which expert is the most probable.
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    probabilities = logits.softmax(-1, dtype=wide)
+    gates, experts = probabilities.topk(top_k)
+    if top_k > 1:
+        gates = gates / gates.sum(-1, keepdim=True)
+    return Routing(experts, gates, probabilities)
+
+
+def balancing_loss(choices: torch.Tensor, probabilities: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Return experts x the sum over experts of (share of choices) x (mean probability).
+
+    It is 1 if tokens are spread evenly, and up to `experts / top_k` if not. The shares come from
+    counts and have no gradient, so the gradient lowers the probability of experts with many tokens.
+
+    The product makes this a function of the *whole* step. The mean of the losses of two halves is
+    another number: two halves that each prefer another expert are balanced together, and not alone.
+
+    Args:
+        choices: how many times each expert was chosen in the step, (experts).
+        probabilities: the sum over the step's tokens of each expert's probability, (experts).
+        tokens: the number of tokens of the step.
+    """
+    shares = choices.to(probabilities.dtype) / choices.sum().clamp(min=1)
+    return len(choices) * (shares * probabilities).sum() / max(tokens, 1)
