@@ -26,6 +26,15 @@ from naranhi.costs.context import (
     context_idle,
     context_messages,
 )
+from naranhi.costs.experts import (
+    break_even_tokens,
+    gathered_experts_bytes_sent,
+    imbalance,
+    moe_bytes_sent,
+    moe_count_bytes_sent,
+    moe_rows_sent,
+    moe_seconds,
+)
 from naranhi.costs.failures import checkpoint_interval, goodput
 from naranhi.costs.model_state import hybrid_bytes_sent, zero_bytes, zero_bytes_sent
 
@@ -35,6 +44,7 @@ __all__ = [
     "POWER_OF_TWO_ONLY",
     "Item",
     "algorithm_bandwidth",
+    "break_even_tokens",
     "bus_bandwidth",
     "bytes_sent",
     "checkpoint_interval",
@@ -45,9 +55,15 @@ __all__ = [
     "context_messages",
     "fastest",
     "fit_alpha_beta",
+    "gathered_experts_bytes_sent",
     "goodput",
     "gpt2_block_items",
     "hybrid_bytes_sent",
+    "imbalance",
+    "moe_bytes_sent",
+    "moe_count_bytes_sent",
+    "moe_rows_sent",
+    "moe_seconds",
     "transformer_layer_bytes",
     "transformer_layer_items",
     "zero_bytes",

@@ -17,7 +17,6 @@ import zlib
 import torch
 import torch.distributed as dist
 
-from naranhi import collectives
 from naranhi.distributed import agree, raise_on_all
 
 FAILED = -1.0  # the sign of a rank that raises an error
@@ -85,7 +84,7 @@ def _gather(row, group, replicas):
     """Return the rows of all sources, (sources, columns)."""
     for axis in (group, replicas) if replicas else (group,):
         rows = row.new_empty(dist.get_world_size(axis), *row.shape)
-        collectives.all_gather(rows, row, axis)
+        dist.all_gather(list(rows), row, axis)
         row = rows
     return row.view(-1, row.shape[-1])
 

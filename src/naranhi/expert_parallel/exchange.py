@@ -9,9 +9,6 @@ import torch.distributed as dist
 from torch.autograd import Function
 from torch.autograd.function import FunctionCtx
 
-from naranhi.collectives import chunks
-from naranhi.collectives.arguments import locate
-
 
 def exchange_rows(
     rows: torch.Tensor,
@@ -22,8 +19,7 @@ def exchange_rows(
     """Send the first `sent[0]` rows to rank 0, the next `sent[1]` to rank 1, and so on.
 
     The backward sends gradients the other way. A rank that neither sends nor receives a row still
-    calls this function, and calls backward. torch's `all_to_all_single` with split sizes does the
-    same without a backward.
+    calls this function, and calls backward.
 
     Args:
         rows: (rows, ...), of the same dtype and the same trailing sizes on every rank.
@@ -60,18 +56,8 @@ class ExchangeFunction(Function):
     ) -> torch.Tensor:
         """Return the rows that arrive, in the order of their senders."""
         ctx.sent, ctx.received, ctx.group = sent, received, group
-        group, rank, ranks = locate(group)
         output = rows.new_empty(sum(received), *rows.shape[1:])
-        leaving, arriving = rows.contiguous().split(sent), output.split(received)
-        # Each rank starts with a different peer, so that no rank receives from all others at once.
-        to = [(rank + step) % ranks for step in range(1, ranks)]
-        works = chunks.start(
-            group,
-            sends=[(leaving[peer], peer) for peer in to],
-            receives=[(arriving[peer], peer) for peer in reversed(to)],
-        )
-        arriving[rank].copy_(leaving[rank])
-        chunks.finish(works)
+        dist.all_to_all_single(output, rows.contiguous(), list(received), list(sent), group)
         return output
 
     @staticmethod

@@ -12,8 +12,8 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 def grouped_mm(rows: torch.Tensor, weights: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
     """Multiply the first `sizes[0]` rows by `weights[0]`, the next `sizes[1]` by `weights[1]`, ...
 
-    No row is padded or copied, and an expert without rows costs nothing. (torch's own
-    `nn.functional.grouped_mm` computes the same; in torch 2.13 it takes no float64.)
+    No row is padded or copied, and an expert may have no rows. (torch's own
+    `nn.functional.grouped_mm` computes the same, but not in float64.)
 
     Args:
         rows: (rows, inputs), sorted by expert.
@@ -54,18 +54,16 @@ class GroupedProduct(Function):
         """Return the gradients of rows and weights; a weight without rows has zeros."""
         rows, weights = ctx.saved_tensors
         to_rows = torch.empty_like(rows) if ctx.needs_input_grad[0] else None
-        to_weights = torch.zeros_like(weights) if ctx.needs_input_grad[1] else None
+        to_weights = torch.empty_like(weights) if ctx.needs_input_grad[1] else None
         if to_rows is not None:
             for given, weight, result in _by_expert(ctx.sizes, gradient, weights, to_rows):
                 torch.mm(given, weight.t(), out=result)
         if to_weights is not None:
             for own, result, given in _by_expert(ctx.sizes, rows, to_weights, gradient):
-                torch.mm(own.t(), given, out=result)
+                torch.mm(own.t(), given, out=result)  # zeros without rows
         return to_rows, to_weights, None
 
 
 def _by_expert(sizes, rows, weights, others):
-    """Yield (rows, weight, other rows) of each expert that has rows."""
-    for size, *tensors in zip(sizes, rows.split(sizes), weights, others.split(sizes), strict=True):
-        if size:
-            yield tensors
+    """Return (rows, weight, other rows) of each expert."""
+    return zip(rows.split(sizes), weights.unbind(), others.split(sizes), strict=True)
