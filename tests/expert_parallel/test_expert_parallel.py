@@ -12,7 +12,7 @@ from naranhi.expert_parallel import MoE, sum_gradients
 
 HIDDEN, FFN, EXPERTS = 6, 10, 12  # 1 to 4 ranks divide the experts
 COEFFICIENT = 0.3  # of the auxiliary loss: large, so that nobody can miss it
-SIZES = [5, 9, 0, 4]  # tokens of each rank: uneven, and none on one
+SIZES = [9, 5, 0, 4]  # tokens of each rank: uneven, and none on one
 
 
 def layer(group=None, top_k=2, capacity_factor=None, dtype=torch.float64, **options):
@@ -48,7 +48,8 @@ def one_process(moe, group, parts, coefficient=COEFFICIENT):
     output, auxiliary, dropped = mixture(tokens, *weights, moe.top_k, capacity)
     loss = (output * torch.cat([target for _, target in parts])).sum() / max(len(tokens), 1)
     (loss + coefficient * auxiliary).backward()
-    return output, auxiliary, [one.grad for one in (tokens, *weights)], dropped
+    grads = [torch.zeros_like(one) if one.grad is None else one.grad for one in (tokens, *weights)]
+    return output, auxiliary, grads, dropped
 
 
 def step(moe, parts, rank, coefficient=COEFFICIENT):
@@ -106,3 +107,156 @@ def test_dropless_equals_one_process(five, ranks, top_k):
         results = five.call(beside_one_process, ranks, SIZES, top_k, None, dtype)[:ranks]
         assert max(difference for difference, _ in results) <= bound
         assert not any(dropped for _, dropped in results)
+
+
+@pytest.mark.parametrize("factor", [0.3, 1.0])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_dropping_equals_one_process(five, ranks, factor):
+    """The same choices are dropped, whatever rank a token is on, and add nothing."""
+    for top_k in (1, 2, 3):
+        results = five.call(beside_one_process, ranks, SIZES, top_k, factor)[:ranks]
+        assert max(difference for difference, _ in results) <= 1e-14
+        dropped = sum(here for _, here in results)
+        choices = top_k * sum(SIZES[:ranks])
+        assert 0 < dropped < choices
+        if factor < 1:
+            assert choices - dropped <= EXPERTS * math.ceil(factor * choices / EXPERTS)
+
+
+# --- extreme routings ----------------------------------------------------------------------------
+
+ONE_EXPERT = [-9.0] * 7 + [9.0] + [-9.0] * 4
+EXTREME = {
+    "all to one expert": (SIZES, ONE_EXPERT),
+    "all to one, tokens on one rank": ([0, 7, 0, 0], ONE_EXPERT),
+    "all to one rank": (SIZES, [-9.0] * 9 + [9.0] * 3),
+    "no token on the first ranks": ([0, 0, 0, 3], None),
+    "no token at all": ([0, 0, 0, 0], None),
+}
+
+
+@pytest.mark.parametrize("name", EXTREME)
+def test_extreme_routings_are_right(five, name):
+    sizes, skew = EXTREME[name]
+    for factor in (None, 0.5):
+        for top_k in (1, 2):
+            results = five.call(beside_one_process, 4, sizes, top_k, factor, torch.float64, skew)
+            assert max(difference for difference, _ in results[:4]) <= 1e-13
+            if factor and skew and top_k == 1 and "expert" in name:
+                tokens = sum(sizes)
+                kept = tokens - sum(here for _, here in results[:4])
+                assert kept == math.ceil(0.5 * tokens / EXPERTS)
+
+
+# --- two axes: experts divided over one, copied over the other -----------------------------------
+
+
+def on_two_axes(top_k, factor):
+    """On 4 ranks, two copies of experts that two ranks share: the largest difference."""
+    rank, world = dist.get_rank(), first_ranks(4)
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    if rank >= 4:
+        return None
+    group, replicas = groups[rank // 2], groups[2 + rank % 2]
+    moe, parts = layer(group, top_k, factor, replicas=replicas), shares(SIZES)
+    output, auxiliary, grads, dropped = one_process(moe, group, parts)
+    rows = slice(sum(SIZES[:rank]), sum(SIZES[: rank + 1]))
+    own = slice(rank % 2 * 6, rank % 2 * 6 + 6)
+    given, loss, to_tokens = step(moe, parts, rank)
+    sum_gradients(moe, world)
+    assert moe.plan.dropped == sum(rows.start <= token < rows.stop for token, _ in dropped)
+    assert not factor or dropped
+    return max(
+        apart(given, output[rows]),
+        apart(loss, auxiliary),
+        apart(to_tokens, grads[0][rows]),
+        apart(moe.router.weight.grad, grads[1]),
+        apart(moe.up.grad, grads[2][own]),
+        apart(moe.down.grad, grads[3][own]),
+    )
+
+
+@pytest.mark.parametrize("factor", [None, 0.5])
+def test_copies_of_experts_equal_one_process(five, factor):
+    for top_k in (1, 2):
+        assert max(five.call(on_two_axes, top_k, factor)[:4]) <= 1e-14
+
+
+# --- wrong ways ----------------------------------------------------------------------------------
+
+
+def wrong_ways():
+    """How far each wrong way is from one process, on two ranks, relative to the largest element."""
+    group, rank = first_ranks(2), dist.get_rank()
+    singles = [dist.new_group([alone]) for alone in range(2)]
+    if rank >= 2:
+        return None
+    parts, moe = shares(SIZES), layer(group)
+    _, auxiliary, grads, _ = one_process(moe, group, parts[:2])
+    _, loss, _ = step(moe, parts[:2], rank)
+
+    def relative(given, expected):
+        return apart(given, expected) / expected.abs().max().item()
+
+    far = {}
+    mean = layer(singles[rank])(parts[rank][0])[1].detach()
+    dist.all_reduce(mean, group=group)
+    far["auxiliary loss of each rank"] = relative(mean / 2, auxiliary)
+    own = slice(rank * 6, rank * 6 + 6)
+    averaged = moe.up.grad.clone()
+    dist.all_reduce(averaged, group=group)
+    far["experts averaged over their group"] = relative(averaged / 2, grads[2][own])
+    far["router not summed"] = relative(moe.router.weight.grad, grads[1])
+    sum_gradients(moe, group)
+    far["right"] = max(
+        relative(loss, auxiliary),
+        relative(moe.up.grad, grads[2][own]),
+        relative(moe.router.weight.grad, grads[1]),
+    )
+    return far
+
+
+def test_wrong_ways_are_far_from_one_process(five):
+    for far in five.call(wrong_ways)[:2]:
+        assert far.pop("right") <= 1e-14
+        assert min(far.values()) > 0.01, far
+
+
+# --- does a token's output depend on the other tokens? -------------------------------------------
+
+
+def with_and_without_others(factor):
+    """How far outputs of rank 1's tokens change when rank 0's tokens are others, and more."""
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return None
+    moe, own = layer(group, 2, factor), shares([3, 6])[1][0]
+    outputs = []
+    for others in shares([3, 6])[0][0], shares([40])[0][1]:
+        outputs.append(moe(own if rank == 1 else others)[0].detach())
+    return apart(outputs[0], outputs[1]) if rank == 1 else 0.0
+
+
+def test_only_a_capacity_makes_tokens_depend_on_others(five):
+    assert max(five.call(with_and_without_others, None)[:2]) <= 1e-15
+    assert max(five.call(with_and_without_others, 0.5)[:2]) > 0.01
+
+
+def in_bfloat16():
+    """The router decides in float32: the same experts as a float32 layer of the same weights."""
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return
+    parts = shares([200, 100], torch.bfloat16)
+    half = layer(group, 2, dtype=torch.bfloat16)
+    wide = layer(group, 2, dtype=torch.float32)
+    wide.load_state_dict(half.state_dict())
+    output, auxiliary, _ = step(half, parts, rank)
+    expected, loss, _ = step(wide, [part.float() for part in parts], rank)
+    assert output.dtype == torch.bfloat16 and auxiliary.dtype == torch.float32
+    assert torch.equal(half.load, wide.load) and auxiliary == loss
+    torch.testing.assert_close(output.float(), expected, rtol=0.02, atol=0.02)
+
+
+def test_the_router_decides_in_float32(five):
+    five.call(in_bfloat16)

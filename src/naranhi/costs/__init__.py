@@ -27,6 +27,7 @@ from naranhi.costs.context import (
     context_messages,
 )
 from naranhi.costs.experts import (
+    MOE_EXCHANGES,
     break_even_tokens,
     gathered_experts_bytes_sent,
     imbalance,
@@ -41,6 +42,7 @@ from naranhi.costs.model_state import hybrid_bytes_sent, zero_bytes, zero_bytes_
 __all__ = [
     "ALGORITHMS",
     "CONTEXT_WAYS",
+    "MOE_EXCHANGES",
     "POWER_OF_TWO_ONLY",
     "Item",
     "algorithm_bandwidth",

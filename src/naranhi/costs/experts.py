@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from naranhi.costs.communication import bytes_sent
 
 FORWARD, BACKWARD = 2, 2  # all-to-alls of a layer
+MOE_EXCHANGES = FORWARD + BACKWARD
 
 
 def moe_bytes_sent(
@@ -153,6 +154,5 @@ def moe_seconds(
     leaving = (sum(rows[rank]) - rows[rank][rank] for rank in ranks)
     arriving = (sum(sent[rank] for sent in rows) - rows[rank][rank] for rank in ranks)
     moved = max(*leaving, *arriving) * hidden * element_bytes
-    exchanges = FORWARD + BACKWARD
-    sending = exchanges * ((len(rows) - 1) * alpha + moved * beta)
+    sending = MOE_EXCHANGES * ((len(rows) - 1) * alpha + moved * beta)
     return sending + computed * 12 * hidden * ffn / flops

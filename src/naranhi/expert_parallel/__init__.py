@@ -26,15 +26,19 @@ ranks' gradients is right.
 
 from naranhi.expert_parallel.dispatch import Plan, make_plan
 from naranhi.expert_parallel.exchange import exchange_rows
+from naranhi.expert_parallel.gpt2 import ExpertsMLP, add_experts, auxiliary_loss
 from naranhi.expert_parallel.gradients import sum_gradients
 from naranhi.expert_parallel.grouped import grouped_mm
 from naranhi.expert_parallel.moe import MoE
 from naranhi.expert_parallel.router import Routing, balancing_loss, route
 
 __all__ = [
+    "ExpertsMLP",
     "MoE",
     "Plan",
     "Routing",
+    "add_experts",
+    "auxiliary_loss",
     "balancing_loss",
     "exchange_rows",
     "grouped_mm",

@@ -17,7 +17,7 @@ import zlib
 import torch
 import torch.distributed as dist
 
-from naranhi.distributed import agree, raise_on_all
+from naranhi.distributed import from_all_ranks
 
 FAILED = -1.0  # the sign of a rank that raises an error
 NOT_FINITE = "tokens, or the router's weights, are NaN or infinite"
@@ -91,14 +91,13 @@ def _gather(row, group, replicas):
 
 def _explain(problem, circumstances, group, replicas):
     """Raise ValueError on every rank. All ranks call this, because all have seen the table."""
-
-    def check():
-        if problem:
-            raise ValueError(problem)
-
-    raise_on_all(check, group, kind=ValueError)
-    agree(group, tokens=circumstances)
-    raise ValueError(
-        "ranks with another copy of these experts have raised an error, or have other tokens: "
-        f"{circumstances} here"
-    )
+    reports = [(dist.get_rank(), problem, circumstances)]
+    for axis in (group, replicas) if replicas else (group,):
+        reports = [report for others in from_all_ranks(reports, axis) for report in others]
+    problems = dict.fromkeys(problem for _, problem, _ in reports if problem)
+    for problem in problems:
+        ranks = ", ".join(str(rank) for rank, other, _ in reports if other == problem)
+        raise ValueError(f"on rank {ranks}: {problem}")
+    first, _, expected = reports[0]
+    rank, given = next((rank, other) for rank, _, other in reports if other != expected)
+    raise ValueError(f"tokens are {expected} on rank {first}, {given} on rank {rank}")

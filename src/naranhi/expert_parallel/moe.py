@@ -77,7 +77,7 @@ class MoE(nn.Module):
         self.capacity_factor = capacity_factor
         self.ranks: int = dist.get_world_size(group)
         sizes = {"hidden": hidden, "ffn": ffn, "experts": experts, "top_k": top_k}
-        self._agree(**sizes, capacity_factor=capacity_factor, copies=self._copies)
+        self._agree(**sizes, capacity_factor=str(capacity_factor), copies=self._copies)
         _require(self.ranks, capacity_factor, **sizes)
         self.router = nn.Linear(hidden, experts, bias=False)
         first = dist.get_rank(group) * experts // self.ranks

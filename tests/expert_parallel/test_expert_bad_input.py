@@ -1,0 +1,143 @@
+"""What a mixture of experts refuses, in words, on every rank, before a token is sent."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from gloo_ranks import first_ranks
+
+from naranhi.expert_parallel import MoE, auxiliary_loss, exchange_rows
+
+HIDDEN, FFN, EXPERTS = 4, 6, 4
+
+
+def error_of(function):
+    """The message of the ValueError, and how many all-to-alls went before it."""
+    calls, original = [], dist.all_to_all_single
+    dist.all_to_all_single = lambda *args, **kwargs: calls.append(args)
+    try:
+        function()
+    except ValueError as error:
+        return str(error), len(calls)
+    finally:
+        dist.all_to_all_single = original
+    return "no error", len(calls)
+
+
+def made(differs, changes):
+    """Errors of making a layer on two ranks, with changes on rank 1 alone if it `differs`."""
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return None
+    options = {"hidden": HIDDEN, "ffn": FFN, "experts": EXPERTS, "top_k": 2}
+    options |= changes if rank == 1 or not differs else {}
+    torch.manual_seed(options.pop("seed", 0))
+    return error_of(lambda: MoE(**options, group=group))
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"top_k": 5}, "top_k=5 experts for a token, but the layer has 4"),
+        ({"top_k": 0}, "top_k must be a whole number of at least 1, not 0"),
+        ({"experts": 5}, "2 ranks do not divide 5 experts"),
+        ({"capacity_factor": 0}, "with capacity_factor=0 an expert has no capacity"),
+        ({"capacity_factor": -1.0}, "with capacity_factor=-1.0 an expert has no capacity"),
+        ({"capacity_factor": float("nan")}, "with capacity_factor=nan an expert has no capacity"),
+        ({"hidden": 4.0}, "hidden must be a whole number of at least 1, not 4.0"),
+        ({"ffn": True}, "ffn must be a whole number of at least 1, not True"),
+    ],
+)
+def test_layers_that_cannot_be(five, changes, words):
+    for message, sent in five.call(made, False, changes)[:2]:
+        assert message.startswith(words) and sent == 0
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"hidden": 8}, "hidden: 4 on rank 0, 8 on rank 1"),
+        ({"capacity_factor": 1.0}, "capacity factor: None on rank 0, 1.0 on rank 1"),
+        ({"top_k": 9}, "top k: 2 on rank 0, 9 on rank 1"),
+        ({"seed": 1}, "rank 0 and rank 1 have different router"),
+    ],
+)
+def test_ranks_that_do_not_agree(five, changes, words):
+    for message, _ in five.call(made, True, changes)[:2]:
+        assert message.startswith(words)
+
+
+TOKENS = {
+    "nan": (lambda x: x * float("nan"), "on rank 1: tokens, or the router's weights, are NaN"),
+    "infinite": (lambda x: x / 0, "on rank 1: tokens, or the router's weights, are NaN"),
+    "hidden": (lambda x: x[:, :3], "on rank 1: tokens must have shape (tokens, 4), not (3, 3)"),
+    "sequence": (lambda x: x[None], "on rank 1: tokens must have shape (tokens, 4), not (1, 3, 4)"),
+    "dtype": (
+        lambda x: x.double(),
+        "on rank 1: tokens are torch.float64 on cpu, the experts torch.float32 on cpu",
+    ),
+    "gradient": (
+        lambda x: x.clone().requires_grad_(),
+        "tokens are torch.float32, do not need a gradient, operations are recorded on rank 0, "
+        "torch.float32, need a gradient, operations are recorded on rank 1",
+    ),
+}
+
+
+def given(name, copies):
+    """Errors of a forward on two ranks, of which rank 1 has the wrong tokens; or with copies."""
+    group, rank = first_ranks(2), dist.get_rank()
+    singles = [dist.new_group([one]) for one in range(2)]
+    if rank >= 2:
+        return None
+    torch.manual_seed(0)
+    axes = {"group": singles[rank], "replicas": group} if copies else {"group": group}
+    moe, tokens = MoE(HIDDEN, FFN, EXPERTS, 2, **axes), torch.ones(3, HIDDEN)
+    found = error_of(lambda: moe(TOKENS[name][0](tokens) if rank == 1 else tokens))
+    moe(tokens)[0].sum().backward()  # and the next step is well
+    return found
+
+
+@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize("name", TOKENS)
+def test_tokens_that_are_wrong_on_one_rank(five, name, copies):
+    for message, sent in five.call(given, name, copies)[:2]:
+        assert message.startswith(TOKENS[name][1]) and sent == 0
+
+
+def one_dtype_here_another_there():
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return None
+    torch.manual_seed(0)
+    dtype = [torch.float32, torch.bfloat16][rank]
+    moe = MoE(HIDDEN, FFN, EXPERTS, 2, group).to(dtype)
+    return error_of(lambda: moe(torch.ones(3, HIDDEN, dtype=dtype)))
+
+
+def test_ranks_with_other_dtypes(five):
+    for message, sent in five.call(one_dtype_here_another_there)[:2]:
+        assert "torch.float32, do not need" in message and "torch.bfloat16, do not" in message
+        assert sent == 0
+
+
+def uneven_numbers():
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return None
+    return [
+        error_of(partial(exchange_rows, torch.ones(3, 2), sent, [1, 2], group))
+        for sent in ([1, 1], [1, 1, 1])
+    ]
+
+
+def test_rows_that_are_not_there(five):
+    for errors in five.call(uneven_numbers)[:2]:
+        for message, sent in errors:
+            assert "does not fit 3 rows and 2 ranks" in message and sent == 0
+
+
+def test_an_auxiliary_loss_without_experts():
+    with pytest.raises(RuntimeError, match="no experts, or has had no forward"):
+        auxiliary_loss(torch.nn.Linear(2, 2))
