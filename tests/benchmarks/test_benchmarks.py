@@ -12,6 +12,7 @@ from tests.benchmarks import (
     bench_collectives,
     bench_context_parallel,
     bench_data_parallel,
+    bench_expert_parallel,
     bench_pipelines,
     bench_tensor_parallel,
     bench_zero,
@@ -75,6 +76,13 @@ def test_data_parallel_and_zero_engines_agree():
         "naranhi",
         "torch fully_shard",
     ]
+
+
+def test_mixtures_of_experts_agree_whatever_the_routing():
+    kind = bench_expert_parallel.contenders
+    works = [harness.Work(f"skew {skew}", 2, kind, (16, 32, skew)) for skew in (0.0, 9.0)]
+    rows = harness.measured(works, repeats=1)
+    assert [row["contender"] for row in rows] == 2 * ["naranhi", "DeepSpeed"]
 
 
 def test_zero_3_holds_no_more_than_fully_shard():
