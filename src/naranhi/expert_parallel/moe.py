@@ -122,20 +122,32 @@ class MoE(nn.Module):
         )
         # The value is the whole step's; the gradient is that of this rank's probabilities.
         sums = sums.to(own_sums.dtype) + (own_sums - own_sums.detach())
-        return self._output(tokens, routing.gates), balancing_loss(self.load, sums, size)
+        return self.dispatch_and_combine(tokens, routing.gates), balancing_loss(
+            self.load, sums, size
+        )
 
-    def _output(self, tokens, gates):
-        """Dispatch, run the experts, combine."""
+    def dispatch_and_combine(self, tokens: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        """Send the chosen rows to their experts and return the weighted sums of the results.
+
+        Args:
+            tokens: this rank's tokens, (tokens, hidden).
+            gates: the weight of each choice, (tokens, top_k); `plan` says where they go.
+        """
         order, sent, received, _ = self.plan
         token = order % max(len(tokens), 1)
         here = received.sum(1).tolist()
         rows = exchange_rows(tokens.index_select(0, token), sent, here, self.group)
-        rows = exchange_rows(self._run_experts(rows, received), here, sent, self.group)
+        rows = exchange_rows(self.run_experts(rows, received), here, sent, self.group)
         gates = gates.t().flatten().index_select(0, order).to(rows.dtype)
         return torch.zeros_like(tokens).index_add(0, token, rows * gates[:, None])
 
-    def _run_experts(self, rows, received):
-        """Return the results of rows that come sorted by sender, then by expert."""
+    def run_experts(self, rows: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+        """Return the results of rows that come sorted by sender, then by expert, in that order.
+
+        Args:
+            rows: the rows that arrived, (rows, hidden).
+            received: how many of them each rank sent to each expert here, (ranks, own experts).
+        """
         sizes = received.sum(0).tolist()
         by_expert = torch.arange(len(sizes)).repeat(len(received))
         by_expert = by_expert.repeat_interleave(received.flatten()).argsort(stable=True)
