@@ -16,7 +16,7 @@ import hashlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -122,6 +122,7 @@ class Pipeline:
     device: torch.device
     replicas: dist.ProcessGroup | None
     last: int
+    overlap: Callable[[Callable[[], Any], Callable[[], Any]], tuple[Any, Any]] | None
     stages: dict[int, Stage]
     tied: list[TiedWeight]
 
@@ -192,13 +193,8 @@ class Pipeline:
             for stage, part in enumerate(parts)
             if schedule.placement[stage] == self.rank
         }
-        self.overlap, row = overlap, enumerate(schedule[self.rank])
-        self._turns = [
-            turn
-            for unit in schedule.units[self.rank]
-            for numbered in [list(islice(row, len(unit)))]
-            for turn in ([numbered] if overlap else [[one] for one in numbered])
-        ]
+        self.overlap = overlap
+        self._turns = _turns(schedule.units[self.rank], overlap is not None)
         self._releases = releases(schedule)[self.rank]
         if any(action.kind == "U" for action in schedule[self.rank]):
             for stage in self.stages.values():
@@ -328,7 +324,7 @@ class Pipeline:
             else:
                 local[message] = tensors
 
-        def do(stage, action, arrived, released):
+        def run(stage, action, arrived, released):
             number, kind, k, version = action
             if kind == "F":
                 return stage.run_forward(
@@ -348,16 +344,16 @@ class Pipeline:
                 return stage.run_weight_grad(k)
             return stage.weights.update(version, last_use=released == (number, version - 1))
 
-        def run(position, action, arrived):
+        def do(position, action, arrived):
             stage, released = self.stages[action.stage], self._releases.get(position)
-            result = do(stage, action, arrived, released)
+            result = run(stage, action, arrived, released)
             if released:
                 stage.weights.release(released[1])
             return result
 
         for turn in self._turns:  # one action, or the two of a pair
             calls = [
-                partial(run, position, action, take(self.schedule.needs(action)))
+                partial(do, position, action, take(self.schedule.needs(action)))
                 for position, action in turn
             ]
             if recorder:
@@ -427,6 +423,16 @@ class Pipeline:
         sends = self.rank == channel.from_rank
         peer = dist.get_global_rank(self.group, channel.to_rank if sends else channel.from_rank)
         return (Sender if sends else Receiver)(group, peer, self.device)
+
+
+def _turns(units, overlap):
+    """Return what a rank runs in turn, each a list of (position in the row, action).
+
+    The two actions of a pair are one turn if they overlap, otherwise two.
+    """
+    row = enumerate(chain.from_iterable(units))
+    pairs = [list(islice(row, len(unit))) for unit in units]
+    return pairs if overlap else [[numbered] for pair in pairs for numbered in pair]
 
 
 def _let_go(users, groups):
