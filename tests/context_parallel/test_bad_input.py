@@ -32,15 +32,15 @@ def of_plain_order():
 REFUSED = {  # what is passed, and the message
     "lengths": (
         lambda: (tensors(length=only_rank_1(8, 6)), {}),
-        "query: (2, 4, 6, 4) on rank 0, (2, 4, 8, 4) on rank 1",
+        "query: (2, 4, 6, 4) of torch.float32 on cpu on rank 0, (2, 4, 8, 4) of torch.float32",
     ),
     "key-value heads": (
         lambda: (tensors(kv_heads=only_rank_1(2, 4)), {}),
-        "key and value: (2, 4, 6, 4) on rank 0, (2, 2, 6, 4) on rank 1",
+        "key and value: (2, 4, 6, 4) of torch.float32 on cpu on rank 0, (2, 2, 6, 4) of",
     ),
     "dtypes": (
         lambda: (tensors(dtype=only_rank_1(torch.float64, torch.float32)), {}),
-        "dtype: torch.float32 on rank 0, torch.float64 on rank 1",
+        "query: (2, 4, 6, 4) of torch.float32 on cpu on rank 0, (2, 4, 6, 4) of torch.float64",
     ),
     "masks": (
         lambda: (tensors(), {"causal": only_rank_1(False, True)}),
@@ -56,7 +56,7 @@ REFUSED = {  # what is passed, and the message
     ),
     "scales": (
         lambda: (tensors(), {"scale": only_rank_1(0.1, None)}),
-        "scale: 0.5 on rank 0, 0.1 on rank 1",
+        "scale: None on rank 0, 0.1 on rank 1",
     ),
     "one rank's error": (
         lambda: (tensors(size=only_rank_1(0, 4)), {}),
