@@ -18,6 +18,7 @@ from matplotlib import pyplot
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
 from naranhi.show._collectives import ARROW, canvas
+from naranhi.show._contrast import text_on
 from naranhi.show._figure import FAINT, INK, ROOT_COLOR, SVG, svg_root
 from naranhi.show._timeline import KINDS
 
@@ -80,7 +81,7 @@ def draw_journey(spans: Sequence[tuple[float, float, int, str]]) -> Figure:
             x + WIDE / 2,
             y + HIGH / 2,
             str(number),
-            color="white",
+            color=text_on(color),
             fontsize=11,
             weight="bold",
             ha="center",

@@ -13,19 +13,23 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from naranhi.show import _table
-from naranhi.show._chart import COLORS, WIDTH
+from naranhi.show._chart import WIDTH
+from naranhi.show._contrast import text_on
 from naranhi.show._figure import FAINT, INK, figure
 
 if TYPE_CHECKING:
     from naranhi.schedules import Timeline
 
-# Kind of action -> its name in the key, and its colour.
+# Kind of action -> its name in the key, and its colour: the hues of the ranks' colours, as light or
+# dark as stands out of both pages, so that forward, backward and the gradient of the weights are
+# also told apart in grey, on paper or e-ink. In grey an update looks like the gradient of the
+# weights, beside which it never stands.
 KINDS = {
-    "F": ("forward", COLORS[0]),
-    "B": ("backward", COLORS[1]),
-    "I": ("input gradient", COLORS[1]),
-    "W": ("weight gradient", COLORS[2]),
-    "U": ("update", COLORS[3]),
+    "F": ("forward", "#3f96ed"),
+    "B": ("backward", "#aa4408"),
+    "I": ("input gradient", "#aa4408"),
+    "W": ("weight gradient", "#31896c"),
+    "U": ("update", "#b257b4"),
 }
 ROW = 0.32  # inches
 DIGIT = 0.085  # inches, the width of a digit of a micro-batch's number
@@ -101,8 +105,12 @@ def draw_timeline(timeline: Timeline, measured: bool = False, end: float | None 
 
 
 def _fill(chunk, chunks):
-    """Return the opacity of the boxes of a rank's chunk: from 1 for the first down to 0.25."""
-    return 1 - 0.75 * chunk / max(1, chunks - 1)
+    """Return the opacity of the boxes of a rank's chunk: 1 for the first, then from 0.6 to 0.25.
+
+    In between there is no text that can be read on a forward on both pages.
+    """
+    later = chunks - 1
+    return 1.0 if chunk == 0 else 0.25 + 0.35 * (later - chunk) / max(1, later - 1)
 
 
 def draw_rows(
@@ -174,7 +182,7 @@ def draw_box(
             start + (duration - gap) / 2,
             top + height / 2,
             str(number),
-            color="white" if fill == 1 else INK,
+            color=text_on(color, fill),
             fontsize=9 if half is None else 7,
             weight="bold",
             ha="center",
