@@ -97,7 +97,7 @@ def number_by_file(app) -> None:
 class ExplicitAnchors(SphinxTransform):
     """A section's address is its explicit target, where it has one: the same in both languages."""
 
-    default_priority = 880  # when all targets are known, before tables of contents are made
+    default_priority = 870  # when all targets are known, before tables of contents are made (880)
 
     def apply(self, **kwargs) -> None:
         for section in self.document.findall(nodes.section):

@@ -85,6 +85,7 @@ FACTS = """() => ({
   stamp: document.querySelector(".naranhi-stamp")?.textContent,
   download: document.querySelector("a.naranhi-download")?.href,
   twin: document.querySelector(".naranhi-twin")?.href,
+  counted: document.querySelectorAll(":is(h2, h3, h4) .section-number").length,
   fields: document.querySelectorAll("input[type=search], input[name=q]").length,
   labels: [...document.querySelectorAll("[title], [aria-label], [placeholder], [data-tooltip]")]
     .filter((element) => !element.closest(
@@ -165,6 +166,7 @@ def test_the_switch_can_be_clicked(site, chromium):
     page.goto(f"{site}/en/01_hierarchy.html")
     for language in ("ko", "en"):
         with page.expect_navigation() as navigation:
+            assert facts["counted"] == 0, "a section has the number of its chapter"
             page.click(".naranhi-twin")
         assert navigation.value.status == 200
         assert page.url == f"{site}/{language}/01_hierarchy.html"
