@@ -27,6 +27,7 @@ NUMBER = re.compile(rf"(?<![\w.])(?<!\w-){DIGITS}(?=x\b|\W|$)")
 PLACE = re.compile(r"\{(\d*|\*)\}")
 CLAIM = re.compile(r"((?:\[.*?\] )?✓ )(.*?)(?: \(((?:within [^()]*?)??(?:, )?(?:measured)?)\))?")
 ELEMENT = re.compile(r"(<(th|td|caption|text|label)\b[^>]*>)([^<]+)(?=</\2>)")
+PRINTED = re.compile(r"(?<=<pre>)[^<]*(?=</pre>)")  # of a record; a cell's has no elements
 DESCRIPTION = re.compile(r'(?<= aria-label=")[^"]+')
 
 
@@ -121,10 +122,14 @@ def outputs(cells, catalogue: Catalogue) -> None:
     """Change the outputs of code cells to the catalogue's language."""
     for output in (output for cell in cells for output in cell.outputs):
         if output.output_type == "stream" and output.name == "stdout":
-            lines = output.text.split("\n")
-            output.text = "\n".join(_claim(line, catalogue) for line in lines)
+            output.text = claims(output.text, catalogue)
         elif "text/html" in output.get("data", {}):
-            output.data["text/html"] = _page(output.data["text/html"], catalogue)
+            output.data["text/html"] = page(output.data["text/html"], catalogue)
+
+
+def claims(text: str, catalogue: Catalogue) -> str:
+    """Change the claims in a printed text to the catalogue's language."""
+    return "\n".join(_claim(line, catalogue) for line in text.split("\n"))
 
 
 def _claim(line, catalogue):
@@ -136,7 +141,9 @@ def _claim(line, catalogue):
     return start + catalogue.say(claim) + (f" ({', '.join(said)})" if said else "")
 
 
-def _page(text, catalogue):
+def page(text: str, catalogue: Catalogue) -> str:
+    """Change words in HTML to the catalogue's language: of tables, figures, and printed claims."""
+
     def element(match):
         text = html.unescape(match[3])
         said = catalogue.say(text.strip(), required=match[2] != "td")
@@ -145,4 +152,8 @@ def _page(text, catalogue):
     def description(match):
         return html.escape(catalogue.describe(html.unescape(match[0])))
 
+    def printed(match):
+        return html.escape(claims(html.unescape(match[0]), catalogue), quote=False)
+
+    text = PRINTED.sub(printed, text)
     return DESCRIPTION.sub(description, ELEMENT.sub(element, text))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import execution
+import localize
 import nbformat
 from execution import digest
 
@@ -113,21 +114,24 @@ def take_up(notebook, name: str, root: Path, title: str) -> None:
     notebook.metadata[execution.PACKAGE]["recorded"] = summary
 
 
-def expand(text: str, root: Path) -> str:
+def expand(text: str, root: Path, language: str) -> str:
     """Put what was recorded into a page that does not run.
 
-    A line `%recorded MACHINE CHAPTER CELL` becomes the text that the cell printed there, and
-    `%steps MACHINE` a list of what ran there and how it ended.
+    A line `%recorded MACHINE CHAPTER CELL` becomes what the cell showed there, in the page's
+    language, and `%steps MACHINE` a list of what ran there and how it ended.
 
     Raises:
-        ValueError: A line names what is not recorded.
+        ValueError: A line names what is not recorded, or what the catalogue does not have.
     """
     return re.sub(
-        r"^%(recorded|steps) (.*)$", lambda match: _expanded(match, root), text, flags=re.M
+        r"^%(recorded|steps) (.*)$",
+        lambda match: _expanded(match, root, language),
+        text,
+        flags=re.M,
     )
 
 
-def _expanded(match, root):
+def _expanded(match, root, language):
     kind, (machine, *where) = match[1], match[2].split()
     folder = root / FOLDER / machine
     try:
@@ -138,13 +142,55 @@ def _expanded(match, root):
             lines += [
                 f"{path.stem:24}passed, {it['executed']['seconds']} s" for path, it in chapters
             ]
-        else:
-            chapter, cell = where
-            content = json.loads((folder / f"{chapter}.json").read_text(encoding="utf-8"))
-            lines = [output["text"].rstrip() for output in content["cells"][cell]["outputs"]]
+            return _fenced("\n".join(lines))
+        chapter, cell = where
+        content = json.loads((folder / f"{chapter}.json").read_text(encoding="utf-8"))
+        texts = [_plain(output["text"]) for output in content["cells"][cell]["outputs"]]
     except (FileNotFoundError, KeyError, ValueError) as error:
         raise ValueError(f"{match[0]}: nothing like that is recorded ({error})") from error
-    return "```text\n" + _plain("\n".join(lines)) + "\n```"
+    catalogue = localize.load(language, root, chapter)
+    shown = "\n\n".join(_on_a_page(text, catalogue) for text in texts)
+    if catalogue and catalogue.missing:
+        missing = ", ".join(map(repr, sorted(catalogue.missing)))
+        raise ValueError(f"{match[0]}: book/{language}/outputs does not have {missing}")
+    return shown
+
+
+def _on_a_page(text, catalogue):
+    table = _table(text)
+    if catalogue is None:
+        return table or _fenced(text)
+    return localize.page(table, catalogue) if table else _fenced(localize.claims(text, catalogue))
+
+
+def _fenced(text):
+    return f"```text\n{text}\n```"
+
+
+def _table(text):
+    """Return a table that `show.table` wrote as text as HTML; None, if the text is not one."""
+    lines = text.rstrip().split("\n")
+    rule = next((n for n, line in enumerate(lines) if re.fullmatch("-+(?:  -+)*", line)), 0)
+    if rule not in (1, 2):
+        return None
+    spans = [column.span() for column in re.finditer("-+", lines[rule])]
+    rows = [[line[a:b] for a, b in spans] for line in (lines[rule - 1], *lines[rule + 1 :])]
+    # Of a column that is aligned to the right, each cell reaches the end.
+    right = [all(len(row[n].rstrip()) == b - a for row in rows) for n, (a, b) in enumerate(spans)]
+
+    def line(tag, row):
+        cells = zip(row, right, strict=True)
+        return "".join(
+            f'<{tag} style="text-align:{"right" if end else "left"}">{escape(cell.strip())}</{tag}>'
+            for cell, end in cells
+        )
+
+    head = f"<caption>{escape(lines[0])}</caption>" if rule == 2 else ""
+    body = "".join(f"<tr>{line('td', row)}</tr>" for row in rows[1:])
+    return (
+        f'<div class="naranhi-record-table"><table>{head}<thead><tr>{line("th", rows[0])}</tr>'
+        f"</thead><tbody>{body}</tbody></table></div>"
+    )
 
 
 def _chapters(folder):
@@ -165,12 +211,14 @@ def _different(recorded, outputs):
 
 
 def _details(title, outputs):
-    parts = [
-        output["html"] if "html" in output else f"<pre>{escape(_plain(output['text']))}</pre>"
-        for output in outputs
-    ]
+    parts = [output["html"] if "html" in output else _shown(output["text"]) for output in outputs]
     summary = f"<summary>{escape(title)}</summary>"
     return f'<details class="naranhi-record">{summary}{"".join(parts)}</details>'
+
+
+def _shown(text):
+    plain = _plain(text)
+    return _table(plain) or f"<pre>{escape(plain)}</pre>"
 
 
 def _append(cell, html):

@@ -131,7 +131,7 @@ def stage(language: str, root: Path) -> tuple[Path, str]:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     for page in (root / "book" / language).glob("*.md"):
-        text = records.expand(page.read_text(encoding="utf-8"), root)
+        text = records.expand(page.read_text(encoding="utf-8"), root, language)
         (folder / page.name).write_text(text, encoding="utf-8")
     shutil.copy(root / "book" / "references.bib", folder)
     for picture in (root / "images").glob("*.svg"):

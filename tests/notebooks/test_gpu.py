@@ -1,6 +1,7 @@
 """`make gpu` without a GPU: its preflight, how steps end, and how records are taken up."""
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "book"))
 
 import gpu  # noqa: E402
+import localize  # noqa: E402
 import records  # noqa: E402
 from execution import digest  # noqa: E402
 
@@ -265,10 +267,68 @@ def test_the_committed_records_are_of_chapters():
 
 
 def test_a_page_quotes_a_record_and_nothing_else(root):
-    quoted = records.expand("before\n\n%recorded cpu 01_one time\n\nafter", root)
+    quoted = records.expand("before\n\n%recorded cpu 01_one time\n\nafter", root, "en")
     assert quoted == "before\n\n```text\ntook 2 s\n```\n\nafter"
-    assert "01_one" in records.expand("%steps cpu", root).replace("passed", "")
+    assert "01_one" in records.expand("%steps cpu", root, "en").replace("passed", "")
     with pytest.raises(ValueError, match=r"%recorded cpu 01_one absent: nothing like that"):
-        records.expand("%recorded cpu 01_one absent", root)
+        records.expand("%recorded cpu 01_one absent", root, "en")
     with pytest.raises(ValueError, match="%recorded moon 01_one time: nothing like that"):
-        records.expand("%recorded moon 01_one time", root)
+        records.expand("%recorded moon 01_one time", root, "en")
+
+
+TABLE = """How long
+operation  it took
+---------  -------
+a sum         3 ms
+a product    12 ms"""
+KOREAN = """"How long": "얼마나"
+"operation": "연산"
+"it took": "걸린 시간"
+"a sum": "합"
+"a product": "곱"
+"it is quick": "빠르다"
+"""
+
+
+@pytest.fixture
+def with_a_table(root, tmp_path):
+    """The little project, in whose record a cell shows a table and a claim; and no Korean yet."""
+    own = shutil.copytree(root, tmp_path / "with_a_table")
+    path = own / records.FOLDER / "cpu/01_one.json"
+    content = json.loads(path.read_text())
+    shown = [{"text": TABLE}, {"text": "✓ it is quick\nloss 3\n"}]
+    content["cells"]["time"]["outputs"] = shown
+    path.write_text(json.dumps(content))
+    (own / "book/ko/outputs").mkdir(parents=True)
+    return own
+
+
+def test_a_page_shows_a_recorded_table_in_its_own_language(with_a_table):
+    line = "%recorded cpu 01_one time"
+    english = records.expand(line, with_a_table, "en")
+    assert "<caption>How long</caption>" in english and "✓ it is quick\nloss 3" in english
+    assert '<th style="text-align:left">operation</th>' in english
+    assert '<td style="text-align:right">12 ms</td>' in english
+    (with_a_table / "book/ko/outputs/01_one.yml").write_text(KOREAN)
+    korean = records.expand(line, with_a_table, "ko")
+    for words in ("<caption>얼마나<", ">연산</th>", ">걸린 시간</th>", ">합</td>", "12 ms"):
+        assert words in korean
+    assert "✓ 빠르다\nloss 3" in korean and "it took" not in korean
+
+
+def test_a_recorded_heading_without_its_korean_is_named(with_a_table):
+    left = KOREAN.replace('"it took": "걸린 시간"\n', "")
+    (with_a_table / "book/ko/outputs/01_one.yml").write_text(left)
+    with pytest.raises(ValueError, match=r"01_one time: book/ko/outputs does not have 'it took'"):
+        records.expand("%recorded cpu 01_one time", with_a_table, "ko")
+
+
+def test_a_chapter_shows_what_was_recorded_as_a_table_too(with_a_table):
+    notebook = chapter(1, "ours")
+    records.take_up(notebook, "01_one", with_a_table, "On {device}")
+    shown = str(notebook.cells)
+    assert "naranhi-record-table" in shown and "<pre>✓ it is quick" in shown
+    (with_a_table / "book/ko/outputs/01_one.yml").write_text(KOREAN)
+    catalogue = localize.load("ko", with_a_table, "01_one")
+    localize.outputs([cell for cell in notebook.cells if cell.cell_type == "code"], catalogue)
+    assert "<pre>✓ 빠르다\nloss 3</pre>" in str(notebook.cells).replace("\\n", "\n")
