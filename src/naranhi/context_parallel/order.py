@@ -140,12 +140,13 @@ def in_sequence(parts: list[torch.Tensor], order: str, dim: int) -> torch.Tensor
 def by_rank(x: torch.Tensor, ranks: int, order: str, dim: int) -> torch.Tensor:
     """Return the parts of all ranks, (ranks, ...), of a tensor in the order of the sequence."""
     length = x.shape[dim] // ranks
-    return torch.stack(
-        [
-            torch.cat([x.narrow(dim, run.start, run.length) for run in part], dim)
-            for part in (runs(order, ranks, rank, length) for rank in range(ranks))
-        ]
-    )
+    shape = list(x.shape)
+    shape[dim] = length
+    parts = x.new_empty((ranks, *shape))
+    for rank, part in enumerate(parts):
+        for start, count, offset in runs(order, ranks, rank, length):
+            part.narrow(dim, offset, count).copy_(x.narrow(dim, start, count))
+    return parts
 
 
 def _own_runs(length, group, order):

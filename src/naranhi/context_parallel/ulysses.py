@@ -14,7 +14,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from naranhi import collectives
 from naranhi.context_parallel.arguments import Cut, prepare
 from naranhi.context_parallel.order import by_rank, in_sequence
-from naranhi.context_parallel.partial_attention import Partial, add_gradients, fold
+from naranhi.context_parallel.partial_attention import Partial, add_gradients
 from naranhi.context_parallel.tiles import Documents
 
 SEQUENCE = -2  # the dimension
@@ -67,8 +67,8 @@ class UlyssesFunction(Function):
         ctx: FunctionCtx, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cut: Cut
     ) -> torch.Tensor:
         """Exchange, attend, and exchange back."""
-        queries, own = fold(query, key, value)
-        whole = to_heads(torch.cat([queries, *own], 2), cut)
+        queries = query.unflatten(1, (key.shape[1], -1))
+        whole = to_heads(torch.cat([queries, key.unsqueeze(2), value.unsqueeze(2)], 2), cut)
         queries, block = _parts(whole)
         partial = Partial(queries, cut.scale)
         partial.add(block, cut.tiles_of_heads())
