@@ -102,7 +102,8 @@ FACTS = """() => ({
       ".cell_output :is(pre, .text_html, .text_html > div), div.highlight pre")]
     .filter((region) => region.checkVisibility() && region.scrollWidth > region.clientWidth + 1
       && ["auto", "scroll"].includes(getComputedStyle(region).overflowX)
-      && !(region.tabIndex === 0 && region.ariaLabel)).length,
+      && !(region.tabIndex === 0 && region.ariaLabel
+        && getComputedStyle(region).boxShadow !== "none")).length,
   broken: document.querySelectorAll("mjx-merror, .problematic").length,
 })"""
 
