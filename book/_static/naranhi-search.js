@@ -8,12 +8,21 @@ const SAID = {
 }[document.documentElement.lang];
 const escaped = (text) => text.replace(/[.*+?^${}()|[\]\\]/g, "\\$&");
 
+// The English words of the book, by their stems: memory and memories both have memori.
+const stem = (word) => new Stemmer().stemWord(word);
+let stems;
+function ofStem(wanted) {
+  stems ??= Map.groupBy(
+    new Set(SECTIONS.flatMap((one) => one.join(" ").toLowerCase().match(/[a-z]+/g) ?? [])), stem);
+  return stems.get(wanted) ?? [];
+}
+
 // How to find a word: Hangul and identifiers anywhere, since Korean words are inflected at their
-// ends; words in other scripts by their stems, from the beginning of a word.
+// ends; other words where a word begins with them, and English ones also in their other forms.
 function pattern(word) {
   if (/^[가-힣]/.test(word) || word.includes("_")) return new RegExp(escaped(word), "giu");
-  const stem = /^[a-z]+$/.test(word) ? new Stemmer().stemWord(word) : word;
-  return new RegExp(`(?<![\\p{L}\\p{N}])${escaped(stem)}`, "giu");
+  const forms = /^[a-z]+$/.test(word) ? ofStem(stem(word)).map((form) => `${form}(?![a-z])`) : [];
+  return new RegExp(`(?<![\\p{L}\\p{N}])(?:${[escaped(word), ...forms].join("|")})`, "giu");
 }
 
 const count = (text, found) => text.match(found)?.length ?? 0;

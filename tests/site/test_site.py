@@ -244,6 +244,24 @@ def test_search_finds_the_pages_that_have_the_word(site, chromium, visits, word)
     context.close()
 
 
+FORMS = {
+    "memory": ["memory", "memories"],
+    "batches": ["batch", "batches", "batching", "batched"],
+    "latencies": ["latency", "latencies"],
+}
+
+
+@pytest.mark.parametrize("word", FORMS)
+def test_search_finds_the_other_forms_of_an_english_word(site, chromium, visits, word):
+    page = chromium.new_page(viewport=DESK)
+    forms = re.compile(rf"(?<![^\W_])(?:{word}|(?:{'|'.join(FORMS[word])})(?![a-z]))")
+    for language in TWIN:
+        pages = {name for (code, name), facts in visits.items() if code == language}
+        having = {name for name in pages if forms.search(visits[language, name]["text"])}
+        assert having and search(page, site, language, word) == having
+    page.close()
+
+
 # What readers type, and where the first hit may lead.
 QUERIES = {
     "en": {
@@ -258,6 +276,8 @@ QUERIES = {
         "gpipe": "06 glossary",
         "activation memory": "07 glossary",
         "recomputation": "06 07 glossary",
+        "memory hierarchy": "01 glossary",
+        "gpu memories": "01 07 12 glossary",
         "loss scaling": "19 glossary",
         "bf16": "19 glossary",
         "gradient accumulation": "11 18 glossary",
@@ -284,6 +304,8 @@ QUERIES = {
         "마이크로배치": "06 glossary",
         "활성화 메모리": "07 glossary",
         "재계산": "06 07 glossary",
+        "memory": "01 07 12 glossary",
+        "메모리 계층": "01 glossary",
         "손실 스케일링": "19 glossary",
         "혼합 정밀도": "19 glossary",
         "그래디언트 누적": "11 18 glossary",
