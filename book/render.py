@@ -14,6 +14,7 @@ import execution
 import localize
 import nbformat
 import records
+import tables
 import yaml
 from execution import digest
 from jupyter_book.config import get_final_config
@@ -113,6 +114,9 @@ def with_outputs(source: Path, root: Path, language: str):
         cell.execution_count = outputs[cell.id].execution_count
     record = executed.metadata[execution.PACKAGE]["executed"]
     notebook.metadata[execution.PACKAGE] = {"executed": record}
+    for cell in execution.code_cells(notebook):
+        if name := tables.name_of(cell, source.stem):
+            cell.metadata[execution.PACKAGE] = {"table": name}
     records.take_up(notebook, source.stem, root, BY_CODE[language].recorded)
     catalogue = localize.load(language, root, source.stem)
     if catalogue is None:

@@ -9,9 +9,11 @@ import re
 from pathlib import Path
 from typing import Any
 
+import naranhi_site  # noqa: F401 (it puts the book's modules in reach)
 import nbformat
 from docutils import nodes
 from nbformat.v4 import new_code_cell, new_markdown_cell
+from tables import TABLE, numbered
 
 FOLDER = "notebooks"  # below each language's pages
 # Where a work can be read, by the field of its entry in references.bib; the first that it has.
@@ -52,6 +54,13 @@ class Resolver:
     def figure(self, name: str, caption: str) -> str:
         return f"*{self._numref(name)}. {self.text(caption)}*"
 
+    def number(self, cell: nbformat.NotebookNode, name: str) -> None:
+        for output in cell.outputs:
+            html = output.get("data", {}).get("text/html", "")
+            if TABLE.search(html):
+                output.data["text/html"] = numbered(html, self._numref(name), name)
+                return
+
     def _block(self, found: re.Match) -> str:
         _, kind, title, body = found.groups()
         if kind == "math":
@@ -75,8 +84,10 @@ class Resolver:
     def _numref(self, content: str) -> str:
         text, label = self._split(content)
         page, target = self.env.get_domain("std").anonlabels[label]
-        number = ".".join(map(str, self.env.toc_fignumbers[page]["figure"][target]))
-        words = text or self.config.numfig_format["figure"]
+        for kind, targets in self.env.toc_fignumbers[page].items():
+            if target in targets:
+                words = text or self.config.numfig_format[kind]
+                number = ".".join(map(str, targets[target]))
         return words.replace("%s", number).replace("{number}", number)
 
     def _ref(self, content: str) -> str:
@@ -132,6 +143,8 @@ def readers(notebook: nbformat.NotebookNode, resolver: Resolver, address: str):
                 cells.append(new_markdown_cell(text, id=cell.id))
             continue
         cells.append(cell)
+        if name := cell.metadata.get("naranhi", {}).get("table"):
+            resolver.number(cell, name)
         figure = cell.metadata.get("mystnb", {}).get("figure")
         if figure:
             caption = resolver.figure(figure["name"], figure["caption"])

@@ -6,6 +6,7 @@ of them executes again what imports it, and nothing else, can then be tried with
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -25,6 +26,10 @@ import execution  # noqa: E402
 
 KERNEL = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
 FIGURE = 'from IPython.display import HTML\nHTML(\'<svg width="9" height="9"></svg>\')'
+TABLE = """from IPython.display import HTML
+HTML('<table class="naranhi-table">{}<tr><td>9</td></tr></table>')
+"""
+CAPTIONS = {"01_ring": "<caption>Squares</caption>", "02_cost": ""}
 SOURCES = {
     "__init__.py": "class World:\n    backend = 'nccl'\n",
     "collectives.py": "from naranhi import ring\n\ndef total(n):\n    return ring.total(n)\n",
@@ -37,8 +42,8 @@ CHAPTERS = {
     "print('seconds', costs.seconds(21))",
 }
 WORDS = {
-    "en": ("Chapter", "See {numref}`fig-01_ring`.", "A square."),
-    "ko": ("장", "{numref}`fig-01_ring`을 보십시오.", "네모."),
+    "en": ("Chapter", "See {numref}`fig-01_ring` and {numref}`table-02-rows`.", "A square."),
+    "ko": ("장", "{numref}`fig-01_ring`과 {numref}`table-02-rows`을 보십시오.", "네모."),
 }
 
 
@@ -49,6 +54,7 @@ def write_chapter(root: Path, name: str, source: str) -> None:
             new_markdown_cell(f"# {title} {name}\n\n{text}", id="title"),
             new_code_cell(source, id="run"),
             new_code_cell(FIGURE, id="figure", metadata=figure),
+            new_code_cell(TABLE.format(CAPTIONS[name]), id="rows"),
             new_code_cell("print('answer', 6 * 7)", id="answer", metadata={"tags": ["hide-cell"]}),
         ]
         path = root / "notebooks" / language / f"{name}.ipynb"
@@ -347,6 +353,27 @@ def test_figures_of_cells_are_numbered_and_captioned_in_both_languages(built):
         assert f'<span class="caption-text">{caption}</span>' in page
 
 
+def test_tables_of_cells_are_numbered_in_both_languages(built):
+    for language, number in (("en", "Table"), ("ko", "표")):
+        first, second = (
+            (built / f"_build/html/{language}/{name}.html").read_text() for name in CHAPTERS
+        )
+        # The first chapter refers to the table of the second.
+        assert 'href="02_cost.html#table-02-rows"' in first
+        assert f'<span class="std std-numref">{number} 2.1</span>' in first
+        for page, chapter, words in (
+            (first, 1, '<span class="caption-text">Squares</span>'),
+            (second, 2, '<a class="headerlink"'),
+        ):
+            caption = (
+                f'<table class="naranhi-table" id="table-0{chapter}-rows"><caption [^>]*>'
+                f'<span class="caption-number">{number} {chapter}.1 </span>' + words
+            )
+            assert len(re.findall(caption, page)) == 1
+        shown = readers_notebook(built, language).cells[4].outputs[0]["data"]["text/html"]
+        assert f">{number} 1.1 </span>" in shown
+
+
 def test_with_addresses_pages_link_to_the_repository_and_name_themselves(book):
     def occurrences():
         pages = sorted((book / "_build/html").glob("*/*.html"))
@@ -388,10 +415,10 @@ def readers_notebook(book, language):
 
 def test_a_readers_notebook_has_words_for_roles_captions_and_outputs(built):
     for language, text, caption in (
-        ("en", "See Figure 1.1.", "*Figure 1.1. A square.*"),
-        ("ko", "그림 1.1을 보십시오.", "*그림 1.1. 네모.*"),
+        ("en", "See Figure 1.1 and Table 2.1.", "*Figure 1.1. A square.*"),
+        ("ko", "그림 1.1과 표 2.1을 보십시오.", "*그림 1.1. 네모.*"),
     ):
-        title, run, figure, below, answer = readers_notebook(built, language).cells
+        title, run, figure, below, _, answer = readers_notebook(built, language).cells
         assert title.source.endswith(f"\n\n{text}")
         assert below.source == caption and "<svg" in figure.outputs[0]["data"]["text/html"]
         assert run.outputs[0]["text"] == "total 6\n" and answer.outputs[0]["text"] == "answer 42\n"
