@@ -67,7 +67,14 @@ endif
 	@PYTHONPATH="src:_build/wheels:$$PYTHONPATH" $(GPU_PYTHON) book/gpu.py --minutes $(MINUTES) \
 	$(if $(OUT),--into $(OUT))
 
-lab: $(READY)
+# jupyterlab-myst renders roles and directives there. It is not in requirements.txt: no chapter that
+# is executed depends on it.
+LAB := .venv/.lab
+$(LAB): $(READY)
+	@$(BIN)/python -m pip install --disable-pip-version-check --quiet jupyterlab-myst==2.7.0
+	@touch $@
+
+lab: $(LAB)
 	@$(BIN)/jupyter lab notebooks
 
 images: $(READY)

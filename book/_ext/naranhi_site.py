@@ -30,6 +30,12 @@ ICONS = re.compile(r"\s*<!--[^>]*custom icons -->\s*<script[^>]*/fontawesome\.js
 SEARCH_TOOLS = re.compile(
     r"<script[^>]*/?(?:searchtools|language_data|searchindex)\.js[^>]*></script>"
 )
+# How an address says "this file of that branch", by where the repository is.
+SOURCES = {
+    "https://github.com/": "blob",
+    "https://gitlab.com/": "-/blob",
+    "https://codeberg.org/": "src/branch",
+}
 EXERCISE = re.compile(r"(\d+)\. ")  # the bold words with which an exercise begins
 MATHJAX = ["tex-chtml.js", "input/tex/extensions", "output/chtml/fonts/woff-v2"]
 
@@ -186,7 +192,13 @@ def page_context(app, pagename, templatename, context, doctree) -> None:
     record = json.loads(metadata.get("naranhi", "{}"))  # MyST-NB hands metadata on as text
     options = get_theme_options_dict(app)
     repository = options.get("repository_url", "").rstrip("/")
-    colab = ""
+    colab, source = "", ""
+    for host, way in SOURCES.items():
+        if repository.startswith(host) and pagename in app.env.all_docs:
+            place = f"notebooks/{language}/{pagename}.ipynb"
+            if not is_notebook:
+                place = f"book/{language}/{pagename}.md"
+            source = f"{repository}/{way}/{options['repository_branch']}/{place}"
     if repository.startswith("https://github.com/") and is_notebook:
         path = f"blob/{options['repository_branch']}/notebooks/{language}/{pagename}.ipynb"
         name = repository.removeprefix("https://github.com/")
@@ -209,6 +221,7 @@ def page_context(app, pagename, templatename, context, doctree) -> None:
         "without_search_tools": lambda scripts: SEARCH_TOOLS.sub("", scripts),
         "notebook": f"notebooks/{pagename}.ipynb" if is_notebook else "",
         "repository": repository,
+        "source": source,
         "twin": f"../{twin}/{pagename}.html",
         "twin_language": twin,
         "twin_name": BY_CODE[twin].name,

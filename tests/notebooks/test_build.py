@@ -381,6 +381,7 @@ def test_with_addresses_pages_link_to_the_repository_and_name_themselves(book):
 
     for text in occurrences().values():
         assert "colab" not in text and "naranhi-repository" not in text and "At " not in text
+        assert "naranhi-source" not in text
         assert "canonical" not in text and "og:title" not in text
     config = (book / "_config.yml").read_text()
     for setting, address in (
@@ -398,6 +399,12 @@ def test_with_addresses_pages_link_to_the_repository_and_name_themselves(book):
         chapter = pages[f"{language}/01_ring.html"]
         assert f'href="{colab}{language}/01_ring.ipynb"' in chapter
         assert 'href="https://github.com/o/r"' in chapter
+        for page, file in (
+            (chapter, f"notebooks/{language}/01_ring.ipynb"),
+            (pages[f"{language}/welcome.html"], f"book/{language}/welcome.md"),
+        ):
+            assert f'class="naranhi-source" href="https://github.com/o/r/blob/main/{file}"' in page
+        assert "naranhi-source" not in pages[f"{language}/search.html"]
         assert "At https://github.com/o/r." in pages[f"{language}/welcome.html"]
         assert "colab.research" not in pages[f"{language}/welcome.html"]
         own = f"https://example.org/book/{language}/01_ring.html"
