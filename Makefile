@@ -6,10 +6,11 @@ READY := .venv/.ready
 # default one does: on two cores, tests of deadlines and of times fail now and then beside others.
 BESIDE ?=
 
-.PHONY: help book test test-fast check types bench gpu lab images clean
+.PHONY: help book print test test-fast check types bench gpu lab images clean
 
 help:
 	@echo "make book       execute the notebooks on this machine's ranks and render the site"
+	@echo "make print      the book as a PDF and an ePub of each language, in _build/print"
 	@echo "make test       pass every test"
 	@echo "make test-fast  pass those that need one process only, in two minutes"
 	@echo "make check      style, layout, spelling, and which package may import which"
@@ -31,6 +32,10 @@ $(READY): requirements.txt pyproject.toml
 
 book: $(READY)
 	@$(BIN)/python book/build.py
+
+# By Chromium: the system's, or the one that .venv/bin/playwright install chromium fetches.
+print: $(READY)
+	@$(BIN)/python book/build.py --print
 
 test: $(READY)
 	@echo "Testing: the kernels, real ranks, the notebooks, the site in a browser; most of an hour"

@@ -5,6 +5,7 @@ gives the outputs to both languages, and renders ``_build/html/en``, ``_build/ht
 landing page ``_build/html/index.html``.  When nothing has changed it does none of these.
 
     python book/build.py                    the whole book
+    python book/build.py --print            and as PDF and ePub, in _build/print (printed.py)
     python book/build.py --execute-only     the executions alone, for this machine's kind of device
     python book/build.py --jobs 2           two notebooks at a time: sooner, but they disturb what
                                             they measure (a build without executes them again)
@@ -149,6 +150,7 @@ def main() -> int:
     default = Path(__file__).resolve().parent.parent
     parser.add_argument("--root", type=Path, default=default, help="the folder of _config.yml")
     parser.add_argument("--execute-only", action="store_true", help="render nothing")
+    parser.add_argument("--print", action="store_true", help="make a PDF and an ePub as well")
     parser.add_argument("--jobs", type=int, default=1, help="notebooks executed at a time")
     parser.add_argument(
         "--declare-equal",
@@ -192,6 +194,11 @@ def build(root: Path, options: argparse.Namespace) -> int:
     print("Rendering pages")
     if not site(root):
         return 1
+    if options.print:
+        import printed
+
+        print("Printing books")
+        printed.books(root)
     print(f"Done in {time.monotonic() - started:.0f} s. Open {root / '_build/html/index.html'}")
     return 0
 

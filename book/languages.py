@@ -15,6 +15,8 @@ class Language(NamedTuple):
         english: its English name, for messages of the build.
         name: its own name, as a reader who does not read the other language looks for it.
         title: the book's title in it.
+        subtitle: what the book is, for a cover.
+        contents: the title of a table of contents.
         captions: the part titles of ``_toc.yml``, where they are not as there.
         fold: the labels of folded cells (closed, open), by what is folded.
         not_found: what the page says that stands for an address without a page.
@@ -26,6 +28,8 @@ class Language(NamedTuple):
     english: str
     name: str
     title: str
+    subtitle: str
+    contents: str
     captions: dict[str, str]
     fold: dict[str, list[str]]
     not_found: str
@@ -39,6 +43,8 @@ LANGUAGES = (
         english="English",
         name="English",
         title="Naranhi",
+        subtitle="A book on distributed training that runs",
+        contents="Contents",
         captions={},
         fold={
             "content": ["Show the answer", "Hide the answer"],
@@ -56,6 +62,8 @@ LANGUAGES = (
         english="Korean",
         name="한국어",
         title="나란히",
+        subtitle="직접 실행하며 배우는 분산 학습",
+        contents="차례",
         captions={
             "Start here": "시작하며",
             "Communication": "통신",

@@ -1,31 +1,23 @@
-"""The built site in a real browser: headless Chromium, the site served on loopback.
-
-Builds the book first, which takes seconds when nothing has changed since the last build.
-"""
+"""The built site in a real browser: headless Chromium, the site served on loopback."""
 
 import functools
 import json
 import re
 import shutil
-import subprocess
-import sys
 import threading
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import execution
+import localize
 import nbformat
 import pytest
+import render
 from axe_playwright_python.sync_playwright import Axe
 from particles import misfits
 from playwright.sync_api import sync_playwright
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(REPOSITORY / "book"))
-
-import execution  # noqa: E402
-import localize  # noqa: E402
-import render  # noqa: E402
-
 NOTEBOOKS = REPOSITORY / "notebooks"
 HTML = REPOSITORY / "_build" / "html"
 TWIN = {"en": "ko", "ko": "en"}
@@ -42,12 +34,9 @@ class Quiet(SimpleHTTPRequestHandler):
 
 
 @pytest.fixture(scope="module")
-def site():
+def site(built):
     """The address of the site."""
-    build = [sys.executable, REPOSITORY / "book" / "build.py", "--jobs", "2"]
-    result = subprocess.run(build, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
-    handler = functools.partial(Quiet, directory=HTML)
+    handler = functools.partial(Quiet, directory=built)
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
