@@ -73,8 +73,10 @@ def test_the_measured_bubble_is_within_two_points(five, make, predicted):
         schedules.zero_bubble_h1,
         schedules.zero_bubble_h2,
         lambda p, m: schedules.interleaved(p, m, 2),
+        schedules.zero_bubble_v,
+        schedules.dualpipe_v,
     ],
-    ids=["1f1b", "h1", "h2", "interleaved"],
+    ids=["1f1b", "h1", "h2", "interleaved", "v", "dualpipe_v"],
 )
 def test_so_is_that_of_the_other_schedules(five, make):
     schedule = make(RANKS, 8)
