@@ -117,14 +117,12 @@ class MoE(nn.Module):
         counts, sums = gather_counts(own_counts, own_sums.detach(), _circumstances(tokens), *axes)
 
         self.load, size = counts.sum((0, 2)), int(counts.sum()) // self.top_k
-        self.plan = make_plan(
-            routing.experts, counts, self._place, self.ranks, self._capacity(size)
-        )
+        capacity = self._capacity(size)
+        self.plan = make_plan(routing.experts, counts, self._place, self.ranks, capacity)
         # The value is the whole step's; the gradient is that of this rank's probabilities.
         sums = sums.to(own_sums.dtype) + (own_sums - own_sums.detach())
-        return self.dispatch_and_combine(tokens, routing.gates), balancing_loss(
-            self.load, sums, size
-        )
+        auxiliary = balancing_loss(self.load, sums, size)
+        return self.dispatch_and_combine(tokens, routing.gates), auxiliary
 
     def dispatch_and_combine(self, tokens: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
         """Send the chosen rows to their experts and return the weighted sums of the results.
