@@ -76,6 +76,8 @@ class SequenceEmbedding(nn.Module):
 
     wte: nn.Embedding
     wpe: nn.Embedding
+    group: dist.ProcessGroup | None
+    order: str
 
     def __init__(self, embedding: nn.Module, group: dist.ProcessGroup | None, order: str):
         super().__init__()
@@ -112,6 +114,11 @@ class SequenceAttention(nn.Module):
 
     c_attn: nn.Module
     c_proj: nn.Module
+    head_size: int
+    scale: float
+    attend: Callable[..., torch.Tensor]
+    group: dist.ProcessGroup | None
+    order: str
 
     def __init__(
         self,

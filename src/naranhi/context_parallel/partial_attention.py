@@ -52,6 +52,8 @@ class Partial:
         scale: what scores are multiplied with.
     """
 
+    query: torch.Tensor
+    scale: float
     output: torch.Tensor
     lse: torch.Tensor
 
