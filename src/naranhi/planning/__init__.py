@@ -1,0 +1,35 @@
+"""How long a step takes and what it holds, before running it.
+
+`predict` forecasts a `Plan` of a `Model` on a `Cluster`; `search` finds the plans that fit, best
+first; `explain` says why. Each second and each byte is of a named part, and each forecast states
+how far it may be off. `accuracy` compares forecasts with published runs. Nothing here needs torch.
+"""
+
+from naranhi.planning.cluster import Cluster, Engine, Gpu, engines, gpus
+from naranhi.planning.explanation import describe, explain
+from naranhi.planning.forecast import Forecast
+from naranhi.planning.memory import Memory
+from naranhi.planning.model import Latent, Matmul, Model
+from naranhi.planning.plan import Plan, PlanError
+from naranhi.planning.plan_search import Found, search
+from naranhi.planning.prediction import predict
+
+__all__ = [
+    "Cluster",
+    "Engine",
+    "Forecast",
+    "Found",
+    "Gpu",
+    "Latent",
+    "Matmul",
+    "Memory",
+    "Model",
+    "Plan",
+    "PlanError",
+    "describe",
+    "engines",
+    "explain",
+    "gpus",
+    "predict",
+    "search",
+]

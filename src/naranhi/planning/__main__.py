@@ -1,0 +1,8 @@
+"""Run the command line of `naranhi.planning`."""
+
+import sys
+
+from naranhi.planning.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

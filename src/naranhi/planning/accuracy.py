@@ -1,0 +1,206 @@
+"""How far forecasts are from published runs, for each source.
+
+    python -m naranhi.planning.accuracy
+
+Each pair of GPU and engine is calibrated on at most one run, which `calibrations.csv` names and
+which is left out here. All others are forecasts.
+"""
+
+from dataclasses import replace
+from functools import lru_cache
+from statistics import mean
+from typing import NamedTuple
+
+from naranhi.planning.cluster import rows
+from naranhi.planning.forecast import Forecast
+from naranhi.planning.plan import PlanError
+from naranhi.planning.prediction import predict
+from naranhi.planning.published import Run, runs, sweep
+
+
+class Comparison(NamedTuple):
+    """A run beside its forecast.
+
+    Attributes:
+        run: The published run.
+        forecast: Its forecast; None if the plan was refused.
+    """
+
+    run: Run
+    forecast: Forecast | None
+
+    @property
+    def seconds_error(self) -> float | None:
+        """The relative error of the step's seconds; None if they were not published."""
+        if not self.run.seconds or not self.forecast:
+            return None
+        return self.forecast.step_seconds / self.run.seconds - 1
+
+    @property
+    def memory_error(self) -> float | None:
+        """The relative error of the memory; None if it was not published."""
+        if not self.run.memory or not self.forecast:
+            return None
+        return self.forecast.memory_bytes / self.run.memory - 1
+
+    @property
+    def inside(self) -> bool:
+        """Whether the published seconds are within the forecast's interval."""
+        return self.forecast.low <= self.run.seconds <= self.forecast.high
+
+
+class Accuracy(NamedTuple):
+    """The errors of one source.
+
+    Attributes:
+        source: The source.
+        what: "step" or "memory".
+        runs: How many are compared.
+        mean: The mean of the absolute relative errors.
+        bias: The mean of the relative errors; above 0 if forecasts are too high.
+        worst: The relative error that is farthest from 0.
+        inside: The part of the runs within their intervals; None for memory.
+    """
+
+    source: str
+    what: str
+    runs: int
+    mean: float
+    bias: float
+    worst: float
+    inside: float | None
+
+
+def compare(run: Run) -> Comparison:
+    """Return a run beside its forecast."""
+    try:
+        forecast = predict(run.model, run.cluster, run.plan, run.sequence_length, run.global_batch)
+    except PlanError:
+        forecast = None
+    return Comparison(run, forecast)
+
+
+@lru_cache(maxsize=1)
+def comparisons() -> tuple[Comparison, ...]:
+    """Return all runs beside their forecasts, without those that calibrate, and the sweep's."""
+    fitted = {(row["source"], row["run"]) for row in rows("calibrations.csv")}
+    return tuple(compare(run) for run in runs() if (run.source, run.name) not in fitted)
+
+
+@lru_cache(maxsize=1)
+def sweep_comparisons() -> tuple[Comparison, ...]:
+    """Return the runs of the sweep beside their forecasts, those that failed included."""
+    return tuple(map(compare, sweep()))
+
+
+def by_source(compared: tuple[Comparison, ...]) -> list[Accuracy]:
+    """Return the errors for each source, of seconds and of memory, in the order of the tables."""
+    result = []
+    for source in dict.fromkeys(c.run.source for c in compared):
+        own = [c for c in compared if c.run.source == source]
+        times = [(c.seconds_error, c.inside) for c in own if c.seconds_error is not None]
+        if times:
+            errors = [error for error, _ in times]
+            inside = mean(inside for _, inside in times)
+            result.append(_accuracy(source, "step", errors, inside))
+        memory = [c.memory_error for c in own if c.memory_error is not None]
+        if memory:
+            result.append(_accuracy(source, "memory", memory, None))
+    return result
+
+
+class Choice(NamedTuple):
+    """What the forecasts choose among the configurations of one model on one number of GPUs.
+
+    Attributes:
+        model: The model's layers, which tell the two models of the sweep apart.
+        gpus: The number of GPUs.
+        picked: The run that is forecast to be fastest, of those that fit with a margin.
+        best: The run that was fastest.
+    """
+
+    model: int
+    gpus: int
+    picked: Run
+    best: Run
+
+    @property
+    def regret(self) -> float:
+        """How much longer the picked run took than the best; infinity if it failed."""
+        if self.picked.failed:
+            return float("inf")
+        return self.picked.seconds / self.best.seconds - 1
+
+
+def choices(margin: float = 0.1) -> list[Choice]:
+    """Return what the forecasts choose for each model and number of GPUs of the sweep.
+
+    Args:
+        margin: The part of the capacity that a picked plan leaves free, as `search` has it.
+    """
+    groups = {}
+    for c in sweep_comparisons():
+        groups.setdefault((c.run.model.layers, c.run.cluster.gpus), []).append(c)
+    result = []
+    for (layers, gpus), group in sorted(groups.items()):
+        fit = [c for c in group if c.forecast and c.forecast.fits_with(margin)]
+        picked = min(fit, key=lambda c: c.forecast.step_seconds).run
+        best = min((c.run for c in group if not c.run.failed), key=lambda run: run.seconds)
+        result.append(Choice(layers, gpus, picked, best))
+    return result
+
+
+def fits_right(compared: tuple[Comparison, ...]) -> float:
+    """Return the part of the runs of which the forecast says rightly whether they fit or fail."""
+    return mean((c.forecast is not None and c.forecast.fits) != c.run.failed for c in compared)
+
+
+def calibrate(run: Run) -> float:
+    """Return the matmul efficiency with which the forecast of a run takes as long as it took.
+
+    Raises:
+        ValueError: If no efficiency up to 1 explains the run.
+    """
+
+    def seconds(efficiency):
+        cluster = replace(run.cluster, efficiency=efficiency)
+        plan = run.model, cluster, run.plan, run.sequence_length, run.global_batch
+        return predict(*plan).step_seconds
+
+    low, high = 0.05, 1.0
+    if not run.seconds or seconds(high) > run.seconds:
+        raise ValueError(f"{run.source}, {run.name}: no efficiency explains {run.seconds} s")
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if seconds(middle) > run.seconds else (low, middle)
+    return high
+
+
+def table() -> str:
+    """Return the errors for each source as a table of text."""
+    lines = [
+        f"{'source':40} {'what':7} {'runs':>5} {'mean':>7} {'bias':>7} {'worst':>7} {'inside':>7}"
+    ]
+    for row in by_source(comparisons()) + by_source(sweep_comparisons()):
+        inside = "" if row.inside is None else f"{row.inside:.0%}"
+        lines.append(
+            f"{row.source:40} {row.what:7} {row.runs:5d} {row.mean:7.1%} {row.bias:+7.1%} "
+            f"{row.worst:+7.1%} {inside:>7}"
+        )
+    lines.append(f"\nsweep: fits or fails, rightly: {fits_right(sweep_comparisons()):.1%}")
+    lines.append("sweep: regret of the configuration that the forecasts pick")
+    for choice in choices():
+        lines.append(
+            f"  {choice.gpus:4d} GPUs: {choice.picked.name:45} "
+            + ("failed" if choice.picked.failed else f"{choice.regret:+.1%}")
+        )
+    return "\n".join(lines)
+
+
+def _accuracy(source, what, errors, inside):
+    absolute = mean(map(abs, errors))
+    return Accuracy(source, what, len(errors), absolute, mean(errors), max(errors, key=abs), inside)
+
+
+if __name__ == "__main__":
+    print(table())

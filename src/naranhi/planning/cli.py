@@ -1,0 +1,114 @@
+"""Find plans on the command line.
+
+    python -m naranhi.planning --model config.json --gpu H100 --gpus 128 --sequence 4096 --batch 512
+
+The table has the plans that fit, the fastest first; below it stand why, and the same plan as other
+programs want it.
+"""
+
+import argparse
+from collections.abc import Sequence
+from typing import NoReturn
+
+from naranhi.planning import commands
+from naranhi.planning.cluster import GIB, Cluster, engines, gpus
+from naranhi.planning.explanation import describe, explain
+from naranhi.planning.model import Model
+from naranhi.planning.plan_search import Found, search
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (--help says more)\n")
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the options; None for those of this process."""
+    parser = _Parser(
+        prog="naranhi.planning",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=__doc__,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--model", required=True, metavar="PATH", help="a config.json of Hugging Face")
+    add("--gpu", default="H100", choices=list(gpus()), help="the GPU; default: H100")
+    add("--gpus", type=int, required=True, metavar="N", help="how many GPUs")
+    add("--gpus-per-node", type=int, metavar="N", help="GPUs that NVLink joins")
+    add("--network", type=float, metavar="GBIT", help="Gbit/s between nodes, for each GPU")
+    add("--memory", type=float, metavar="GIB", help="GiB of a GPU that training may use")
+    add("--engine", default="megatron", choices=list(engines()), help="default: megatron")
+    add("--sequence", type=int, required=True, metavar="TOKENS", help="tokens of a sequence")
+    add("--batch", type=int, required=True, metavar="SEQUENCES", help="sequences of a step")
+    add("--precision", default="bf16", choices=["bf16", "fp8", "fp32"], help="default: bf16")
+    add("--best", type=int, default=10, metavar="N", help="how many plans to show; default: 10")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the plans that fit, why the first one, and how other programs say it.
+
+    Returns:
+        0 if a plan fits, 1 if none does, 2 if an argument is wrong.
+    """
+    options = parse(arguments)
+    try:
+        model = Model.from_config(options.model)
+        cluster = Cluster(
+            options.gpus,
+            options.gpus_per_node,
+            options.gpu,
+            options.network,
+            options.engine,
+            options.memory,
+        )
+        found = search(
+            model,
+            cluster,
+            options.sequence,
+            options.batch,
+            best=max(2, options.best),
+            precision=options.precision,
+        )
+    except (ValueError, TypeError, FileNotFoundError) as error:
+        print(f"naranhi.planning: {error}")
+        return 2
+    if not found.plans:
+        print(explain(found))
+        return 1
+    print(table(found, options.best))
+    print()
+    print(explain(found))
+    for name, text in written(found).items():
+        print(f"\n{name}:\n{text}")
+    return 0
+
+
+def table(found: Found, best: int = 10) -> str:
+    """Return the plans as a table of text."""
+    lines = [f"{'step':>9} {'low':>8} {'high':>8} {'tokens/s/GPU':>13} {'MFU':>6} {'GiB':>6}  plan"]
+    for plan, forecast in found.plans[:best]:
+        lines.append(
+            f"{forecast.step_seconds:7.3g} s {forecast.low:8.3g} {forecast.high:8.3g} "
+            f"{forecast.tokens_per_second_per_gpu:13,.0f} {forecast.mfu:6.1%} "
+            f"{forecast.memory_bytes / GIB:6.1f}  {describe(plan)}"
+        )
+    return "\n".join(lines)
+
+
+def written(found: Found) -> dict[str, str]:
+    """Return the fastest plan as other programs want it, or why they cannot."""
+    plan, _ = found[0]
+    sequence, batch = found.sequence_length, found.global_batch
+    ways = {
+        "naranhi.train": lambda: commands.naranhi_train(plan, batch),
+        "torchtitan": lambda: commands.torchtitan(plan, sequence, batch),
+        "Megatron-LM": lambda: commands.megatron(found.model, plan, sequence, batch),
+    }
+    result = {}
+    for name, write in ways.items():
+        try:
+            result[name] = write()
+        except ValueError as error:
+            result[name] = str(error)
+    return result

@@ -1,0 +1,235 @@
+"""What a cluster is to a planner: GPUs with data-sheet figures, links, and few fitted efficiencies.
+
+Units: bytes, seconds, bytes per second, operations per second.
+"""
+
+from csv import DictReader
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.resources import files
+from operator import index
+from typing import NamedTuple
+
+GIB = 2**30
+
+
+class Gpu(NamedTuple):
+    """A GPU's data sheet: dense operations, one direction of its links.
+
+    Attributes:
+        name: Its name in `gpus.csv`.
+        memory: Bytes that a process can allocate.
+        flops: By precision ("bf16", "fp8", "fp32"), operations per second.
+        bandwidth: Bytes per second between the GPU and its memory.
+        nvlink: Bytes per second that it sends to the GPUs of its node.
+        network: Bytes per second that it sends to other nodes, as nodes are usually built.
+        gpus_per_node: GPUs within one NVLink domain, as nodes are usually built.
+        flash: Operations per second of each generation of FlashAttention, causal, forward and
+            backward.
+        source: Where the figures are from.
+    """
+
+    name: str
+    memory: float
+    flops: dict[str, float]
+    bandwidth: float
+    nvlink: float
+    network: float
+    gpus_per_node: int
+    flash: tuple[float, float, float]
+    source: str
+
+
+class Engine(NamedTuple):
+    """What a training engine does with the same model: its kernels, its overlap, its host.
+
+    Attributes:
+        name: Its name in `engines.csv`.
+        flash: The generation of FlashAttention, 1 to 3; 0 for an attention that writes its scores
+            to memory.
+        elementwise: Traffic of norms, activations and residuals, in multiples of fused kernels'.
+        eager: Whether the outputs of unfused operations are kept for the backward as well.
+        logit_bytes: Bytes for each logit while the loss is computed.
+        gradient_bytes: Bytes of the gradient that is accumulated and reduced, for a parameter.
+        held_gradient_bytes: Bytes of gradients that a parameter holds in memory: also those that
+            were not yet added to the accumulated one.
+        bucket_bytes: Bytes of gradients, or of parameters, that are sent in one message.
+        overlap: The part of the last backward behind which gradients can be reduced.
+        host_seconds: The least time of a layer's forward and backward: what the host takes to
+            launch its kernels.
+        selective: The part of a layer's forward that selective recomputation repeats; 0 for the
+            attention's scores alone.
+        cut: "uniform" for equally many layers in each stage; "cumulative" for stages that end
+            where the cumulated operations, the output layer's included, pass an equal share.
+        note: In words.
+    """
+
+    name: str
+    flash: int
+    elementwise: float
+    eager: bool
+    logit_bytes: int
+    gradient_bytes: int
+    held_gradient_bytes: int
+    bucket_bytes: float
+    overlap: float
+    host_seconds: float
+    selective: float
+    cut: str
+    note: str
+
+
+@lru_cache(maxsize=1)
+def gpus() -> dict[str, Gpu]:
+    """Return the table of GPUs, by name."""
+    return {
+        row["gpu"]: Gpu(
+            row["gpu"],
+            float(row["memory_gib"]) * GIB,
+            {
+                "bf16": float(row["bf16_tflops"]) * 1e12,
+                "fp8": float(row["fp8_tflops"]) * 1e12,
+                "fp32": float(row["bf16_tflops"]) * 1e12 / 2,  # TF32
+            },
+            float(row["memory_gb_s"]) * 1e9,
+            float(row["nvlink_gb_s"]) * 1e9,
+            float(row["network_gbit_s"]) * 1e9 / 8,
+            int(row["gpus_per_node"]),
+            tuple(float(row[f"flash{n}_tflops"]) * 1e12 for n in (1, 2, 3)),
+            row["source"],
+        )
+        for row in rows("gpus.csv")
+    }
+
+
+@lru_cache(maxsize=1)
+def engines() -> dict[str, Engine]:
+    """Return the table of engines, by name."""
+    return {
+        row["engine"]: Engine(
+            row["engine"],
+            int(row["flash"]),
+            float(row["elementwise"]),
+            row["eager"] == "1",
+            int(row["logit_bytes"]),
+            int(row["gradient_bytes"]),
+            int(row["held_gradient_bytes"]),
+            float(row["bucket_mb"]) * 1e6,
+            float(row["overlap"]),
+            float(row["host_us"]) * 1e-6,
+            float(row["selective"]),
+            row["cut"],
+            row["note"],
+        )
+        for row in rows("engines.csv")
+    }
+
+
+@lru_cache(maxsize=1)
+def calibrations() -> dict[tuple[str, str], float]:
+    """Return the matmul efficiency of each (GPU, engine) that one published run has calibrated."""
+    return {
+        (row["gpu"], row["engine"]): float(row["efficiency"]) for row in rows("calibrations.csv")
+    }
+
+
+def rows(name: str) -> list[dict[str, str]]:
+    """Return the rows of a table of this package."""
+    with (
+        files("naranhi.planning").joinpath("data", name).open(newline="", encoding="utf-8") as file
+    ):
+        return list(DictReader(file))
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal GPUs in equal nodes.
+
+    Args:
+        gpus: The number of GPUs.
+        gpus_per_node: GPUs that NVLink joins; as this GPU is usually built in, if None.
+        gpu: Its name: A100, A100-40GB, A800, H100, H100-96GB, H800, H200, B200 or GB200.
+        network: Gbit/s between nodes for each GPU; as this GPU is usually built in, if None.
+        engine: What trains on it, one of `engines()`: it decides which kernels and which overlap.
+        memory_gib: GiB of a GPU's memory that training may use; all of it, if None.
+        efficiency: The part of the peak operations that a large matmul reaches; if None, what one
+            published run of this GPU and engine says, or else of this GPU.
+
+    Raises:
+        TypeError: If a number of GPUs is not a whole number.
+        ValueError: If a name is unknown, or a number too small or too large.
+    """
+
+    gpus: int
+    gpus_per_node: int | None = None
+    gpu: str = "H100"
+    network: float | None = None
+    engine: str = "megatron"
+    memory_gib: float | None = None
+    efficiency: float | None = None
+
+    def __post_init__(self):
+        if self.gpu not in gpus():
+            raise ValueError(f"gpu {self.gpu!r} is not in the table; choose one of {_list(gpus())}")
+        if self.engine not in engines():
+            raise ValueError(f"engine {self.engine!r} is unknown; choose one of {_list(engines())}")
+        if self.gpus_per_node is None:
+            object.__setattr__(self, "gpus_per_node", self.sheet.gpus_per_node)
+        for name in ("gpus", "gpus_per_node"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not hasattr(value, "__index__"):
+                raise TypeError(f"{name} is a whole number, not {value!r}")
+            if index(value) < 1:
+                raise ValueError(f"{name} is at least 1, not {value}")
+        if self.gpus > self.gpus_per_node and self.gpus % self.gpus_per_node:
+            raise ValueError(
+                f"{self.gpus} GPUs are not whole nodes of {self.gpus_per_node}: give gpus as a "
+                "multiple of gpus_per_node, or less than one node"
+            )
+        for name, value, most, unit in (
+            ("network", self.network, 10_000, "Gbit/s for each GPU, such as 400"),
+            ("memory_gib", self.memory_gib, 2_000, "GiB for each GPU, such as 79.1"),
+            ("efficiency", self.efficiency, 1, "a part of the peak, such as 0.7"),
+        ):
+            if value is not None and not 0 < value <= most:
+                raise ValueError(f"{name} = {value!r} cannot be right: it is in {unit}")
+
+    @property
+    def sheet(self) -> Gpu:
+        """The data sheet of its GPUs."""
+        return gpus()[self.gpu]
+
+    @property
+    def runs(self) -> Engine:
+        """The engine that trains on it."""
+        return engines()[self.engine]
+
+    @property
+    def network_bandwidth(self) -> float:
+        """Bytes per second between nodes, for each GPU, of the data sheet."""
+        return self.sheet.network if self.network is None else self.network * 1e9 / 8
+
+    @property
+    def memory(self) -> float:
+        """Bytes of each GPU that training may use."""
+        return self.sheet.memory if self.memory_gib is None else self.memory_gib * GIB
+
+    @property
+    def matmul_efficiency(self) -> float:
+        """The part of the peak that a large matmul reaches, calibrated on at most one run."""
+        if self.efficiency is not None:
+            return self.efficiency
+        table = calibrations()
+        if (self.gpu, self.engine) in table:
+            return table[self.gpu, self.engine]
+        return EFFICIENCY.get(self.gpu.split("-")[0], 0.68)
+
+
+def _list(names):
+    return ", ".join(names)
+
+
+# The part of its data sheet's operations that a large bf16 matmul reaches, where no run of the
+# GPU and the engine has calibrated it. Hopper and later cannot hold the clock of the data sheet
+# when all their tensor cores work: the power limit is reached first.
+EFFICIENCY = {"A100": 0.84, "A800": 0.84, "H100": 0.68, "H800": 0.68, "H200": 0.68}

@@ -1,0 +1,115 @@
+"""Write a plan as other programs want it: naranhi.train, torchtitan, Megatron-LM."""
+
+from naranhi.planning.model import Model
+from naranhi.planning.plan import Plan
+
+# The schedules as torch.distributed.pipelining names them.
+_TORCH = {
+    "one_f_one_b": "1F1B",
+    "gpipe": "GPipe",
+    "interleaved": "Interleaved1F1B",
+}
+
+
+def naranhi_train(plan: Plan, global_batch: int) -> str:
+    """Return the command of `naranhi.train` with these degrees.
+
+    Raises:
+        ValueError: If the plan has what `naranhi.train` does not: context or expert parallelism,
+            ZeRO, or several chunks on a rank.
+    """
+    for name, usual in (("cp", 1), ("ep", 1), ("zero", 0), ("chunks", 1)):
+        if getattr(plan, name) != usual:
+            raise ValueError(f"naranhi.train has no {name}: {name} = {getattr(plan, name)}")
+    words = [
+        "torchrun",
+        f"--nproc-per-node {plan.ranks}",
+        "-m naranhi.train",
+        f"--dp {plan.dp} --tp {plan.tp} --pp {plan.pp}",
+        f"--schedule {plan.schedule}",
+        f"--microbatches {plan.microbatches(global_batch)}",
+    ]
+    if plan.tp > 1 and plan.sequence_parallel:
+        words.append("--sequence-parallel")
+    return " ".join(words)
+
+
+def torchtitan(plan: Plan, sequence_length: int, global_batch: int) -> str:
+    """Return the sections of a torchtitan configuration, in TOML.
+
+    Raises:
+        ValueError: If torchtitan has no name for the schedule.
+    """
+    local = plan.microbatch if plan.pp == 1 else global_batch // plan.dp
+    sharded = plan.dp if plan.zero else 1
+    lines = [
+        "[training]",
+        f"local_batch_size = {local}",
+        f"global_batch_size = {global_batch}",
+        f"seq_len = {sequence_length}",
+        "",
+        "[parallelism]",
+        f"data_parallel_replicate_degree = {plan.dp // sharded}",
+        f"data_parallel_shard_degree = {sharded}",
+        f'fsdp_reshard_after_forward = "{"default" if plan.zero == 3 else "never"}"',
+        f"tensor_parallel_degree = {plan.tp}",
+        f"context_parallel_degree = {plan.cp}",
+        f"expert_parallel_degree = {plan.ep}",
+        f"pipeline_parallel_degree = {plan.pp}",
+    ]
+    if plan.pp > 1:
+        if plan.schedule not in _TORCH:
+            raise ValueError(f"torchtitan has no name for the schedule {plan.schedule!r}")
+        lines += [
+            f'pipeline_parallel_schedule = "{_TORCH[plan.schedule]}"',
+            f"pipeline_parallel_microbatch_size = {plan.microbatch}",
+        ]
+    lines += ["", "[activation_checkpoint]", f'mode = "{plan.recompute}"']
+    return "\n".join(lines)
+
+
+def megatron(model: Model, plan: Plan, sequence_length: int, global_batch: int) -> str:
+    """Return the arguments of Megatron-LM's `pretrain_gpt.py`.
+
+    Raises:
+        ValueError: If Megatron-LM has no argument for the schedule.
+    """
+    if plan.pp > 1 and plan.schedule not in ("one_f_one_b", "interleaved"):
+        raise ValueError(f"Megatron-LM has no argument for the schedule {plan.schedule!r}")
+    words = [
+        f"--num-layers {model.layers}",
+        f"--hidden-size {model.hidden}",
+        f"--ffn-hidden-size {model.ffn}",
+        f"--num-attention-heads {model.heads}",
+        f"--seq-length {sequence_length}",
+        f"--micro-batch-size {plan.microbatch}",
+        f"--global-batch-size {global_batch}",
+        f"--tensor-model-parallel-size {plan.tp}",
+        f"--pipeline-model-parallel-size {plan.pp}",
+        f"--context-parallel-size {plan.cp}",
+    ]
+    if model.kv_heads != model.heads:
+        words += ["--group-query-attention", f"--num-query-groups {model.kv_heads}"]
+    if model.experts:
+        words += [f"--num-experts {model.experts}", f"--moe-router-topk {model.top_k}"]
+        words.append(f"--expert-model-parallel-size {plan.ep}")
+    if plan.chunks > 1:
+        each = model.layers // (plan.pp * plan.chunks)
+        words.append(f"--num-layers-per-virtual-pipeline-stage {each}")
+    if plan.sequence_parallel and plan.tp > 1:
+        words.append("--sequence-parallel")
+    if plan.zero == 1:
+        words.append("--use-distributed-optimizer")
+    elif plan.zero > 1:
+        strategy = {2: "optim_grads", 3: "optim_grads_params"}[plan.zero]
+        words += ["--use-megatron-fsdp", f"--data-parallel-sharding-strategy {strategy}"]
+    if plan.recompute == "selective":
+        words.append("--recompute-granularity selective")
+    elif plan.recompute == "full":
+        words.append(
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+        )
+    words.append("--bf16" if plan.precision != "fp32" else "")
+    if plan.precision == "fp8":
+        words.append("--fp8-format hybrid")
+    return " \\\n  ".join(word for word in words if word)

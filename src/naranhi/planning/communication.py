@@ -1,0 +1,237 @@
+"""How long the messages of each parallelism take, on the links that its ranks share.
+
+A group of ranks within a node talks over NVLink. A group that spans nodes is as fast as its way out
+of a node: the network ports of its members there, together, and at most NVLink. The algorithms are
+those of `costs`: rings for all-gather and reduce-scatter, and for all-reduce what NCCL's trees
+cost, which is what halving and doubling cost. Units: seconds, bytes.
+"""
+
+from math import inf
+from typing import NamedTuple
+
+from naranhi.costs import bytes_sent, collective_seconds
+from naranhi.planning.cluster import Cluster
+from naranhi.planning.model import Model
+from naranhi.planning.plan import Plan
+
+# Parts of the data sheet's bandwidth that large collectives reach: nccl-tests print 230 of 300 GB/s
+# on a DGX A100 and 360 of 450 GB/s on a DGX H100, and 85 to 95% of the network between them.
+NVLINK = 0.78
+NETWORK = 0.85
+# Seconds of a collective's message besides its bytes, within a node and between nodes.
+NVLINK_LATENCY = 3e-6
+NETWORK_LATENCY = 10e-6
+# Seconds to start a collective: its kernel within a node; between nodes, until the last rank has
+# entered it as well, because hosts launch their kernels at their own pace.
+NVLINK_START = 10e-6
+NETWORK_START = 250e-6
+# A collective that runs behind arithmetic takes multiprocessors and memory bandwidth from it: the
+# part of the hidden time by which both together are longer.
+INTERFERENCE = 0.35
+LAUNCH = 10e-6  # seconds to start a collective's kernel and end it
+
+
+class Link(NamedTuple):
+    """What a rank of a group sends and receives with.
+
+    Attributes:
+        latency: Seconds of a message besides its bytes.
+        bandwidth: Bytes per second.
+        nodes: The nodes that the group spans.
+    """
+
+    latency: float
+    bandwidth: float
+    nodes: int
+
+
+def group_link(cluster: Cluster, ranks: int, stride: int) -> Link:
+    """Return the link of a group of ranks whose members are `stride` apart."""
+    node = cluster.gpus_per_node
+    nvlink = cluster.sheet.nvlink * NVLINK
+    if ranks * stride <= node:
+        return Link(NVLINK_LATENCY, nvlink, 1)
+    members = max(1, node // stride)  # in each node
+    ports = members * cluster.network_bandwidth * NETWORK
+    return Link(NETWORK_LATENCY, min(nvlink, ports) if members > 1 else ports, -(-ranks // members))
+
+
+def seconds(collective: str, whole: float, ranks: int, link: Link, bucket: float = inf) -> float:
+    """Return the seconds of a collective over `whole` bytes, in buckets of `bucket` bytes.
+
+    The bytes are those of a ring. The latency of an all-gather or a reduce-scatter is a ring's,
+    which enters each node once; that of an all-reduce between nodes is that of NCCL's trees.
+    """
+    if ranks == 1:
+        return 0.0
+    messages = max(1.0, whole / bucket)
+    start = NVLINK_START if link.nodes == 1 else NETWORK_START
+    if collective == "all_reduce" and link.nodes > 1:
+        # Up and down a tree of nodes.
+        start += collective_seconds(collective, 0, link.nodes, link.latency, 0, "halving_doubling")
+    else:
+        start += (link.nodes - 1) * link.latency + (ranks - link.nodes) * NVLINK_LATENCY
+    return messages * start + bytes_sent(collective, whole, ranks) / link.bandwidth
+
+
+class Exposed(NamedTuple):
+    """Seconds for which a rank waits for messages in one layer and one micro-batch.
+
+    Attributes:
+        forward: In the forward.
+        backward: In the backward.
+        recompute: In what the backward computes again.
+    """
+
+    forward: float = 0.0
+    backward: float = 0.0
+    recompute: float = 0.0
+
+
+def tensor_layer(model: Model, cluster: Cluster, plan: Plan, sequence_length: int) -> Exposed:
+    """Return what tensor parallelism costs a layer: two all-reduces forward and two backward.
+
+    With sequence parallelism, each all-reduce becomes an all-gather and a reduce-scatter; the
+    all-gathers that the weights' gradients need once more run behind matmuls. Full recomputation
+    repeats those of the forward.
+    """
+    if plan.tp == 1:
+        return Exposed()
+    tokens = plan.microbatch * sequence_length / plan.cp
+    value = 4 if plan.precision == "fp32" else 2
+    link = group_link(cluster, plan.tp, 1)
+    whole = value * tokens * model.hidden
+    if plan.sequence_parallel:
+        once = 2 * seconds("all_gather", whole, plan.tp, link)
+        once += 2 * seconds("reduce_scatter", whole, plan.tp, link)
+    else:
+        once = 2 * seconds("all_reduce", whole, plan.tp, link)
+    return Exposed(once, once, once if plan.recompute == "full" else 0.0)
+
+
+def context_layer(
+    model: Model, cluster: Cluster, plan: Plan, sequence_length: int, attention: float
+) -> Exposed:
+    """Return what ring attention exposes: keys and values go round behind `attention` seconds.
+
+    In the backward their gradients go round as well, behind two and a half times the arithmetic.
+    """
+    if plan.cp == 1:
+        return Exposed()
+    link = group_link(cluster, plan.cp, plan.tp)
+    value = 4 if plan.precision == "fp32" else 2
+    tokens = plan.microbatch * sequence_length / plan.cp
+    block = value * tokens * 2 * model.kv_heads * model.head_dim / plan.tp
+    if model.latent:
+        block = value * tokens * (model.latent.key_rank + model.latent.rotary_dim)
+    start = NVLINK_START if link.nodes == 1 else NETWORK_START
+    ring = start + (plan.cp - 1) * (link.latency + block / link.bandwidth)
+    forward = max(0.0, ring - attention)
+    return Exposed(
+        forward,
+        max(0.0, 2 * ring - 2.5 * attention),
+        forward if plan.recompute == "full" else 0.0,
+    )
+
+
+def expert_layer(model: Model, cluster: Cluster, plan: Plan, sequence_length: int) -> Exposed:
+    """Return what expert parallelism costs a sparse layer: two all-to-alls each way.
+
+    Each token is sent to its `top_k` experts and comes back. All copies leave the rank but those
+    for its own experts.
+    """
+    if plan.ep == 1:
+        return Exposed()
+    tokens = plan.microbatch * sequence_length / plan.cp
+    if plan.sequence_parallel:
+        tokens /= plan.tp
+    value = 4 if plan.precision == "fp32" else 2
+    # Unlike a ring, an all-to-all sends most of its bytes out of the node, each over one port.
+    link = group_link(cluster, plan.ep, plan.tp)
+    outside = 1 - 1 / link.nodes
+    port = cluster.network_bandwidth * NETWORK
+    nvlink = cluster.sheet.nvlink * NVLINK
+    rate = 1 / ((outside / port) + (1 - outside) / nvlink)
+    sent = value * tokens * model.top_k * model.hidden * (plan.ep - 1) / plan.ep
+    start = NVLINK_START if link.nodes == 1 else NETWORK_START
+    once = 2 * (start + link.latency * (plan.ep - 1).bit_length() + sent / rate)
+    return Exposed(once, once, once if plan.recompute == "full" else 0.0)
+
+
+def sharded_layer(
+    cluster: Cluster, plan: Plan, parameters: float, forward: float, backward: float
+) -> Exposed:
+    """Return what ZeRO-3 exposes of a layer: the gathers, and the reduction of its gradients.
+
+    The all-gather of the next layer runs behind this one's arithmetic, and the reduce-scatter of
+    the last one's gradients as well; what is longer than the arithmetic is exposed.
+
+    Args:
+        cluster: The cluster.
+        plan: The plan.
+        parameters: Of the layer, on a tensor parallel rank.
+        forward: Seconds of the layer's forward for one micro-batch.
+        backward: Seconds of its backward, with what it computes again.
+    """
+    if plan.zero < 3 or plan.kept_whole or plan.replicas == 1:
+        return Exposed()
+    group = plan.zero_group
+    link = group_link(cluster, group, plan.tp)
+    value = 4 if plan.precision == "fp32" else 2
+    gradients = cluster.runs.gradient_bytes * parameters
+    gather = seconds("all_gather", value * parameters, group, link)
+    reduce = seconds("reduce_scatter", gradients, group, link)
+    reduce += _between_groups(cluster, plan, gradients)
+    return Exposed(behind(gather, forward), behind(gather + reduce, backward))
+
+
+def behind(messages: float, arithmetic: float) -> float:
+    """Return the seconds that messages add to the arithmetic that they run behind."""
+    return max(0.0, messages - arithmetic) + INTERFERENCE * min(messages, arithmetic)
+
+
+def gradient_seconds(cluster: Cluster, plan: Plan, parameters: float) -> tuple[float, float]:
+    """Return the seconds of reducing the gradients, and of gathering the parameters, once a step.
+
+    Stage 0 all-reduces the gradients. Stages 1 and 2 reduce-scatter them and all-gather what the
+    optimizer has updated. Stage 3 does both layer by layer, unless the plan has a pipeline.
+    """
+    if plan.replicas == 1 or (plan.zero == 3 and not plan.kept_whole):
+        return 0.0, 0.0
+    bucket = cluster.runs.bucket_bytes
+    gradients = cluster.runs.gradient_bytes * parameters
+    if plan.zero == 0:
+        link = group_link(cluster, plan.replicas, plan.tp)
+        return seconds("all_reduce", gradients, plan.replicas, link, bucket), 0.0
+    value = 4 if plan.precision == "fp32" else 2
+    link = group_link(cluster, plan.zero_group, plan.tp)
+    reduce = seconds("reduce_scatter", gradients, plan.zero_group, link, bucket)
+    return (
+        reduce + _between_groups(cluster, plan, gradients),
+        seconds("all_gather", value * parameters, plan.zero_group, link, bucket),
+    )
+
+
+def _between_groups(cluster, plan, gradients):
+    """Return the seconds of summing a shard's gradients over the groups that each have it whole."""
+    groups = plan.replicas // plan.zero_group
+    link = group_link(cluster, groups, plan.tp * plan.zero_group)
+    return seconds(
+        "all_reduce", gradients / plan.zero_group, groups, link, cluster.runs.bucket_bytes
+    )
+
+
+def hop_seconds(model: Model, cluster: Cluster, plan: Plan, sequence_length: int) -> float:
+    """Return the seconds of a message between two stages.
+
+    Tensor parallel ranks hold a part each with sequence parallelism, and send only that part
+    without it, too (Narayanan et al. 2021, section 4.1: scatter and gather over NVLink).
+    """
+    if plan.pp == 1:
+        return 0.0
+    tokens = plan.microbatch * sequence_length / plan.cp
+    value = 4 if plan.precision == "fp32" else 2
+    message = value * tokens * model.hidden / plan.tp
+    if plan.tp * plan.cp * plan.dp * 2 <= cluster.gpus_per_node:
+        return NVLINK_START + NVLINK_LATENCY + message / (cluster.sheet.nvlink * NVLINK)
+    return NVLINK_START + NETWORK_LATENCY + message / (cluster.network_bandwidth * NETWORK)

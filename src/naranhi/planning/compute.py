@@ -1,0 +1,156 @@
+"""How long a layer's arithmetic takes on one GPU.
+
+A matmul multiplies and moves: its operations at the part of the peak that the cluster states, plus
+its three matrices to or from memory. So a matmul with a short side, as tensor parallelism makes
+them, is slower for each operation, without a table of measured shapes. What is not a matmul (norms,
+activations, residuals, an unfused softmax) only moves bytes. Units: seconds, bytes, operations.
+"""
+
+from typing import NamedTuple
+
+from naranhi.planning.cluster import Cluster
+from naranhi.planning.model import Matmul, Model
+from naranhi.planning.plan import Plan
+
+# Part of the data sheet's memory bandwidth that a kernel reaches; STREAM-like copies on A100 and
+# H100 reach nine tenths.
+BANDWIDTH = 0.85
+FLASH_BACKWARD = 2.5  # operations of its backward, in forwards: it computes the scores once more
+
+
+class Work(NamedTuple):
+    """Seconds of a part of the model for one micro-batch.
+
+    Attributes:
+        forward: Of the forward.
+        backward: Of the backward without recomputation.
+        recompute: Of what the backward computes again first.
+    """
+
+    forward: float
+    backward: float
+    recompute: float = 0.0
+
+
+class Arithmetic:
+    """The rates of a cluster's GPU at a precision."""
+
+    def __init__(self, cluster: Cluster, precision: str) -> None:
+        sheet = cluster.sheet
+        self.rate = sheet.flops[precision] * cluster.matmul_efficiency
+        self.attention_rate = sheet.flash[max(0, cluster.runs.flash - 1)]
+        self.bandwidth = sheet.bandwidth * BANDWIDTH
+        self.casts = precision == "fp8"
+        self.value = 4 if precision == "fp32" else 2
+
+    def matmul(self, tokens: float, rows: float, columns: float) -> float:
+        """Return the seconds of (tokens x rows) times (rows x columns)."""
+        moved = self.value * (tokens * rows + rows * columns + tokens * columns)
+        if self.casts:  # both factors are read once more and written in 8 bits
+            moved += 3 * (tokens * rows + rows * columns)
+        return 2 * tokens * rows * columns / self.rate + moved / self.bandwidth
+
+    def accumulate(self, weights: float, gradient_bytes: int) -> float:
+        """Return the seconds of adding a weight's gradient to the sum so far: read and write."""
+        return 2 * gradient_bytes * weights / self.bandwidth
+
+    def move(self, moved: float) -> float:
+        """Return the seconds of reading and writing that many bytes in all."""
+        return moved / self.bandwidth
+
+
+def layer_work(
+    model: Model, cluster: Cluster, plan: Plan, sequence_length: int, sparse: bool
+) -> Work:
+    """Return the seconds of one Transformer layer for one micro-batch, on one rank."""
+    gpu, engine = Arithmetic(cluster, plan.precision), cluster.runs
+    tokens = plan.microbatch * sequence_length / plan.cp
+    forward = backward = 0.0
+    for matmul in model.attention:
+        forward, backward = _add(forward, backward, gpu, engine, matmul, tokens, plan.tp)
+    scores = attention_work(model, cluster, plan, sequence_length)
+    if sparse:
+        visited = tokens * model.top_k * plan.ep / model.experts  # of each expert held, on average
+        held = model.experts / plan.ep
+        for matmul in model.mlp(model.expert_ffn):
+            one = _add(0.0, 0.0, gpu, engine, matmul, visited, plan.tp)
+            forward, backward = forward + held * one[0], backward + held * one[1]
+            for _ in range(model.shared_experts):
+                forward, backward = _add(forward, backward, gpu, engine, matmul, tokens, plan.tp)
+        widths = (model.top_k + model.shared_experts) * model.expert_ffn
+        permuted = 2 * model.top_k  # each token's copies are gathered and scattered
+    else:
+        for matmul in model.mlp():
+            forward, backward = _add(forward, backward, gpu, engine, matmul, tokens, plan.tp)
+        widths, permuted = model.ffn, 0
+    moved = gpu.move(_elementwise_bytes(model, gpu, engine, plan, tokens, widths, permuted))
+    forward += scores.forward + moved
+    backward += scores.backward + 2 * moved
+    again = {"none": 0.0, "selective": engine.selective * forward, "full": forward}[plan.recompute]
+    if plan.recompute == "selective" and not engine.flash:
+        again = scores.forward  # flash computes the scores again in any case
+    return Work(forward, backward, again)
+
+
+def attention_work(model: Model, cluster: Cluster, plan: Plan, sequence_length: int) -> Work:
+    """Return the seconds of a layer's attention without its weights, for one micro-batch."""
+    gpu, engine = Arithmetic(cluster, plan.precision), cluster.runs
+    local = sequence_length / plan.cp
+    operations = plan.microbatch * local * sequence_length * model.score_width / plan.tp
+    if engine.flash:  # two for a multiplication and an addition, and half of them are masked
+        forward = operations / gpu.attention_rate
+        return Work(forward, FLASH_BACKWARD * forward)
+    scores = plan.microbatch * model.heads / plan.tp * local * sequence_length
+    # Written, read and written by the softmax, read and written by dropout with a mask, read.
+    forward = 2 * operations / gpu.rate + gpu.move(scores * (12 + model.dropout))
+    backward = 4 * operations / gpu.rate + gpu.move(scores * (18 + model.dropout))
+    return Work(forward, backward)
+
+
+def head_work(model: Model, cluster: Cluster, plan: Plan, sequence_length: int) -> Work:
+    """Return the seconds of the output layer and the loss for one micro-batch, on one rank."""
+    engine = cluster.runs
+    gpu = Arithmetic(cluster, "bf16" if plan.precision == "fp8" else plan.precision)
+    tokens = plan.microbatch * sequence_length / plan.cp
+    head = Matmul(model.hidden, model.vocabulary, "columns")
+    forward, backward = _add(0.0, 0.0, gpu, engine, head, tokens, plan.tp)
+    # Logits to fp32, their maximum, their exponentials, the sum; and the gradient back.
+    moved = gpu.move(tokens * model.vocabulary / plan.tp * 16)
+    return Work(forward + moved, backward + moved)
+
+
+def embedding_work(model: Model, cluster: Cluster, plan: Plan, sequence_length: int) -> Work:
+    """Return the seconds of the embedding for one micro-batch, on one rank."""
+    gpu = Arithmetic(cluster, plan.precision)
+    tokens = plan.microbatch * sequence_length / plan.cp
+    moved = gpu.move(2 * gpu.value * tokens * model.hidden)
+    return Work(moved, 2 * moved)
+
+
+def optimizer_seconds(cluster: Cluster, parameters: float) -> float:
+    """Return the seconds of Adam on that many parameters of one rank, with clipping by norm.
+
+    Its traffic: the gradient is read for the norm, read and written to be scaled, and read again;
+    the fp32 parameter and both moments are read and written; the bf16 parameter is written; the
+    gradient is set to zero.
+    """
+    gradient = cluster.runs.gradient_bytes
+    return parameters * (5 * gradient + 3 * 8 + 2) / (cluster.sheet.bandwidth * BANDWIDTH)
+
+
+def _add(forward, backward, gpu, engine, matmul, tokens, tp):
+    rows = matmul.rows / (tp if matmul.split == "rows" else 1)
+    columns = matmul.columns / (tp if matmul.split == "columns" else 1)
+    once = gpu.matmul(tokens, rows, columns)
+    added = gpu.accumulate(rows * columns, engine.gradient_bytes)
+    return forward + once, backward + 2 * once + added
+
+
+def _elementwise_bytes(model, gpu, engine, plan, tokens, widths, permuted):
+    """Return the bytes that norms, residuals and activations of a forward read and write."""
+    shared = plan.tp if plan.sequence_parallel else 1
+    each = gpu.value * tokens
+    hidden = 2 * 2 + 2 * 3 + model.dropout + permuted  # two norms, two residuals, masks
+    inner = (3 if model.gated else 2) * widths / plan.tp
+    rotary = 0 if model.positions else 2 * (model.heads + model.kv_heads) * model.head_dim / plan.tp
+    return engine.elementwise * each * (hidden * model.hidden / shared + inner + rotary)

@@ -1,0 +1,121 @@
+"""Read a model from a Hugging Face `config.json`, without the library that wrote it."""
+
+import json
+from pathlib import Path
+
+from naranhi.planning.model import Latent
+
+# The families that are known, and how their dense MLP and their experts are laid out.
+GPT2 = ("gpt2",)
+LLAMA = ("llama", "mistral", "qwen2", "qwen3")
+EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe")
+DEEPSEEK = ("deepseek_v2", "deepseek_v3")
+FAMILIES = GPT2 + LLAMA + EXPERTS + DEEPSEEK
+
+
+def read_config(path: str | Path | dict) -> dict:
+    """Return the arguments of `Model` that a configuration says.
+
+    Args:
+        path: The file, the directory that has it, or its content as a dict.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If the file is not JSON, its family is unknown, or a size is missing.
+    """
+    where, config = _load(path)
+    family = config.get("model_type")
+    if family not in FAMILIES:
+        raise ValueError(
+            f"{where}: model_type {family!r} is not a family that is known; these are "
+            f"{', '.join(FAMILIES)}. Give the sizes to Model(...) instead"
+        )
+
+    def size(name, *, default=None):
+        value = config.get(name)
+        if value is None:
+            value = default
+        if value is None:
+            raise ValueError(f"{where}: {name} is missing, which a {family} configuration has")
+        return value
+
+    if family in GPT2:
+        hidden = size("n_embd")
+        return {
+            "layers": size("n_layer"),
+            "hidden": hidden,
+            "heads": size("n_head"),
+            "ffn": config.get("n_inner") or 4 * hidden,
+            "vocabulary": size("vocab_size"),
+            "positions": size("n_positions"),
+            "tied": size("tie_word_embeddings", default=True),
+            "biases": True,
+            "dropout": True,
+        }
+    heads = size("num_attention_heads")
+    sizes = {
+        "layers": size("num_hidden_layers"),
+        "hidden": size("hidden_size"),
+        "heads": heads,
+        "ffn": size("intermediate_size"),
+        "vocabulary": size("vocab_size"),
+        "kv_heads": size("num_key_value_heads", default=heads),
+        "head_dim": config.get("head_dim"),
+        "gated": True,
+        "tied": size("tie_word_embeddings", default=False),
+    }
+    if family == "mixtral":
+        sizes |= {"experts": size("num_local_experts"), "top_k": size("num_experts_per_tok")}
+    elif family in EXPERTS:
+        _refuse_mixed_layers(where, config)
+        inner = size("moe_intermediate_size")
+        sizes |= {
+            "experts": size("num_experts"),
+            "top_k": size("num_experts_per_tok"),
+            "expert_ffn": inner,
+            "shared_experts": size("shared_expert_intermediate_size", default=0) // inner,
+        }
+    elif family in DEEPSEEK:
+        sizes |= {
+            "kv_heads": heads,
+            "head_dim": size("v_head_dim"),
+            "experts": size("n_routed_experts"),
+            "top_k": size("num_experts_per_tok"),
+            "expert_ffn": size("moe_intermediate_size"),
+            "shared_experts": size("n_shared_experts", default=0),
+            "dense_layers": size("first_k_dense_replace", default=0),
+            "latent": Latent(
+                config.get("q_lora_rank") or 0,
+                size("kv_lora_rank"),
+                size("qk_rope_head_dim"),
+                size("qk_nope_head_dim"),
+                size("v_head_dim"),
+            ),
+        }
+    return sizes
+
+
+def _load(path):
+    if isinstance(path, dict):
+        return "this configuration", path
+    file = Path(path)
+    if file.is_dir():
+        file = file / "config.json"
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} does not exist: give a config.json, or its directory")
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{file} is not the configuration of a model: it has no names")
+    return str(file), config
+
+
+def _refuse_mixed_layers(where, config):
+    """Raise ValueError where dense and sparse layers alternate, which `Model` cannot say."""
+    if config.get("decoder_sparse_step", 1) != 1 or config.get("mlp_only_layers"):
+        raise ValueError(
+            f"{where}: dense and sparse layers alternate (decoder_sparse_step, mlp_only_layers), "
+            "which is not supported"
+        )

@@ -1,0 +1,85 @@
+"""What is forecast of a step, and in which words."""
+
+from typing import NamedTuple
+
+from naranhi.planning.cluster import GIB
+from naranhi.planning.memory import Memory
+
+
+class Forecast(NamedTuple):
+    """What a plan is expected to do.
+
+    Attributes:
+        step_seconds: Seconds of a training step.
+        low: Nine of ten published runs are not faster than their `low` and not slower than their
+            `high`.
+        high: See `low`.
+        parts: Where the seconds of a step go, by name (`PARTS`); their sum is `step_seconds`.
+        memory: The `Memory` of each stage.
+        capacity: Bytes of a GPU that training can fill.
+        tokens_per_second_per_gpu: Tokens of the global batch over seconds and GPUs.
+        tflops_per_gpu: Model operations in 10^12 per second and GPU, recomputed ones not counted.
+        mfu: The same as a part of the GPU's peak at the plan's precision.
+    """
+
+    step_seconds: float
+    low: float
+    high: float
+    parts: dict[str, float]
+    memory: tuple[Memory, ...]
+    capacity: float
+    tokens_per_second_per_gpu: float
+    tflops_per_gpu: float
+    mfu: float
+
+    @property
+    def memory_bytes(self) -> float:
+        """Bytes of the fullest rank."""
+        return max(memory.total for memory in self.memory)
+
+    @property
+    def memory_by_stage(self) -> tuple[float, ...]:
+        """Bytes of a rank of each stage."""
+        return tuple(memory.total for memory in self.memory)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank has room."""
+        return self.memory_bytes <= self.capacity
+
+    def fits_with(self, margin: float) -> bool:
+        """Return whether every rank has room, and leaves that part of the capacity free."""
+        return self.memory_bytes <= self.capacity * (1 - margin)
+
+    @property
+    def verdict(self) -> str:
+        """Whether the plan fits, by how much not, and because of what, in one sentence."""
+        stage = max(range(len(self.memory)), key=lambda s: self.memory[s].total)
+        fullest = self.memory[stage]
+        held = f"{fullest.total / GIB:.1f} GiB of {self.capacity / GIB:.1f} GiB"
+        where = f"stage {stage}" if len(self.memory) > 1 else "each rank"
+        if self.fits:
+            return f"fits: {where} holds {held}"
+        most = max(fullest._fields, key=lambda name: getattr(fullest, name))
+        return (
+            f"does not fit, by {(fullest.total - self.capacity) / GIB:.1f} GiB: {where} would hold "
+            f"{held}, because of its {most} ({getattr(fullest, most) / GIB:.1f} GiB)"
+        )
+
+
+# What a part of a step is, in words.
+PARTS = {
+    "computing": "matmuls and what is between them, forward and backward, on the busiest stage",
+    "attention": "scores and what is done with them, forward and backward",
+    "recomputing": "forwards that its backwards repeat",
+    "host": "waiting for the host to launch kernels",
+    "tensor": "tensor parallel messages, which nothing hides",
+    "context": "keys and values of other ranks that arrive late",
+    "expert": "tokens on their way to their experts and back",
+    "sharding": "gathering parameters and reducing gradients, layer by layer",
+    "bubble": "the busiest stage waits for other stages",
+    "pipeline": "messages between stages",
+    "data": "reducing gradients and gathering parameters, beyond what the backward hides",
+    "optimizer": "updating this rank's parameters",
+    "stragglers": "waiting for the slowest rank",
+}

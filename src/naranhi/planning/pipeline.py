@@ -1,0 +1,137 @@
+"""How long a pipeline takes with uneven stages: what `schedules.simulate` says, but sooner.
+
+A simulation runs through every action. With many micro-batches that is more than a search can
+afford, and far from both ends every micro-batch only repeats the last one, later.
+"""
+
+from functools import lru_cache
+
+from naranhi.schedules import in_order, names
+
+ACTIONS = 10_000  # that are run through, at most, before the pace of few rounds is taken
+
+
+def pipeline_seconds(
+    schedule: str,
+    microbatches: int,
+    forward: tuple[float, ...],
+    backward: tuple[float, ...],
+    latency: float = 0.0,
+    chunks: int = 1,
+    *,
+    exact: bool = True,
+) -> float:
+    """Return the seconds from the first action of a step to its last, of any rank.
+
+    Args:
+        schedule: The name of the schedule.
+        microbatches: The number of micro-batches.
+        forward: Seconds of each virtual stage's forward for one micro-batch.
+        backward: Seconds of its backward.
+        latency: Seconds of a message between two stages.
+        chunks: Virtual stages on each rank.
+        exact: Whether to simulate schedules other than 1F1B, or to take the bubble of equal stages,
+            as fast as the slowest.
+    """
+    if len(forward) == 1:
+        return microbatches * (forward[0] + backward[0])
+    stages = len(forward) // chunks
+    if schedule == "one_f_one_b":
+        return one_f_one_b_seconds(microbatches, forward, backward, latency)
+    if not exact:
+        pace = max(
+            sum(forward[rank::stages]) + sum(backward[rank::stages]) for rank in range(stages)
+        )
+        rounds = microbatches * stages if schedule == "inter_layer" else microbatches
+        part = {"zero_bubble_h1": 1 / 3, "zero_bubble_h2": 0, "inter_layer": 0}.get(schedule, 1)
+        return pace * (rounds + part * (stages - 1) / chunks) + 2 * (stages - 1) * latency
+    return _simulated(schedule, microbatches, forward, backward, latency, chunks)
+
+
+def one_f_one_b_seconds(
+    microbatches: int, forward: tuple[float, ...], backward: tuple[float, ...], latency: float
+) -> float:
+    """Return what `simulate(one_f_one_b(p, m), forward, backward, latency=latency)` takes, sooner.
+
+    Wave k is the forward of micro-batch k on each stage s, then the backward of micro-batch
+    k - (p - s - 1) there, which is the order of `one_f_one_b`. What a wave waits for is in itself
+    or in the wave before. So the times at which the stages are free after a wave follow from those
+    after the wave before, by maxima and sums; and when every stage is free later than before by
+    one and the same time, every next wave adds that time again, exactly, until no forward is left.
+    """
+    stages = len(forward)
+    last = stages - 1
+    free = [0.0] * stages
+    wave = 0
+    while wave < microbatches:
+        arrival, before = 0.0, free
+        free = [0.0] * stages
+        for stage in range(stages):
+            ready = before[stage]
+            end = (arrival if arrival > ready else ready) + forward[stage]
+            arrival = end + latency
+            if wave >= last - stage:
+                if stage < last and before[stage + 1] + latency > end:
+                    end = before[stage + 1] + latency
+                end += backward[stage]
+            free[stage] = end
+        wave += 1
+        step = free[last] - before[last]
+        if wave > last and all(
+            abs(now - then - step) <= 1e-12 * now for now, then in zip(free, before, strict=True)
+        ):
+            free = [time + (microbatches - wave) * step for time in free]
+            break
+    for wave in range(microbatches, microbatches + last):
+        for stage in range(max(0, last - wave), last - (wave - microbatches)):
+            free[stage] = max(free[stage], free[stage + 1] + latency) + backward[stage]
+    return max(free)
+
+
+def _simulated(schedule, microbatches, forward, backward, latency, chunks):
+    """Return the seconds of a schedule; of one with many actions, of few rounds and their pace.
+
+    Far from both ends, each round of `stages` micro-batches takes as long as the round before.
+    """
+    stages = len(forward) // chunks
+    few = 3 * stages + microbatches % stages
+    if microbatches <= few or 2 * microbatches * len(forward) <= ACTIONS:
+        return _run(schedule, microbatches, forward, backward, latency, chunks)
+    last = _run(schedule, few, forward, backward, latency, chunks)
+    before = _run(schedule, few - stages, forward, backward, latency, chunks)
+    return last + (microbatches - few) // stages * (last - before)
+
+
+def _run(schedule, microbatches, forward, backward, latency, chunks):
+    """Return what `simulate` says, without its timeline."""
+    stages = len(forward) // chunks
+    # A backward in two parts is taken to have equal ones.
+    half = tuple(time / 2 for time in backward)
+    times = {"F": forward, "B": backward, "I": half, "W": half}
+    begun, free, arrivals = [None] * stages, [0.0] * stages, {}
+    for rank, stage, kind, needed, given, travels in _actions(
+        schedule, stages, microbatches, chunks
+    ):
+        start = max(free[rank], arrivals.pop(needed, 0.0))
+        if begun[rank] is None:
+            begun[rank] = start
+        free[rank] = end = start + times[kind][stage]
+        if given is not None:
+            arrivals[given] = end + latency if travels else end
+    if schedule.startswith("zero_bubble"):
+        # Ranks need not wait for one another between two steps (Qi et al. 2024, section 4).
+        return max(end - start for end, start in zip(free, begun, strict=True))
+    return max(free)
+
+
+@lru_cache(maxsize=64)
+def _actions(schedule, stages, microbatches, chunks):
+    """Return a schedule's actions in an order for one process, with what they need and give."""
+    more = (chunks,) if schedule == "interleaved" else ()
+    made = names.get(schedule)(stages, microbatches, *more)
+    result = []
+    for rank, action in in_order(made):
+        given = made.gives(action)
+        travels = given is not None and made.channel(given) is not None
+        result.append((rank, action.stage, action.kind, made.needs(action), given, travels))
+    return result

@@ -1,0 +1,204 @@
+"""What a plan is: degrees, micro-batches, a schedule, and what they refuse."""
+
+from dataclasses import dataclass
+from operator import index
+
+from naranhi.costs.activations import RECOMPUTE
+from naranhi.planning.cluster import Cluster
+from naranhi.planning.model import Model
+from naranhi.planning.stages import cut
+from naranhi.schedules import names
+
+SCHEDULES = (
+    "one_f_one_b",
+    "gpipe",
+    "interleaved",
+    "zero_bubble_h1",
+    "zero_bubble_h2",
+    "inter_layer",
+)
+PRECISIONS = ("bf16", "fp8", "fp32")
+
+# Beyond these a number was meant in another unit.
+MOST_SEQUENCES = 2**17
+MOST_TOKENS = 2**27
+
+
+class PlanError(ValueError):
+    """A plan that cannot be: the message says which number contradicts which."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a model is cut over ranks, and how a step runs.
+
+    Ranks are numbered so that those of one tensor parallel group are neighbours, then those of a
+    context parallel group, then data parallel ranks (of which `ep` neighbours share the experts),
+    then stages.
+
+    Args:
+        dp: Data parallel degree.
+        tp: Tensor parallel degree.
+        pp: Pipeline stages.
+        cp: Context parallel degree: each rank has 1/cp of every sequence.
+        ep: Expert parallel degree: neighbouring data parallel ranks share the experts.
+        chunks: Model chunks of each stage; above 1 only with the interleaved schedule.
+        microbatch: Sequences of a micro-batch, on a data parallel rank.
+        schedule: A name that `schedules.get` knows, without asynchronous ones.
+        zero: The stage of ZeRO, over dp x cp ranks. Stage 3 in a pipeline gathers parameters once a
+            step and keeps them, as torchtitan does: per micro-batch would be too slow.
+        recompute: "none", "selective" or "full", as `costs.transformer_layer_bytes` has it.
+        sequence_parallel: Whether tensor parallel ranks shard norms and dropouts along the
+            sequence as well; by default (None) where tp is above 1.
+        zero_group: Neighbours among the dp x cp ranks that shard the model state; all of them, if
+            None. Fewer than all is what FSDP calls hybrid sharding.
+        precision: "bf16"; "fp8" for fp8 matmuls with the rest as in bf16; or "fp32".
+
+    Raises:
+        TypeError: If a degree is not a whole number, or a flag not a bool.
+        PlanError: If a number is too small, a name unknown, or two arguments contradict.
+    """
+
+    dp: int
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    chunks: int = 1
+    microbatch: int = 1
+    schedule: str = "one_f_one_b"
+    zero: int = 0
+    recompute: str = "none"
+    sequence_parallel: bool | None = None
+    precision: str = "bf16"
+    zero_group: int | None = None
+
+    def __post_init__(self):
+        for name in ("dp", "tp", "pp", "cp", "ep", "chunks", "microbatch", "zero"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not hasattr(value, "__index__"):
+                raise TypeError(f"{name} is a whole number, not {value!r}")
+            if index(value) < (0 if name == "zero" else 1):
+                raise PlanError(f"{name} is at least {0 if name == 'zero' else 1}, not {value}")
+        if self.sequence_parallel is None:
+            object.__setattr__(self, "sequence_parallel", self.tp > 1)
+        elif not isinstance(self.sequence_parallel, bool):
+            raise TypeError(f"sequence_parallel is True or False, not {self.sequence_parallel!r}")
+        try:
+            object.__setattr__(self, "schedule", names.get(self.schedule).__name__)
+        except ValueError as error:
+            raise PlanError(str(error)) from None
+        for name, value, known in (
+            ("schedule", self.schedule, SCHEDULES),
+            ("recompute", self.recompute, RECOMPUTE),
+            ("precision", self.precision, PRECISIONS),
+            ("zero", self.zero, (0, 1, 2, 3)),
+        ):
+            if value not in known:
+                raise PlanError(f"{name} is one of {', '.join(map(str, known))}, not {value!r}")
+        if self.chunks > 1 and self.schedule != "interleaved":
+            raise PlanError(
+                f"chunks = {self.chunks} with schedule {self.schedule!r}: only 'interleaved' has "
+                "several chunks on a rank"
+            )
+        if self.schedule == "interleaved" and self.pp == 1:
+            raise PlanError(
+                "schedule 'interleaved' with pp = 1: one stage has nothing to interleave"
+            )
+        if self.dp * self.cp % self.ep:
+            raise PlanError(
+                f"ep = {self.ep} does not divide dp x cp = {self.dp * self.cp}: experts are shared "
+                "by ranks that otherwise hold the same weights"
+            )
+
+        if self.zero_group is None:
+            object.__setattr__(self, "zero_group", self.replicas)
+        elif self.zero_group < 1 or self.replicas % self.zero_group:
+            raise PlanError(
+                f"zero_group = {self.zero_group} does not divide dp x cp = {self.replicas}"
+            )
+
+    @property
+    def ranks(self) -> int:
+        """The number of GPUs that the plan uses: dp x tp x pp x cp."""
+        return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def kept_whole(self) -> bool:
+        """Whether parameters and gradients are whole on each rank until the end of a step."""
+        return self.zero < 2 or self.pp > 1
+
+    @property
+    def replicas(self) -> int:
+        """The ranks that hold the same weights and sum their gradients: dp x cp."""
+        return self.dp * self.cp
+
+    def microbatches(self, global_batch: int) -> int:
+        """Return the number of micro-batches of a rank in a step of `global_batch` sequences.
+
+        Raises:
+            PlanError: If the batch does not divide.
+        """
+        if isinstance(global_batch, bool) or not hasattr(global_batch, "__index__"):
+            raise TypeError(f"global_batch is a number of sequences, not {global_batch!r}")
+        if index(global_batch) > MOST_SEQUENCES:
+            raise PlanError(
+                f"global_batch = {global_batch} looks like tokens: it counts sequences, so divide "
+                "by the sequence length"
+            )
+        count, rest = divmod(index(global_batch), self.dp * self.microbatch)
+        if rest or count < 1:
+            raise PlanError(
+                f"global_batch = {global_batch} sequences is not a multiple of dp x microbatch = "
+                f"{self.dp} x {self.microbatch}"
+            )
+        if self.schedule == "interleaved" and count % self.pp:
+            raise PlanError(
+                f"{count} micro-batches are not a multiple of pp = {self.pp}, "
+                "as the interleaved schedule needs"
+            )
+        return count
+
+    def check(
+        self, model: Model, cluster: Cluster, sequence_length: int, global_batch: int
+    ) -> None:
+        """Raise PlanError, in words, if this plan cannot cut this model, cluster or batch.
+
+        Raises:
+            PlanError: If the degrees' product is not the number of GPUs, if heads, layers, experts
+                or the sequence do not divide, or if the batch does not.
+        """
+        if self.ranks != cluster.gpus:
+            raise PlanError(
+                f"dp x tp x pp x cp = {self.dp} x {self.tp} x {self.pp} x {self.cp} = "
+                f"{self.ranks}, but the cluster has {cluster.gpus} GPUs (ep counts among dp x cp)"
+            )
+        if isinstance(sequence_length, bool) or not hasattr(sequence_length, "__index__"):
+            raise TypeError(f"sequence_length is a number of tokens, not {sequence_length!r}")
+        if not 1 <= index(sequence_length) <= MOST_TOKENS:
+            raise PlanError(
+                f"sequence_length = {sequence_length} cannot be right: it is in tokens, "
+                f"from 1 to {MOST_TOKENS}"
+            )
+        self.microbatches(global_batch)
+        shards = self.tp if self.sequence_parallel else 1
+        for what, whole, name, parts in (
+            ("heads", model.heads, "tp", self.tp),
+            ("ffn", model.ffn, "tp", self.tp),
+            ("sequence_length", sequence_length, "cp x tp", self.cp * shards),
+            ("experts", model.experts, "ep", self.ep),
+        ):
+            if whole % parts:
+                raise PlanError(f"{what} = {whole} is not a multiple of {name} = {parts}")
+        if self.ep > 1 and not model.experts:
+            raise PlanError(f"ep = {self.ep}, but the model has no experts")
+        stages = self.pp * self.chunks
+        if cluster.runs.cut == "cumulative" and cut(model, stages, "cumulative").last < stages - 1:
+            raise PlanError(
+                f"pp = {self.pp}: {cluster.engine} would leave the last stages without a module, "
+                "because the output layer alone is more than a stage's share of the operations"
+            )
+        if self.pp * self.chunks > model.layers + (2 if self.chunks > 1 else 0):
+            raise PlanError(
+                f"pp x chunks = {self.pp} x {self.chunks} stages, but only {model.layers} layers"
+            )

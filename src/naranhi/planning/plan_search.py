@@ -1,0 +1,155 @@
+"""Find the plans that fit, best first."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+from naranhi.costs.activations import RECOMPUTE
+from naranhi.planning.cluster import Cluster
+from naranhi.planning.forecast import Forecast
+from naranhi.planning.memory import stage_memory
+from naranhi.planning.model import Model
+from naranhi.planning.plan import Plan, PlanError
+from naranhi.planning.prediction import HEADROOM, forecast
+
+MARGIN = 0.1  # of the capacity; memory is forecast to about that
+SIMULATED = 40  # plans whose schedule is simulated exactly, of those that look best
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found.
+
+    Attributes:
+        model: The model.
+        cluster: The cluster.
+        sequence_length: Tokens of a sequence.
+        global_batch: Sequences of a step.
+        plans: Plans with their forecasts, the fastest first.
+        tried: How many plans were looked at.
+        nearest: If no plan fits, the one that lacks least, with its forecast.
+    """
+
+    model: Model
+    cluster: Cluster
+    sequence_length: int
+    global_batch: int
+    plans: tuple[tuple[Plan, Forecast], ...]
+    tried: int
+    nearest: tuple[Plan, Forecast] | None = None
+
+    def __len__(self) -> int:
+        return len(self.plans)
+
+    def __getitem__(self, place: int) -> tuple[Plan, Forecast]:
+        return self.plans[place]
+
+
+def search(
+    model: Model,
+    cluster: Cluster,
+    sequence_length: int,
+    global_batch: int,
+    *,
+    best: int = 20,
+    margin: float = MARGIN,
+    precision: str = "bf16",
+) -> Found:
+    """Return the plans that fit, the fastest first.
+
+    All degrees that divide the GPUs, the model and the batch are looked at, with powers of two for
+    micro-batches and context parallelism, every recomputation, ZeRO 0, 1 and 3, 1F1B and the
+    interleaved schedule. Plans are sorted by the bubble of equal stages; the schedules of those
+    that look best are then simulated.
+
+    Args:
+        model: The model.
+        cluster: The cluster; plans use all of its GPUs.
+        sequence_length: Tokens of a sequence.
+        global_batch: Sequences of a step.
+        best: How many plans to return, at most.
+        margin: The part of the capacity that a plan has to leave free, because memory is forecast
+            and not known.
+        precision: As of `Plan`.
+
+    Raises:
+        TypeError: If a number is not a whole number.
+        PlanError: If no plan divides the GPUs, the model and the batch.
+    """
+    tried, fit, nearest = 0, [], None
+    refusal = None
+    for plan in plans(model, cluster, sequence_length, precision):
+        try:
+            plan.check(model, cluster, sequence_length, global_batch)
+        except PlanError as error:
+            refusal = error
+            continue
+        tried += 1
+        count = plan.microbatches(global_batch)
+        held = max(
+            memory.total for memory in stage_memory(model, cluster, plan, sequence_length, count)
+        )
+        if nearest is None or held < nearest[0]:
+            nearest = held, plan
+        if held > cluster.memory * (1 - HEADROOM) * (1 - margin):
+            continue
+        quick = forecast(model, cluster, plan, sequence_length, global_batch, exact=False)
+        fit.append((quick.step_seconds, len(fit), plan))
+    if not tried:
+        raise PlanError(f"no plan divides this model, cluster and batch; the last one: {refusal}")
+    fit.sort()
+    exact = [
+        (plan, forecast(model, cluster, plan, sequence_length, global_batch))
+        for _, _, plan in fit[: max(best, SIMULATED)]
+    ]
+    exact.sort(key=lambda found: found[1].step_seconds)
+    least = None
+    if not exact:
+        plan = nearest[1]
+        least = plan, forecast(model, cluster, plan, sequence_length, global_batch)
+    return Found(model, cluster, sequence_length, global_batch, tuple(exact[:best]), tried, least)
+
+
+def plans(
+    model: Model, cluster: Cluster, sequence_length: int, precision: str = "bf16"
+) -> Iterator[Plan]:
+    """Yield the plans for all GPUs of a cluster that divide the model; the batch may not divide."""
+    gpus = cluster.gpus
+    tensor = [
+        tp
+        for tp in _divisors(gpus)
+        if tp <= cluster.gpus_per_node and model.heads % tp == 0 and model.ffn % tp == 0
+    ]
+    # Selective recomputation repeats the attention's scores, which flash does in any case.
+    repeated = ("none", "full") if cluster.runs.flash and not cluster.runs.selective else RECOMPUTE
+    contexts = [1]
+    while contexts[-1] * 2 * 4096 <= sequence_length and gpus % (contexts[-1] * 2) == 0:
+        contexts.append(contexts[-1] * 2)
+    for tp, cp, pp in product(tensor, contexts, _divisors(gpus)):
+        dp, rest = divmod(gpus, tp * cp * pp)
+        if rest or pp > model.layers:
+            continue
+        experts = [1]
+        if model.experts:
+            experts = [ep for ep in _divisors(dp * cp) if model.experts % ep == 0]
+        for ep, microbatch, recompute in product(experts, _MICROBATCHES, repeated):
+            first = Plan(
+                dp, tp, pp, cp, ep, microbatch=microbatch, recompute=recompute, precision=precision
+            )
+            for zero in _ZERO if dp * cp > 1 else (0,):
+                if zero == 3 and pp > 1:
+                    continue  # gathers once a step and keeps: no better than stage 1
+                plan = replace(first, zero=zero)
+                yield plan
+                for chunks in _CHUNKS:
+                    if pp > 1 and pp * chunks <= model.layers:
+                        yield replace(plan, schedule="interleaved", chunks=chunks)
+
+
+_MICROBATCHES = (1, 2, 4, 8, 16)
+_ZERO = (0, 1, 3)
+_CHUNKS = (2, 4)
+
+
+def _divisors(number):
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

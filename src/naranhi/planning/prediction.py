@@ -1,0 +1,211 @@
+"""Forecast a step from a model, a cluster and a plan."""
+
+from math import log2, sqrt
+from typing import NamedTuple
+
+from naranhi.planning import communication as comm
+from naranhi.planning.cluster import Cluster, calibrations
+from naranhi.planning.compute import (
+    attention_work,
+    embedding_work,
+    head_work,
+    layer_work,
+    optimizer_seconds,
+)
+from naranhi.planning.forecast import PARTS, Forecast
+from naranhi.planning.memory import stage_memory, stage_parameters
+from naranhi.planning.model import Model
+from naranhi.planning.pipeline import pipeline_seconds
+from naranhi.planning.plan import Plan
+from naranhi.planning.stages import cut
+
+# A step waits for its slowest rank: the part by which it is longer, for each doubling of the nodes.
+STRAGGLERS = 0.003
+# The part of a GPU's memory that training cannot fill: the CUDA context, the communicators' buffers
+# and what the allocator cannot use because it is in pieces.
+HEADROOM = 0.12
+# Relative uncertainty of a forecast, as a standard deviation: of all of it, with and without a run
+# of this GPU and engine to calibrate it; and of each part besides.
+CALIBRATED, UNCALIBRATED = 0.065, 0.11
+UNCERTAIN = {
+    "attention": 0.3,
+    "recomputing": 0.1,
+    "host": 0.3,
+    "tensor": 0.3,
+    "context": 0.5,
+    "expert": 0.5,
+    "sharding": 0.4,
+    "bubble": 0.2,
+    "pipeline": 0.5,
+    "data": 0.4,
+    "optimizer": 0.3,
+    "stragglers": 1.0,
+}
+NINE_IN_TEN = 1.645  # standard deviations of a normal distribution
+
+
+class StageTimes(NamedTuple):
+    """Seconds of a virtual stage for one micro-batch, and what they are made of."""
+
+    forward: float
+    backward: float
+    parts: dict[str, float]
+
+
+def predict(
+    model: Model, cluster: Cluster, plan: Plan, sequence_length: int, global_batch: int
+) -> Forecast:
+    """Return the forecast of a training step.
+
+    Args:
+        model: The model.
+        cluster: The cluster.
+        plan: How the model is cut over it.
+        sequence_length: Tokens of a sequence.
+        global_batch: Sequences of a step, over all ranks.
+
+    Raises:
+        TypeError: If a number is not a whole number.
+        PlanError: If the plan cannot cut this model, cluster or batch. A plan that only does not
+            fit is no error: see `Forecast.verdict`.
+    """
+    plan.check(model, cluster, sequence_length, global_batch)
+    return forecast(model, cluster, plan, sequence_length, global_batch)
+
+
+def forecast(
+    model: Model,
+    cluster: Cluster,
+    plan: Plan,
+    sequence_length: int,
+    global_batch: int,
+    *,
+    exact: bool = True,
+) -> Forecast:
+    """Return what `predict` returns, of a plan that has been checked.
+
+    With `exact=False` the bubble of schedules that would have to be simulated is that of equal
+    stages, as fast as the slowest: enough to sort plans.
+    """
+    count = plan.microbatches(global_batch)
+    stages = stage_times(model, cluster, plan, sequence_length)
+    ranks = [stages[rank :: plan.pp] for rank in range(plan.pp)]
+    busiest = max(ranks, key=lambda own: sum(v.forward + v.backward for v in own))
+    parts = {
+        name: count * sum(stage.parts.get(name, 0.0) for stage in busiest) for name in _ON_STAGES
+    }
+    if plan.pp > 1:
+        forward = tuple(stage.forward for stage in stages)
+        backward = tuple(stage.backward for stage in stages)
+        hop = comm.hop_seconds(model, cluster, plan, sequence_length)
+        shape = plan.schedule, count, forward, backward
+        flowing = pipeline_seconds(*shape, 0.0, plan.chunks, exact=exact)
+        through = pipeline_seconds(*shape, hop, plan.chunks, exact=exact)
+        parts["bubble"] = flowing - sum(parts.values())
+        parts["pipeline"] = through - flowing
+    held = max(dense + experts for dense, experts in stage_parameters(model, cluster, plan))
+    reduce, gather = comm.gradient_seconds(cluster, plan, held)
+    hidden_by = cluster.runs.overlap * sum(stage.backward for stage in busiest)
+    parts["data"] = comm.behind(reduce, hidden_by) + gather
+    parts["optimizer"] = optimizer_seconds(cluster, held / (plan.zero_group if plan.zero else 1))
+    nodes = max(1, cluster.gpus / cluster.gpus_per_node)
+    parts["stragglers"] = STRAGGLERS * log2(nodes) * sum(parts.values())
+    step = sum(parts.values())
+    spread = _spread(parts, step, (cluster.gpu, cluster.engine) in calibrations())
+    tokens = global_batch * sequence_length / cluster.gpus
+    flops = model.flops_per_token(sequence_length) * tokens / step
+    return Forecast(
+        step_seconds=step,
+        low=step / (1 + spread),
+        high=step * (1 + spread),
+        parts={name: parts[name] for name in PARTS if parts.get(name)},
+        memory=stage_memory(model, cluster, plan, sequence_length, count),
+        capacity=cluster.memory * (1 - HEADROOM),
+        tokens_per_second_per_gpu=tokens / step,
+        tflops_per_gpu=flops / 1e12,
+        mfu=flops / cluster.sheet.flops[plan.precision],
+    )
+
+
+def stage_times(
+    model: Model, cluster: Cluster, plan: Plan, sequence_length: int
+) -> list[StageTimes]:
+    """Return the seconds of each virtual stage for one micro-batch."""
+    where = cut(model, plan.pp * plan.chunks, cluster.runs.cut)
+    dense = layer_times(model, cluster, plan, sequence_length, sparse=False)
+    sparse = dense
+    if model.experts:
+        sparse = layer_times(model, cluster, plan, sequence_length, sparse=True)
+    ends = {
+        0: [embedding_work(model, cluster, plan, sequence_length)],
+        where.head: [head_work(model, cluster, plan, sequence_length)],
+    }
+    if where.head == 0:
+        ends[0].append(embedding_work(model, cluster, plan, sequence_length))
+    result = []
+    for stage, layers in enumerate(where.layers):
+        with_experts = sum(model.sparse(layer) for layer in layers)
+        forward = backward = computing = 0.0
+        for work in ends.get(stage, ()):
+            forward, backward = forward + work.forward, backward + work.backward
+            computing += work.forward + work.backward
+        parts = {"computing": computing}
+        for number, layer in ((len(layers) - with_experts, dense), (with_experts, sparse)):
+            if number:
+                forward += number * layer.forward
+                backward += number * layer.backward
+                for name, time in layer.parts.items():
+                    parts[name] = parts.get(name, 0.0) + number * time
+        result.append(StageTimes(forward, backward, parts))
+    return result
+
+
+def layer_times(
+    model: Model, cluster: Cluster, plan: Plan, sequence_length: int, *, sparse: bool
+) -> StageTimes:
+    """Return the seconds of one layer for one micro-batch, on a rank, with its messages."""
+    work = layer_work(model, cluster, plan, sequence_length, sparse)
+    tensor = comm.tensor_layer(model, cluster, plan, sequence_length)
+    scores = attention_work(model, cluster, plan, sequence_length)
+    context = comm.context_layer(model, cluster, plan, sequence_length, scores.forward)
+    expert = comm.Exposed()
+    if sparse:
+        expert = comm.expert_layer(model, cluster, plan, sequence_length)
+    messages = (tensor, context, expert)
+    forward = work.forward + sum(e.forward for e in messages)
+    backward = work.backward + work.recompute + sum(e.backward + e.recompute for e in messages)
+    idle = max(0.0, cluster.runs.host_seconds - forward - backward)
+    forward, backward = forward + idle / 3, backward + 2 * idle / 3
+    place = model.layers - 1 if sparse else 0
+    parameters = model.layer_parameters(place, plan.ep) / plan.tp
+    sharding = comm.sharded_layer(cluster, plan, parameters, forward, backward)
+    parts = {
+        "computing": work.forward + work.backward - scores.forward - scores.backward,
+        "attention": scores.forward + scores.backward,
+        "recomputing": work.recompute,
+        "host": idle,
+        "tensor": sum(tensor),
+        "context": sum(context),
+        "expert": sum(expert),
+        "sharding": sum(sharding),
+    }
+    return StageTimes(forward + sharding.forward, backward + sharding.backward, parts)
+
+
+_ON_STAGES = (
+    "computing",
+    "attention",
+    "recomputing",
+    "host",
+    "tensor",
+    "context",
+    "expert",
+    "sharding",
+)
+
+
+def _spread(parts, step, calibrated):
+    """Return the part of the step within which nine of ten are expected, below and above it."""
+    own = CALIBRATED if calibrated else UNCALIBRATED
+    shares = (UNCERTAIN.get(name, 0.0) * time / step for name, time in parts.items())
+    return NINE_IN_TEN * sqrt(own**2 + sum(share**2 for share in shares))

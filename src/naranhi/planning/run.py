@@ -1,0 +1,35 @@
+"""A published training run, as the arguments of `predict`."""
+
+from typing import NamedTuple
+
+from naranhi.planning.cluster import Cluster
+from naranhi.planning.model import Model
+from naranhi.planning.plan import Plan
+
+
+class Run(NamedTuple):
+    """A published run, or one of a sweep that failed.
+
+    Attributes:
+        source: Where it was published.
+        name: The model's name there, and what tells the run from others.
+        model: The model.
+        cluster: The cluster.
+        plan: The plan.
+        sequence_length: Tokens of a sequence.
+        global_batch: Sequences of a step.
+        seconds: Of a step; None if not published.
+        memory: Bytes of the fullest rank; None if not published.
+        failed: Whether it ran out of memory or crashed.
+    """
+
+    source: str
+    name: str
+    model: Model
+    cluster: Cluster
+    plan: Plan
+    sequence_length: int
+    global_batch: int
+    seconds: float | None
+    memory: float | None
+    failed: bool = False
