@@ -1,7 +1,7 @@
 """Say in words why a plan takes as long as it does, and what the next best would cost."""
 
 from naranhi.planning.cluster import GIB, calibrations
-from naranhi.planning.forecast import PARTS, Forecast
+from naranhi.planning.forecast import MEMORY, PARTS, Forecast
 from naranhi.planning.plan import Plan
 from naranhi.planning.plan_search import Found
 
@@ -75,7 +75,7 @@ def _memory(forecast: Forecast):
     yield f"It {forecast.verdict}."
     for name, held in forecast.memory[stage]._asdict().items():
         if held:
-            yield f"  {held / GIB:6.1f} GiB  {name}"
+            yield f"  {held / GIB:6.1f} GiB  {MEMORY[name]}"
 
 
 def _next(found, place):

@@ -63,10 +63,18 @@ class Forecast(NamedTuple):
         most = max(fullest._fields, key=lambda name: getattr(fullest, name))
         return (
             f"does not fit, by {(fullest.total - self.capacity) / GIB:.1f} GiB: {where} would hold "
-            f"{held}, because of its {most} ({getattr(fullest, most) / GIB:.1f} GiB)"
+            f"{held}, most of it {MEMORY[most]} ({getattr(fullest, most) / GIB:.1f} GiB)"
         )
 
 
+# What is in memory, in words.
+MEMORY = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer": "optimizer state",
+    "activations": "activations",
+    "working": "what one layer or the loss needs for a moment",
+}
 # What a part of a step is, in words.
 PARTS = {
     "computing": "matmuls and what is between them, forward and backward, on the busiest stage",

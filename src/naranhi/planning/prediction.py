@@ -26,7 +26,7 @@ STRAGGLERS = 0.003
 HEADROOM = 0.12
 # Relative uncertainty of a forecast, as a standard deviation: of all of it, with and without a run
 # of this GPU and engine to calibrate it; and of each part besides.
-CALIBRATED, UNCALIBRATED = 0.065, 0.11
+CALIBRATED, UNCALIBRATED = 0.06, 0.10
 UNCERTAIN = {
     "attention": 0.3,
     "recomputing": 0.1,

@@ -1,0 +1,101 @@
+"""Clusters and plans: what cannot be is refused in words, and says which numbers contradict."""
+
+import pytest
+
+from naranhi.planning import Cluster, Model, Plan, PlanError, predict
+
+MODEL = Model(layers=12, hidden=768, heads=12, vocabulary=50304)
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ({"gpu": "V100"}, "gpu 'V100' is not in the table; choose one of A100, A100-40GB"),
+        ({"engine": "jax"}, "engine 'jax' is unknown; choose one of megatron"),
+        ({"gpus": 0}, "gpus is at least 1, not 0"),
+        ({"gpus": 12}, "12 GPUs are not whole nodes of 8"),
+        ({"memory_gib": 80 * 2**30}, "memory_gib = 85899345920 cannot be right: it is in GiB"),
+        ({"network": 50e9}, "cannot be right: it is in Gbit/s for each GPU"),
+        ({"efficiency": 70}, "efficiency = 70 cannot be right: it is in a part of the peak"),
+    ],
+)
+def test_a_cluster_that_cannot_be_is_refused(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        Cluster(**{"gpus": 16, **arguments})
+
+
+def test_a_number_of_gpus_is_whole():
+    with pytest.raises(TypeError, match=r"gpus is a whole number, not 16\.0"):
+        Cluster(16.0)
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ({"tp": 0}, "tp is at least 1, not 0"),
+        ({"zero": 4}, "zero is one of 0, 1, 2, 3, not 4"),
+        ({"recompute": "some"}, "recompute is one of none, selective, full, not 'some'"),
+        ({"precision": "int8"}, "precision is one of bf16, fp8, fp32, not 'int8'"),
+        ({"schedule": "chimera"}, "schedule 'chimera' does not exist"),
+        ({"schedule": "pipedream", "pp": 2}, "schedule is one of one_f_one_b, gpipe"),
+        ({"chunks": 2, "pp": 2}, "chunks = 2 with schedule 'one_f_one_b': only 'interleaved'"),
+        ({"schedule": "interleaved"}, "'interleaved' with pp = 1"),
+        ({"ep": 3}, "ep = 3 does not divide dp x cp = 8"),
+        ({"zero_group": 3}, "zero_group = 3 does not divide dp x cp = 8"),
+    ],
+)
+def test_a_plan_that_contradicts_itself_is_refused(arguments, words):
+    with pytest.raises(PlanError, match=words):
+        Plan(**{"dp": 8, **arguments})
+
+
+def test_a_degree_is_a_whole_number_and_a_flag_a_bool():
+    with pytest.raises(TypeError, match=r"dp is a whole number, not 8\.0"):
+        Plan(8.0)
+    with pytest.raises(TypeError, match="sequence_parallel is True or False, not 1"):
+        Plan(8, sequence_parallel=1)
+
+
+@pytest.mark.parametrize(
+    "plan, gpus, sequence, batch, words",
+    [
+        (Plan(4, 2), 16, 1024, 64, "dp x tp x pp x cp = 4 x 2 x 1 x 1 = 8, but .* 16 GPUs"),
+        (Plan(1, 8), 8, 1024, 64, "heads = 12 is not a multiple of tp = 8"),
+        (Plan(8), 8, 1024, 63, "global_batch = 63 sequences is not a multiple of .* 8 x 1"),
+        (Plan(8), 8, 1024, 2**22, "global_batch = 4194304 looks like tokens"),
+        (Plan(8), 8, 2**30, 64, "sequence_length = 1073741824 cannot be right: it is in tokens"),
+        (Plan(1, 2, cp=4), 8, 1020, 64, "sequence_length = 1020 is not a multiple of cp x tp = 8"),
+        (Plan(8, ep=8), 8, 1024, 64, "ep = 8, but the model has no experts"),
+        (Plan(1, pp=16), 16, 1024, 64, "pp x chunks = 16 x 1 stages, but only 12 layers"),
+        (
+            Plan(4, pp=2, chunks=2, schedule="interleaved"),
+            8,
+            1024,
+            12,
+            "3 micro-batches are not a multiple of pp = 2",
+        ),
+    ],
+)
+def test_a_plan_that_does_not_divide_is_refused(plan, gpus, sequence, batch, words):
+    with pytest.raises(PlanError, match=words):
+        predict(MODEL, Cluster(gpus), plan, sequence, batch)
+
+
+def test_a_length_or_batch_that_is_no_whole_number_is_refused():
+    with pytest.raises(TypeError, match=r"global_batch is a number of sequences, not 64\.0"):
+        predict(MODEL, Cluster(8), Plan(8), 1024, 64.0)
+    with pytest.raises(TypeError, match="sequence_length is a number of tokens, not '1k'"):
+        predict(MODEL, Cluster(8), Plan(8), "1k", 64)
+
+
+def test_an_engine_that_leaves_stages_empty_is_refused():
+    """The output layer of a small model is more than a stage's share: nanotron's rule."""
+    model = Model(layers=16, hidden=2048, heads=32, ffn=8192, vocabulary=131072, gated=True)
+    cluster = Cluster(16, engine="nanotron")
+    with pytest.raises(PlanError, match="pp = 16: nanotron would leave the last stages without"):
+        predict(model, cluster, Plan(1, pp=16), 4096, 256)
+    assert predict(model, cluster, Plan(2, pp=8), 4096, 256).step_seconds > 0
+
+
+def test_torchs_names_of_schedules_are_known():
+    assert Plan(1, pp=2, schedule="1F1B").schedule == "one_f_one_b"

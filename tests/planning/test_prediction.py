@@ -1,0 +1,150 @@
+"""Forecasts: parts that sum to the step, and each part what it should follow."""
+
+from dataclasses import replace
+
+import pytest
+
+from naranhi.planning import Cluster, Model, Plan, predict
+from naranhi.planning import communication as comm
+from naranhi.planning.prediction import stage_times
+
+LLAMA = Model(
+    layers=32,
+    hidden=4096,
+    heads=32,
+    kv_heads=8,
+    ffn=14336,
+    gated=True,
+    tied=False,
+    vocabulary=128256,
+)
+MIXTRAL = replace(LLAMA, experts=8, top_k=2, vocabulary=32000)
+PLANS = [
+    (LLAMA, Plan(16)),
+    (LLAMA, Plan(16, zero=1)),
+    (LLAMA, Plan(16, zero=3, recompute="full")),
+    (LLAMA, Plan(2, 8)),
+    (LLAMA, Plan(2, 2, 4)),
+    (LLAMA, Plan(2, 2, 4, schedule="interleaved", chunks=2)),
+    (LLAMA, Plan(2, 2, 4, schedule="zero_bubble_h1")),
+    (LLAMA, Plan(4, 2, cp=2)),
+    (LLAMA, Plan(16, precision="fp8")),
+    (MIXTRAL, Plan(16, ep=8, zero=1)),
+]
+
+
+@pytest.mark.parametrize("engine", ["megatron", "fsdp", "megatron-2021", "nanotron"])
+@pytest.mark.parametrize("model, plan", PLANS)
+def test_the_parts_are_the_step(model, plan, engine):
+    forecast = predict(model, Cluster(16, engine=engine), plan, 4096, 64)
+    assert sum(forecast.parts.values()) == pytest.approx(forecast.step_seconds, rel=1e-12)
+    assert all(seconds > 0 for seconds in forecast.parts.values())
+    assert forecast.low < forecast.step_seconds < forecast.high
+    assert 0 < forecast.mfu < 1
+
+
+def test_rates_follow_from_the_step():
+    forecast = predict(LLAMA, Cluster(16), Plan(16), 4096, 64)
+    tokens = 64 * 4096 / 16 / forecast.step_seconds
+    assert forecast.tokens_per_second_per_gpu == pytest.approx(tokens)
+    flops = tokens * LLAMA.flops_per_token(4096)
+    assert forecast.tflops_per_gpu == pytest.approx(flops / 1e12)
+    assert forecast.mfu == pytest.approx(flops / 989.4e12)
+
+
+def test_no_part_is_faster_than_the_hardware():
+    """Arithmetic at the peak, and nothing else, is faster than any forecast."""
+    for model, plan in PLANS:
+        rate = 1978.9e12 if plan.precision == "fp8" else 989.4e12
+        # Causal attention needs half of the scores that model FLOPs credit.
+        credited = 6 * model.layers * 4096 * model.score_width
+        least = 64 * 4096 * (model.flops_per_token(4096) - credited / 2) / rate / 16
+        assert predict(model, Cluster(16), plan, 4096, 64).step_seconds > least
+
+
+def test_full_recomputation_repeats_the_forward():
+    kept = predict(LLAMA, Cluster(8), Plan(8), 4096, 64).parts
+    again = predict(LLAMA, Cluster(8), Plan(8, recompute="full"), 4096, 64).parts
+    assert "recomputing" not in kept
+    # A third of forward and backward, less what only the backward does, and the output layer.
+    share = again["recomputing"] / (kept["computing"] + kept["attention"])
+    assert 0.25 < share < 1 / 3
+
+
+def test_without_a_pipeline_or_a_second_rank_nothing_waits():
+    parts = predict(LLAMA, Cluster(1), Plan(1), 4096, 8).parts
+    assert set(parts) == {"computing", "attention", "optimizer"}
+
+
+def test_the_busiest_stage_waits_while_the_others_do_their_part_once():
+    """The last one, with the output layer: the first micro-batch comes to it through all others,
+    and the last one leaves through them."""
+    plan, cluster = Plan(1, pp=8), Cluster(8)
+    stages = stage_times(LLAMA, cluster, plan, 4096)
+    others = sum(stage.forward + stage.backward for stage in stages[:-1])
+    parts = predict(LLAMA, cluster, plan, 4096, 64).parts
+    assert parts["bubble"] == pytest.approx(others, rel=1e-9)
+    busiest = 64 * (stages[-1].forward + stages[-1].backward)
+    assert parts["computing"] + parts["attention"] == pytest.approx(busiest, rel=1e-9)
+
+
+def test_a_group_within_a_node_talks_over_nvlink_and_a_larger_one_over_its_ports():
+    cluster = Cluster(64)
+    inside = comm.group_link(cluster, 8, 1)
+    assert inside.nodes == 1 and inside.bandwidth == pytest.approx(450e9 * comm.NVLINK)
+    strided = comm.group_link(cluster, 8, 8)  # one rank in each node: one port
+    assert strided.nodes == 8 and strided.bandwidth == pytest.approx(50e9 * comm.NETWORK)
+    pairs = comm.group_link(cluster, 16, 4)  # two in each node: two ports
+    assert pairs.nodes == 8 and pairs.bandwidth == pytest.approx(100e9 * comm.NETWORK)
+    whole = comm.group_link(cluster, 64, 1)  # eight ports, of which NVLink is not the limit
+    assert whole.bandwidth == pytest.approx(400e9 * comm.NETWORK)
+
+
+def test_sharding_moves_half_as_much_again_as_reducing():
+    """ZeRO-3 gathers twice and reduces once; with bf16 gradients that is 3 values a parameter."""
+    cluster, parameters = Cluster(8, engine="fsdp-compile"), 1e8
+    exposed = comm.sharded_layer(cluster, Plan(8, zero=3), parameters, 0.0, 0.0)
+    reduce, gather = comm.gradient_seconds(cluster, Plan(8, zero=1), parameters)
+    assert sum(exposed) == pytest.approx(1.5 * (reduce + gather), rel=0.01)
+
+
+def test_messages_that_run_behind_arithmetic_cost_a_part_of_their_time():
+    assert comm.behind(1.0, 0.0) == 1.0
+    assert comm.behind(1.0, 10.0) == pytest.approx(comm.INTERFERENCE)
+    assert comm.behind(3.0, 1.0) == pytest.approx(2.0 + comm.INTERFERENCE)
+
+
+def test_ring_attention_sends_all_blocks_but_its_own():
+    """With no arithmetic to hide it: (cp - 1) blocks of keys and values."""
+    plan = Plan(1, cp=4)
+    exposed = comm.context_layer(LLAMA, Cluster(4), plan, 2**20, 0.0)
+    block = 2 * (2**20 / 4) * 2 * 8 * 128
+    assert exposed.forward == pytest.approx(3 * block / (450e9 * comm.NVLINK), rel=0.01)
+    assert comm.context_layer(LLAMA, Cluster(4), plan, 2**20, 1.0).forward == 0
+
+
+def test_experts_in_one_node_send_and_receive_each_token_top_k_times():
+    plan = Plan(8, ep=8)
+    exposed = comm.expert_layer(MIXTRAL, Cluster(8), plan, 2**16)
+    sent = 2 * 2**16 * 2 * 4096 * 7 / 8
+    assert exposed.forward == pytest.approx(2 * sent / (450e9 * comm.NVLINK), rel=0.01)
+    # Over two nodes half of it goes through one port.
+    apart = comm.expert_layer(MIXTRAL, Cluster(16), Plan(16, ep=8, tp=1), 2**16)
+    assert apart == exposed
+    wide = comm.expert_layer(replace(MIXTRAL, experts=16), Cluster(16), Plan(16, ep=16), 2**16)
+    assert wide.forward > 3 * exposed.forward
+
+
+def test_a_slower_network_or_a_smaller_overlap_only_costs():
+    fast = predict(LLAMA, Cluster(64), Plan(64, zero=1), 4096, 64)
+    slow = predict(LLAMA, Cluster(64, network=50), Plan(64, zero=1), 4096, 64)
+    assert slow.parts["data"] > 2 * fast.parts["data"]
+    assert slow.parts["computing"] == fast.parts["computing"]
+    assert slow.high / slow.step_seconds > fast.high / fast.step_seconds
+
+
+def test_one_group_of_zero_is_the_default():
+    whole = predict(LLAMA, Cluster(16), Plan(16, zero=3), 4096, 64)
+    assert whole == predict(LLAMA, Cluster(16), Plan(16, zero=3, zero_group=16), 4096, 64)
+    hybrid = predict(LLAMA, Cluster(16), Plan(16, zero=3, zero_group=8), 4096, 64)
+    assert hybrid.memory[0].optimizer == pytest.approx(2 * whole.memory[0].optimizer)
