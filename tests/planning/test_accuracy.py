@@ -15,13 +15,13 @@ from naranhi.planning.published import runs, sweep
 # source: (mean of absolute errors at most, worst at most), of the seconds of a step
 STEPS = {
     "Korthikanti 2022": (0.0365, 0.089),
-    "Megatron SC'21": (0.06, 0.09),
+    "Megatron SC'21": (0.045, 0.07),
     "Llama 3 paper": (0.04, 0.06),
     "IBM fms-fsdp": (0.04, 0.10),
     "InternEvo throughput": (0.05, 0.16),
-    "InternEvo flops": (0.06, 0.16),
-    "Zero Bubble": (0.05, 0.15),
-    "llm-foundry": (0.055, 0.25),
+    "InternEvo flops": (0.065, 0.16),
+    "Zero Bubble": (0.05, 0.12),
+    "llm-foundry": (0.05, 0.25),
     # Long contexts, whose ring attention was not balanced; DeepSpeed of 2021 on one network port.
     "torchtitan 2024-12": (0.15, 0.40),
     "Megatron SC'21 T2": (0.23, 0.66),

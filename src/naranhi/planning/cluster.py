@@ -55,6 +55,8 @@ class Engine(NamedTuple):
             were not yet added to the accumulated one.
         bucket_bytes: Bytes of gradients, or of parameters, that are sent in one message.
         overlap: The part of the last backward behind which gradients can be reduced.
+        gather_overlap: The part of the first forward behind which parameters can be gathered.
+        tensor_overlap: The part of tensor parallel messages that runs behind matmuls.
         host_seconds: The least time of a layer's forward and backward: what the host takes to
             launch its kernels.
         selective: The part of a layer's forward that selective recomputation repeats; 0 for the
@@ -73,6 +75,8 @@ class Engine(NamedTuple):
     held_gradient_bytes: int
     bucket_bytes: float
     overlap: float
+    gather_overlap: float
+    tensor_overlap: float
     host_seconds: float
     selective: float
     cut: str
@@ -116,6 +120,8 @@ def engines() -> dict[str, Engine]:
             int(row["held_gradient_bytes"]),
             float(row["bucket_mb"]) * 1e6,
             float(row["overlap"]),
+            float(row["gather_overlap"]),
+            float(row["tensor_overlap"]),
             float(row["host_us"]) * 1e-6,
             float(row["selective"]),
             row["cut"],
@@ -219,17 +225,35 @@ class Cluster:
         """The part of the peak that a large matmul reaches, calibrated on at most one run."""
         if self.efficiency is not None:
             return self.efficiency
-        table = calibrations()
-        if (self.gpu, self.engine) in table:
-            return table[self.gpu, self.engine]
-        return EFFICIENCY.get(self.gpu.split("-")[0], 0.68)
+        return _efficiency(self.gpu, self.engine)
+
+
+@lru_cache(maxsize=256)
+def _efficiency(gpu, engine):
+    """Return what is calibrated for a GPU and an engine, or for those that are nearest.
+
+    These are, in turn: the engine on a GPU of the same family, the family's mean, the engine's
+    mean on all GPUs, the mean of all.
+    """
+    table = calibrations()
+    if (gpu, engine) in table:
+        return table[gpu, engine]
+    family = FAMILIES.get(gpu, gpu)
+    near = {key: value for key, value in table.items() if FAMILIES.get(key[0], key[0]) == family}
+    for same in (
+        [value for key, value in near.items() if key[1] == engine],
+        list(near.values()),
+        [value for key, value in table.items() if key[1] == engine],
+        list(table.values()),
+    ):
+        if same:
+            return sum(same) / len(same)
+    raise ValueError("calibrations.csv is empty")
+
+
+# GPUs with the same chip. (The H100 with 96 GB has another power limit, so other clocks.)
+FAMILIES = {"A100-40GB": "A100", "A800": "A100", "H800": "H100", "H200": "H100", "GB200": "B200"}
 
 
 def _list(names):
     return ", ".join(names)
-
-
-# The part of its data sheet's operations that a large bf16 matmul reaches, where no run of the
-# GPU and the engine has calibrated it. Hopper and later cannot hold the clock of the data sheet
-# when all their tensor cores work: the power limit is reached first.
-EFFICIENCY = {"A100": 0.84, "A800": 0.84, "H100": 0.68, "H800": 0.68, "H200": 0.68}

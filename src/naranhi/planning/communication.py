@@ -28,7 +28,6 @@ NETWORK_START = 250e-6
 # A collective that runs behind arithmetic takes multiprocessors and memory bandwidth from it: the
 # part of the hidden time by which both together are longer.
 INTERFERENCE = 0.35
-LAUNCH = 10e-6  # seconds to start a collective's kernel and end it
 
 
 class Link(NamedTuple):
@@ -92,8 +91,8 @@ def tensor_layer(model: Model, cluster: Cluster, plan: Plan, sequence_length: in
     """Return what tensor parallelism costs a layer: two all-reduces forward and two backward.
 
     With sequence parallelism, each all-reduce becomes an all-gather and a reduce-scatter; the
-    all-gathers that the weights' gradients need once more run behind matmuls. Full recomputation
-    repeats those of the forward.
+    all-gathers that the weights' gradients need once more run behind matmuls, and so does the part
+    of the others that the engine overlaps. Full recomputation repeats those of the forward.
     """
     if plan.tp == 1:
         return Exposed()
@@ -106,6 +105,7 @@ def tensor_layer(model: Model, cluster: Cluster, plan: Plan, sequence_length: in
         once += 2 * seconds("reduce_scatter", whole, plan.tp, link)
     else:
         once = 2 * seconds("all_reduce", whole, plan.tp, link)
+    once *= 1 - cluster.runs.tensor_overlap
     return Exposed(once, once, once if plan.recompute == "full" else 0.0)
 
 

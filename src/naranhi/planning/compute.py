@@ -1,9 +1,10 @@
 """How long a layer's arithmetic takes on one GPU.
 
-A matmul multiplies and moves: its operations at the part of the peak that the cluster states, plus
-its three matrices to or from memory. So a matmul with a short side, as tensor parallelism makes
-them, is slower for each operation, without a table of measured shapes. What is not a matmul (norms,
-activations, residuals, an unfused softmax) only moves bytes. Units: seconds, bytes, operations.
+A matmul multiplies and moves: its operations at the part of the peak that the cluster states, and
+its three matrices to or from memory, which overlap in part. So a matmul with a short side, as
+tensor parallelism makes them, is slower for each operation, without a table of measured shapes.
+What is not a matmul (norms, activations, residuals, an unfused softmax) only moves bytes.
+Units: seconds, bytes, operations.
 """
 
 from typing import NamedTuple
@@ -15,6 +16,9 @@ from naranhi.planning.plan import Plan
 # Part of the data sheet's memory bandwidth that a kernel reaches; STREAM-like copies on A100 and
 # H100 reach nine tenths.
 BANDWIDTH = 0.85
+# How a kernel's arithmetic and its traffic overlap: with exponent e, in (a^e + m^e)^(1/e); 1 is one
+# after the other, infinity the roofline. Tiles load while others multiply, but not the first ones.
+OVERLAPPING = 1.3
 FLASH_BACKWARD = 2.5  # operations of its backward, in forwards: it computes the scores once more
 
 
@@ -43,16 +47,13 @@ class Arithmetic:
         self.casts = precision == "fp8"
         self.value = 4 if precision == "fp32" else 2
 
-    def matmul(self, tokens: float, rows: float, columns: float) -> float:
-        """Return the seconds of (tokens x rows) times (rows x columns)."""
+    def matmul(self, tokens: float, rows: float, columns: float, more: float = 0.0) -> float:
+        """Return the seconds of (tokens x rows) times (rows x columns), with `more` bytes moved."""
         moved = self.value * (tokens * rows + rows * columns + tokens * columns)
-        if self.casts:  # both factors are read once more and written in 8 bits
-            moved += 3 * (tokens * rows + rows * columns)
-        return 2 * tokens * rows * columns / self.rate + moved / self.bandwidth
-
-    def accumulate(self, weights: float, gradient_bytes: int) -> float:
-        """Return the seconds of adding a weight's gradient to the sum so far: read and write."""
-        return 2 * gradient_bytes * weights / self.bandwidth
+        if self.casts:  # weights are cast once a step; inputs are read, written and read in 8 bits
+            moved = 4 * tokens * rows + rows * columns + self.value * tokens * columns
+        arithmetic = 2 * tokens * rows * columns / self.rate
+        return _together(arithmetic, (moved + more) / self.bandwidth)
 
     def move(self, moved: float) -> float:
         """Return the seconds of reading and writing that many bytes in all."""
@@ -142,8 +143,14 @@ def _add(forward, backward, gpu, engine, matmul, tokens, tp):
     rows = matmul.rows / (tp if matmul.split == "rows" else 1)
     columns = matmul.columns / (tp if matmul.split == "columns" else 1)
     once = gpu.matmul(tokens, rows, columns)
-    added = gpu.accumulate(rows * columns, engine.gradient_bytes)
-    return forward + once, backward + 2 * once + added
+    # The weight's gradient is added to the sum of the micro-batches before: read and written.
+    with_sum = gpu.matmul(tokens, rows, columns, 2 * engine.gradient_bytes * rows * columns)
+    return forward + once, backward + once + with_sum
+
+
+def _together(arithmetic, moving):
+    """Return the seconds of a kernel that multiplies and moves, which overlap in part."""
+    return (arithmetic**OVERLAPPING + moving**OVERLAPPING) ** (1 / OVERLAPPING)
 
 
 def _elementwise_bytes(model, gpu, engine, plan, tokens, widths, permuted):

@@ -12,7 +12,7 @@ from naranhi.planning.model import Model
 from naranhi.planning.plan import Plan, PlanError
 from naranhi.planning.prediction import HEADROOM, forecast
 
-MARGIN = 0.1  # of the capacity; memory is forecast to about that
+MARGIN = 0.1  # of the capacity: memory is forecast, not known
 SIMULATED = 40  # plans whose schedule is simulated exactly, of those that look best
 
 

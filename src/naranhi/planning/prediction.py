@@ -26,7 +26,7 @@ STRAGGLERS = 0.003
 HEADROOM = 0.12
 # Relative uncertainty of a forecast, as a standard deviation: of all of it, with and without a run
 # of this GPU and engine to calibrate it; and of each part besides.
-CALIBRATED, UNCALIBRATED = 0.06, 0.10
+CALIBRATED, UNCALIBRATED = 0.07, 0.12
 UNCERTAIN = {
     "attention": 0.3,
     "recomputing": 0.1,
@@ -105,8 +105,11 @@ def forecast(
         parts["pipeline"] = through - flowing
     held = max(dense + experts for dense, experts in stage_parameters(model, cluster, plan))
     reduce, gather = comm.gradient_seconds(cluster, plan, held)
-    hidden_by = cluster.runs.overlap * sum(stage.backward for stage in busiest)
-    parts["data"] = comm.behind(reduce, hidden_by) + gather
+    # A chunk's gradients are complete, and its parameters needed, while other chunks compute.
+    rounds = min(plan.pp, count) if plan.chunks > 1 else 1
+    behind = rounds * cluster.runs.overlap * sum(stage.backward for stage in busiest)
+    before = rounds * cluster.runs.gather_overlap * sum(stage.forward for stage in busiest)
+    parts["data"] = comm.behind(reduce, behind) + comm.behind(gather, before)
     parts["optimizer"] = optimizer_seconds(cluster, held / (plan.zero_group if plan.zero else 1))
     nodes = max(1, cluster.gpus / cluster.gpus_per_node)
     parts["stragglers"] = STRAGGLERS * log2(nodes) * sum(parts.values())

@@ -123,7 +123,7 @@ def _zero_bubble(row, given):
     plan = Plan(
         1, 1, given["pp"], chunks=chunks, microbatch=given["microbatch"], schedule=name,
     )  # fmt: skip
-    cluster = Cluster(given["gpus"], 8, "A100", engine="zero-bubble")
+    cluster = Cluster(given["gpus"], 8, "A100", engine="megatron-2021")
     batch = given["global_batch"]
     return Run(
         row["source"], f"{row['model']} {schedule} {batch}", model, cluster, plan, given["seq"],
