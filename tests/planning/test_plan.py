@@ -3,6 +3,7 @@
 import pytest
 
 from naranhi.planning import Cluster, Model, Plan, PlanError, predict
+from naranhi.planning.cluster import calibrations
 
 MODEL = Model(layers=12, hidden=768, heads=12, vocabulary=50304)
 
@@ -27,6 +28,18 @@ def test_a_cluster_that_cannot_be_is_refused(arguments, words):
 def test_a_number_of_gpus_is_whole():
     with pytest.raises(TypeError, match=r"gpus is a whole number, not 16\.0"):
         Cluster(16.0)
+
+
+def test_an_efficiency_that_no_run_has_calibrated_is_that_of_the_nearest():
+    own = Cluster(8, gpu="H100", engine="megatron").matmul_efficiency
+    assert Cluster(8, gpu="H200", engine="megatron").matmul_efficiency == own  # the same chip
+    assert Cluster(8, gpu="B200", engine="megatron").matmul_efficiency == own  # the same engine
+    a100 = [
+        value for (gpu, _), value in calibrations().items() if gpu in ("A100", "A100-40GB", "A800")
+    ]
+    other = Cluster(8, gpu="A100", engine="megatron").matmul_efficiency
+    assert min(a100) < other < max(a100)
+    assert Cluster(8, gpu="A100", efficiency=0.5).matmul_efficiency == 0.5
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
 from operator import index
+from statistics import median
 from typing import NamedTuple
 
 GIB = 2**30
@@ -159,7 +160,7 @@ class Cluster:
         engine: What trains on it, one of `engines()`: it decides which kernels and which overlap.
         memory_gib: GiB of a GPU's memory that training may use; all of it, if None.
         efficiency: The part of the peak operations that a large matmul reaches; if None, what one
-            published run of this GPU and engine says, or else of this GPU.
+            published run of this GPU and engine says, or else of those that are nearest.
 
     Raises:
         TypeError: If a number of GPUs is not a whole number.
@@ -232,8 +233,8 @@ class Cluster:
 def _efficiency(gpu, engine):
     """Return what is calibrated for a GPU and an engine, or for those that are nearest.
 
-    These are, in turn: the engine on a GPU of the same family, the family's mean, the engine's
-    mean on all GPUs, the mean of all.
+    These are, in turn: the engine on GPUs of the same family, the family's engines, the engine on
+    all GPUs, all of them; of several, the median.
     """
     table = calibrations()
     if (gpu, engine) in table:
@@ -247,7 +248,7 @@ def _efficiency(gpu, engine):
         list(table.values()),
     ):
         if same:
-            return sum(same) / len(same)
+            return median(same)
     raise ValueError("calibrations.csv is empty")
 
 
