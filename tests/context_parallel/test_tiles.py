@@ -25,7 +25,9 @@ def test_tiles_cover_what_the_mask_leaves_once(counts, ranks, order, causal, dat
     own, other = (
         runs(order, ranks, data.draw(st.integers(0, ranks - 1)), length // ranks) for _ in "qk"
     )
-    other = [Run(0, length, 0)] if data.draw(st.booleans()) else other
+    start = data.draw(st.integers(0, length - 1))
+    some = Run(start, data.draw(st.integers(1, length - start)), 0)
+    other = data.draw(st.sampled_from([other, [Run(0, length, 0)], [some]]))
     ids = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
     q, k = places(own), places(other)
     expected = ids[q][:, None] == ids[k][None]
