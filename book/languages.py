@@ -68,7 +68,7 @@ LANGUAGES = (
             "Start here": "시작하며",
             "Communication": "통신",
             "Pipelines": "파이프라인",
-            "Data, tensors and sequences": "데이터, 텐서, 시퀀스",
+            "Data, tensors, sequences, experts": "데이터, 텐서, 시퀀스, 전문가",
             "In practice": "실전",
             "Reference": "찾아보기",
         },
