@@ -175,7 +175,7 @@ class Cluster:
     memory_gib: float | None = None
     efficiency: float | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.gpu not in gpus():
             raise ValueError(f"gpu {self.gpu!r} is not in the table; choose one of {_list(gpus())}")
         if self.engine not in engines():

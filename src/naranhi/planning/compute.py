@@ -41,11 +41,11 @@ class Arithmetic:
 
     def __init__(self, cluster: Cluster, precision: str) -> None:
         sheet = cluster.sheet
-        self.rate = sheet.flops[precision] * cluster.matmul_efficiency
-        self.attention_rate = sheet.flash[max(0, cluster.runs.flash - 1)]
-        self.bandwidth = sheet.bandwidth * BANDWIDTH
-        self.casts = precision == "fp8"
-        self.value = 4 if precision == "fp32" else 2
+        self.rate: float = sheet.flops[precision] * cluster.matmul_efficiency
+        self.attention_rate: float = sheet.flash[max(0, cluster.runs.flash - 1)]
+        self.bandwidth: float = sheet.bandwidth * BANDWIDTH
+        self.casts: bool = precision == "fp8"
+        self.value: int = 4 if precision == "fp32" else 2
 
     def matmul(self, tokens: float, rows: float, columns: float, more: float = 0.0) -> float:
         """Return the seconds of (tokens x rows) times (rows x columns), with `more` bytes moved."""

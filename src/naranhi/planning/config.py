@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from naranhi.planning.model import Latent
 
@@ -13,7 +14,7 @@ DEEPSEEK = ("deepseek_v2", "deepseek_v3")
 FAMILIES = GPT2 + LLAMA + EXPERTS + DEEPSEEK
 
 
-def read_config(path: str | Path | dict) -> dict:
+def read_config(path: str | Path | dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of `Model` that a configuration says.
 
     Args:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import index
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Matmul(NamedTuple):
@@ -89,7 +89,7 @@ class Model:
     dense_layers: int = 0
     latent: Latent | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name, default in (
             ("ffn", 4 * self.hidden if isinstance(self.hidden, int) else None),
             ("kv_heads", self.heads),
@@ -124,7 +124,7 @@ class Model:
             raise ValueError(f"dense_layers = {self.dense_layers} of only {self.layers} layers")
 
     @classmethod
-    def from_config(cls, path: str | Path | dict) -> "Model":
+    def from_config(cls, path: str | Path | dict[str, Any]) -> "Model":
         """Return the model that a Hugging Face `config.json` describes.
 
         Args:

@@ -73,7 +73,7 @@ class Plan:
     precision: str = "bf16"
     zero_group: int | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("dp", "tp", "pp", "cp", "ep", "chunks", "microbatch", "zero"):
             value = getattr(self, name)
             if isinstance(value, bool) or not hasattr(value, "__index__"):
