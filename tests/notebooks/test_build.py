@@ -201,7 +201,7 @@ def test_a_failure_names_its_cell_and_keeps_what_was_good(book):
     assert (book / "_build/html/en/01_ring.html").read_text() == page
     failed = nbformat.read(book / "_build/failed/01_ring.ipynb", as_version=4)
     assert failed.cells[1].outputs[0].text == "before\n"
-    assert [cell.id for cell in failed.cells] == ["title", "run", "figure", "answer"]
+    assert [cell.id for cell in failed.cells] == ["title", "run", "figure", "rows", "answer"]
 
 
 def test_a_notebook_that_takes_too_long_fails(book, monkeypatch):
