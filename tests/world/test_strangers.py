@@ -1,17 +1,21 @@
 """Other users of this machine, and whoever finds a port: nobody gets in, or holds up anybody."""
 
 import contextlib
+import ctypes
 import datetime
 import os
 import socket
 import subprocess
+import sys
+import threading
 import time
 
 import pytest
 import torch.distributed as dist
 
 import naranhi
-from naranhi.world import World
+from naranhi.world import World, server
+from naranhi.world.lifeline import Lifelines
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +96,41 @@ def test_a_stranger_that_sends_slowly_is_closed_in_time(world):
                     stranger.sendall(b"{")
                     time.sleep(0.2)  # this is how slow it is
             assert time.monotonic() - start < 10
+
+
+PROCESS = """
+from naranhi.world import server
+
+connections = [server.connect("lifeline", host="here", pid=p, namespace="") for p in range(8)]
+print([connection.recv(1) for connection in connections])
+"""
+
+
+def test_a_busy_interpreter_takes_nobody_for_a_stranger(monkeypatch):
+    """Loading a library keeps the interpreter's lock, on a slow disk for seconds. What came
+    meanwhile came in time."""
+    monkeypatch.setattr(server, "HELLO_SECONDS", 0.1)
+    lifelines, over = Lifelines(), threading.Event()
+    own = server.Server("127.0.0.1", lifeline=lifelines)
+    keep = ctypes.PyDLL(None).usleep  # a PyDLL does not release the lock
+
+    def load():
+        while not over.is_set():
+            keep(150_000)
+
+    environment = os.environ | {server.ADDRESS: own.address}
+    with subprocess.Popen([sys.executable, "-c", PROCESS], env=environment):
+        busy = threading.Thread(target=load)
+        busy.start()
+        end = time.monotonic() + 20
+        while not (known := all(lifelines.alive(("here", pid)) for pid in range(8))):
+            if time.monotonic() > end:
+                break
+            time.sleep(0.05)
+        over.set()
+        busy.join()
+        own.close()
+    assert known, "each was connected, and its first line had been sent"
 
 
 def test_files_of_a_world_are_its_users_alone(world):

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from ipyparallel import Cluster
     from ipyparallel.cluster.launcher import EngineLauncher
 
+START_SECONDS = 60
 HEARTBEAT_MS = 500
 CONTROLLER_ARGS = [
     "--IPController.use_threads=True",
@@ -26,6 +27,7 @@ ENGINE_ARGS = [
     # The lifeline reports a death sooner than one nanny process per rank would.
     "--IPEngine.enable_nanny=False",
     "--IPEngine.max_heartbeat_misses=0",
+    f"--IPEngine.timeout={START_SECONDS}",  # ipyparallel's 5 s are short for a busy machine
     "--log-level=30",
 ]
 

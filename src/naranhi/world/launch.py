@@ -25,13 +25,12 @@ from naranhi.world import (
     server,
     slurm,
 )
+from naranhi.world.cluster import START_SECONDS
 from naranhi.world.errors import RankError, named, unknown
 from naranhi.world.keys import Keys
 
 if TYPE_CHECKING:
     from ipyparallel import AsyncResult
-
-START_SECONDS = 60
 
 
 @dataclasses.dataclass
@@ -114,7 +113,9 @@ class Launched:
             Path(self.folder, leftovers.PIDS).write_text("{} {}".format(*pids))
             import torch.distributed  # noqa: F401  (slow: import it while the ranks do)
 
-            self._client = self._cluster.connect_client_sync(ipython_dir=self.folder)
+            self._client = self._cluster.connect_client_sync(
+                ipython_dir=self.folder, timeout=START_SECONDS
+            )
 
     def _environment(self):
         values = {

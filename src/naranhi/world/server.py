@@ -126,10 +126,14 @@ class Server:
         return read
 
     def _close_overdue(self):
+        # This thread may have had to wait for the interpreter (the notebook loads torch, and a
+        # library that is loaded keeps the interpreter's lock), so what came in time is read first.
         now = time.monotonic()
         for connection, (_, deadline) in list(self._strangers.items()):
             if now > deadline:
-                self._close_stranger(connection)
+                self._greet(connection)
+                if connection in self._strangers:
+                    self._close_stranger(connection)
 
     def _close_stranger(self, connection=None):
         """Close this stranger, by default the oldest, if any."""
