@@ -29,6 +29,7 @@ import shutil
 import signal
 import sys
 import time
+import traceback
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -111,6 +112,21 @@ def report_missed(root: Path) -> None:
             print(f"  {source.stem}: ✗ {claim}")
 
 
+def rendered(*arguments) -> bool:
+    """Return what `render.render` returns.
+
+    Raises:
+        RuntimeError: with the traceback of what it raised: some of Sphinx's exceptions cannot be
+            sent to another process, and would end the pool of workers without a word.
+    """
+    import render
+
+    try:
+        return render.render(*arguments)
+    except Exception:
+        raise RuntimeError(traceback.format_exc()) from None
+
+
 def site(root: Path) -> bool:
     """Render the languages whose pages changed; whether the whole site now stands."""
     import render
@@ -127,7 +143,7 @@ def site(root: Path) -> bool:
                 continue
             print(f"  {language}: rendering", flush=True)
             shutil.rmtree(fresh / language, ignore_errors=True)
-            task = pool.submit(render.render, language, folder, fresh / language, root)
+            task = pool.submit(rendered, language, folder, fresh / language, root)
             tasks[language] = inputs, task
     failed = [language for language, (_, task) in tasks.items() if not task.result()]
     if failed:

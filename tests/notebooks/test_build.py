@@ -241,6 +241,15 @@ def test_a_warning_fails_the_build_and_the_old_pages_stay(book):
     assert build(book).returncode == 1  # a warning does not pass by building again
 
 
+def test_a_broken_bibliography_is_named(book):
+    """Sphinx's exception for it cannot be sent from the process that renders to the build."""
+    (book / "book/references.bib").write_text("@article{one, title = {Open,\n\n@misc{two}\n")
+    (book / "book/en/welcome.md").write_text("# Book\n\n{cite}`one`\n")
+    result = build(book)
+    assert result.returncode == 1
+    assert "bibtex" in result.stderr and "syntax error in line 3" in result.stderr
+
+
 STUBBORN = """
 import time
 
