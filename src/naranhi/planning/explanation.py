@@ -128,4 +128,4 @@ def _reasons(found, plan: Plan):
         }[plan.zero]
         yield f"dp x cp {plan.replicas}: as many GPUs have the same layers, with {sharded}."
     if plan.recompute != "none":
-        yield f"{plan.recompute} recomputation: without it, it would not fit or be slower."
+        yield f"{plan.recompute} recomputation: without it, the plan would not fit, or be slower."

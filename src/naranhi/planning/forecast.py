@@ -11,8 +11,8 @@ class Forecast(NamedTuple):
 
     Attributes:
         step_seconds: Seconds of a training step.
-        low: Nine of ten published runs are not faster than their `low` and not slower than their
-            `high`.
+        low: A run is expected to take at least so long, and at most `high`, nine times in ten.
+            `accuracy` says of which published runs that is true: of the sweep's it is not.
         high: See `low`.
         parts: Where the seconds of a step go, by name (`PARTS`); their sum is `step_seconds`.
         memory: The `Memory` of each stage.
