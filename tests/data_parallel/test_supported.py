@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from naranhi.data_parallel import DDP, all_reduce_bucketed, all_reduce_gradients
+from naranhi.tensor_parallel import ColumnParallelLinear
 from naranhi.zero import Zero
 
 
@@ -103,6 +104,32 @@ def test_models_that_cannot_be_trained_are_refused_by_name(five, listener):
         assert found == REASONS
         assert on_one == "on rank 1 " + REASONS["sparse"]
         assert plain is None
+
+
+def sharded(listener):
+    """What is said of a model whose second layer two ranks share: by these two, and by copies."""
+    pairs = [dist.new_group(one) for one in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    rank = dist.get_rank()
+    if rank >= 4:
+        return None
+    shards, copies = pairs[rank // 2], pairs[2 + rank % 2]
+    model = nn.Sequential(nn.Linear(4, 4), ColumnParallelLinear(nn.Linear(4, 4), shards))
+    said = None
+    try:
+        LISTENERS[listener](model, shards)
+    except TypeError as error:
+        said = str(error)
+    LISTENERS[listener](model, copies)
+    return said
+
+
+@pytest.mark.parametrize("listener", LISTENERS)
+def test_ranks_with_other_shards_are_no_replicas(five, listener):
+    for rank, said in enumerate(five.call(sharded, listener)[:4]):
+        assert said == (
+            f"ColumnParallelLinear 1 has other shards on rank {1 + rank // 2 * 2}: replicas are "
+            "ranks that hold the same shards"
+        )
 
 
 def twice(first, second):

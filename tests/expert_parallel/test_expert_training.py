@@ -5,44 +5,23 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+from expert_gpt2 import backward, gpt2, rows_of
 from gloo_ranks import Ranks, first_ranks
 from torch import nn
 
-from naranhi import models
-from naranhi.expert_parallel import MoE, add_experts, auxiliary_loss, route, sum_gradients
+from naranhi.expert_parallel import MoE, route
 from naranhi.measure import baselines
 
-STEPS, LENGTH, WORDS, EXPERTS = 20, 10, 50, 4
-ROWS = [3, 1, 4, 2]  # sequences of each rank
-COEFFICIENT = 0.01
-
-
-def gpt2(group, factor=None, replicas=None):
-    torch.manual_seed(0)
-    config = models.gpt2_config(WORDS, LENGTH, hidden=16, heads=2, blocks=4)
-    layers = models.gpt2(config, tied=True, dropout=0.0)
-    options = {"capacity_factor": factor, "replicas": replicas}
-    return nn.Sequential(*add_experts(layers, EXPERTS, 2, group, **options))
+STEPS = 20
 
 
 def trained(model, rows, everyone=None):
-    """The losses of 20 steps with these rows of each batch, summed over `everyone`."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
-    generator, losses = torch.Generator().manual_seed(1), []
-    start = torch.randint(WORDS, (sum(ROWS), 1), generator=generator)
-    tokens = (start + 3 * torch.arange(LENGTH + 1)) % WORDS  # there is something to learn
-    inputs, targets = tokens[rows, :-1], tokens[rows, 1:]
+    """The losses of 20 steps with these rows of the batch, summed over `everyone`."""
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9), []
     for _ in range(STEPS):
         optimizer.zero_grad()
-        loss = models.loss(model(inputs), targets) / (sum(ROWS) * LENGTH)
-        auxiliary = auxiliary_loss(model)
-        (loss + COEFFICIENT * auxiliary).backward()
-        loss = loss.detach()
-        if everyone is not None:
-            sum_gradients(model, everyone)
-            dist.all_reduce(loss, group=everyone)
+        losses.append(backward(model, rows, everyone))
         optimizer.step()
-        losses.append([loss.item(), auxiliary.item()])
     return torch.tensor(losses)
 
 
@@ -53,10 +32,7 @@ def beside_one_process(ranks, factor, copies):
     if rank >= ranks:
         return None
     axes = (pairs[rank // 2], factor, pairs[2 + rank % 2]) if copies else (world, factor)
-    # On three ranks the last has the fourth's rows, too.
-    shares = [*ROWS[: ranks - 1], sum(ROWS[ranks - 1 :])]
-    rows = slice(sum(shares[:rank]), sum(shares[: rank + 1]))
-    losses = trained(gpt2(*axes), rows, world)
+    losses = trained(gpt2(*axes), rows_of(rank, ranks), world)
     if rank:
         return None
     expected = trained(gpt2(alone, factor), slice(None))

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Container
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from naranhi.autograd.hooks import owner_of
 from naranhi.distributed import from_all_ranks
-from naranhi.distributed.agreement import Axes
+from naranhi.distributed.agreement import Axes, groups_of
 
 
 def require_supported(model: nn.Module, group: Axes = None) -> None:
@@ -25,7 +26,9 @@ def require_supported(model: nn.Module, group: Axes = None) -> None:
     - parameters that are not initialised yet, or on the meta device: they have no values;
     - parameters of a tensor subclass with behaviour of its own (`DTensor`, quantized ones);
     - parameters that accumulate their gradient in another dtype than their own;
-    - hooks of another `DDP` or `Zero`: gradients would be summed twice.
+    - hooks of another `DDP` or `Zero`: gradients would be summed twice;
+    - layers of which these ranks hold different shards (tensor parallel layers, experts): they
+      would be overwritten by the first rank's, and their gradients mixed up.
 
     Args:
         model: This rank's replica.
@@ -34,7 +37,7 @@ def require_supported(model: nn.Module, group: Axes = None) -> None:
     Raises:
         TypeError: On every rank of the group, naming the first such module or parameter.
     """
-    reasons = from_all_ranks(_unsupported(model), group)
+    reasons = from_all_ranks(_unsupported(model) or _sharded(model, group), group)
     for rank, reason in enumerate(reasons):
         if reason:
             raise TypeError(reason if all(reasons) else f"on rank {rank} {reason}")
@@ -99,6 +102,21 @@ def _unsupported(model):
                 f"parameter {name} belongs to another {type(owner).__name__}, which sums its "
                 "gradient as well: call close() on that first"
             )
+    return None
+
+
+def _sharded(model, group):
+    """Return which layer has other shards on other ranks of the group, or None."""
+    ranks = {rank for axis in groups_of(group) for rank in dist.get_process_group_ranks(axis)}
+    for name, module in model.named_modules():
+        if getattr(module, "splits", None):  # of `tensor_parallel.ShardedModule`
+            others = ranks & {*dist.get_process_group_ranks(module.group)} - {dist.get_rank()}
+            if others:
+                return (
+                    f"{type(module).__name__} {name or 'itself'} has other shards on rank "
+                    f"{', '.join(map(str, sorted(others)))}: replicas are ranks that hold the same "
+                    "shards"
+                )
     return None
 
 

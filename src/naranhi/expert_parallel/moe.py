@@ -15,14 +15,19 @@ from naranhi.expert_parallel.dispatch import Plan, count_choices, make_plan
 from naranhi.expert_parallel.exchange import exchange_rows, reorder
 from naranhi.expert_parallel.grouped import grouped_mm
 from naranhi.expert_parallel.router import balancing_loss, route
+from naranhi.tensor_parallel.shards import ShardedModule, Split
 
 
-class MoE(nn.Module):
+class MoE(ShardedModule):
     """Send each token to `top_k` of the experts, and return the weighted sum of their outputs.
 
     An expert is `gelu(x @ up) @ down`. Rank r of the group holds experts r * experts / ranks and
     following. Make the layer with the same seed on every rank: every rank draws all experts, one
     after the other, and keeps its own, so the weights are the same on any number of ranks.
+
+    `splits` says which experts a rank holds, as in a tensor parallel layer. So a gradient norm
+    (`tensor_parallel.clip_grad_norm_`) counts each expert once, and `full_state_dict` and
+    `Checkpoints` have them all.
 
     Args:
         hidden: the size of a token.
@@ -49,7 +54,6 @@ class MoE(nn.Module):
             `experts`; the ranks do not divide the experts; the capacity is nothing.
     """
 
-    group: dist.ProcessGroup | None
     replicas: dist.ProcessGroup | None
     experts: int
     top_k: int
@@ -71,19 +75,19 @@ class MoE(nn.Module):
         *,
         replicas: dist.ProcessGroup | None = None,
     ) -> None:
-        super().__init__()
-        self.group, self.experts, self.top_k = group, experts, top_k
+        super().__init__(group)
+        self.experts, self.top_k = experts, top_k
         self.replicas = replicas if replicas and dist.get_world_size(replicas) > 1 else None
         self.capacity_factor = capacity_factor
-        self.ranks: int = dist.get_world_size(group)
         sizes = {"hidden": hidden, "ffn": ffn, "experts": experts, "top_k": top_k}
         self._agree(**sizes, capacity_factor=str(capacity_factor), copies=self._copies)
         _require(self.ranks, capacity_factor, **sizes)
         self.router = nn.Linear(hidden, experts, bias=False)
-        first = dist.get_rank(group) * experts // self.ranks
+        first = self.rank * experts // self.ranks
         own = range(first, first + experts // self.ranks)
         self.up = nn.Parameter(_drawn(hidden, ffn, experts, own))
         self.down = nn.Parameter(_drawn(ffn, hidden, experts, own))
+        self.splits.update(dict.fromkeys(("up", "down"), Split(0, experts, self.ranks)))
         self._agree(router=self.router)
         self.plan = self.load = None
 
@@ -161,7 +165,7 @@ class MoE(nn.Module):
     def _place(self):
         """Return this rank's place among the sources of tokens: copy by copy, rank by rank."""
         copy = dist.get_rank(self.replicas) if self.replicas else 0
-        return copy * self.ranks + dist.get_rank(self.group)
+        return copy * self.ranks + self.rank
 
     def _capacity(self, tokens):
         if self.capacity_factor is None:

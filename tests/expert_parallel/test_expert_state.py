@@ -1,0 +1,128 @@
+"""A model with experts as a whole: the norm of its gradients, its state, its checkpoints."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from expert_gpt2 import backward, gpt2, rows_of
+from gloo_ranks import first_ranks
+
+from naranhi.checkpoint import Checkpoints
+from naranhi.data_parallel import DDP
+from naranhi.tensor_parallel import clip_grad_norm_, full_state_dict
+from naranhi.zero import Zero
+
+
+def apart(some, others):
+    """The largest difference of tensors of the same names and shapes."""
+    assert some.keys() == others.keys()
+    return max((some[name] - others[name]).abs().max().item() for name in some)
+
+
+def gradients(model):
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def clipped(copies):
+    """On four ranks: (how far the norm is from one process's, the norm, how far gradients are)."""
+    everyone, alone, rank = first_ranks(4), first_ranks(1), dist.get_rank()
+    pairs = [dist.new_group(one) for one in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    if rank >= 4:
+        return None
+    axes = (pairs[rank // 2], None, pairs[2 + rank % 2]) if copies else (everyone,)
+    model = gpt2(*axes)
+    backward(model, rows_of(rank, 4), everyone)
+    norm = clip_grad_norm_(model, 0.5)
+    for parameter in model.parameters():  # the whole gradient, in the place of the weight
+        parameter.data = parameter.grad
+    whole = full_state_dict(model)
+    if rank:
+        return None
+    reference = gpt2(alone)
+    backward(reference, slice(None))
+    expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5).item()
+    found = {name: whole[name] for name in gradients(reference)}
+    return abs(norm - expected), expected, apart(found, gradients(reference))
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_the_norm_is_that_of_the_whole_model(five, copies):
+    difference, norm, gradient = five.call(clipped, copies)[0]
+    assert norm > 1.0, "clipped to half and less"
+    assert difference <= 1e-6 * norm
+    assert gradient <= 1e-6
+
+
+def gathered():
+    group, rank = first_ranks(4), dist.get_rank()
+    alone = first_ranks(1)
+    if rank >= 4:
+        return None
+    whole = full_state_dict(gpt2(group))
+    return apart(whole, gpt2(alone).state_dict()) if rank == 0 else len(whole)
+
+
+def test_the_full_state_has_every_expert(five):
+    assert five.call(gathered)[0] == 0.0
+
+
+def trained(folder, first, last):
+    """Losses of steps on as many ranks as there are, before a checkpoint or after it."""
+    group = dist.group.WORLD
+    rows = rows_of(dist.get_rank(), dist.get_world_size())
+    model = gpt2(group)
+    # With a smaller eps, Adam makes whole steps of gradients that are nothing but rounding.
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-4)
+    losses = []
+    with Checkpoints(folder, keep=9) as checkpoints:
+        if first:
+            assert checkpoints.load(model, optimizer, first).step == first
+        for _ in range(first, last):
+            optimizer.zero_grad()
+            losses.append(backward(model, rows, group))
+            optimizer.step()
+        if not first:
+            checkpoints.save(last, model, optimizer)
+    return torch.tensor(losses)
+
+
+def test_any_number_of_ranks_goes_on_where_four_were(eight, tmp_path):
+    """With the experts and their moments, redistributed: the losses of one that did not stop."""
+    expected = eight(1, trained, str(tmp_path / "alone"), 0, 4)[0]
+    assert expected[3, 0] < expected[0, 0] - 0.3
+    before = eight(4, trained, str(tmp_path / "four"), 0, 2)[0]
+    torch.testing.assert_close(before, expected[:2], rtol=0, atol=1e-5)
+    for ranks in 4, 2, 1:
+        after = eight(ranks, trained, str(tmp_path / "four"), 2, 4)[0]
+        torch.testing.assert_close(after, expected[2:], rtol=0, atol=1e-5, msg=str(ranks))
+
+
+LISTENERS = {
+    "DDP": DDP,
+    "Zero 1": lambda model, group: Zero(model, 1, group=group),
+    "Zero 3": lambda model, group: Zero(model, 3, group=group),
+}
+
+
+def wrapped(listener):
+    """What is said where the group has other experts; then where it has copies of the same."""
+    everyone, rank = first_ranks(4), dist.get_rank()
+    pairs = [dist.new_group(one) for one in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    if rank >= 4:
+        return None
+    said = None
+    try:
+        LISTENERS[listener](gpt2(everyone), everyone)
+    except TypeError as error:
+        said = str(error)
+    LISTENERS[listener](gpt2(pairs[rank // 2]), pairs[2 + rank % 2])
+    return said
+
+
+@pytest.mark.parametrize("listener", LISTENERS)
+def test_ranks_with_other_experts_are_no_replicas(five, listener):
+    """Wrapped all the same, the experts of all ranks would become the first rank's."""
+    for rank, said in enumerate(five.call(wrapped, listener)[:4]):
+        assert said == (
+            "MoE 2.block.mlp.moe has other shards on rank 1, 2, 3: replicas are ranks that hold "
+            "the same shards"
+        ), rank
