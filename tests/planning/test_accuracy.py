@@ -9,8 +9,8 @@ from statistics import mean
 import pytest
 
 from naranhi.planning import accuracy
-from naranhi.planning.cluster import rows
 from naranhi.planning.published import runs, sweep
+from naranhi.planning.tables import rows
 
 # source: (mean of absolute errors at most, worst at most), of the seconds of a step
 STEPS = {
@@ -22,17 +22,27 @@ STEPS = {
     "InternEvo flops": (0.065, 0.16),
     "Zero Bubble": (0.05, 0.12),
     "llm-foundry": (0.05, 0.25),
-    # Long contexts, whose ring attention was not balanced; DeepSpeed of 2021 on one network port.
-    "torchtitan 2024-12": (0.15, 0.40),
-    "Megatron SC'21 T2": (0.23, 0.66),
+    "torchtitan 2024-12": (0.08, 0.20),
+    "Megatron SC'21 T2": (0.07, 0.14),
+}
+# Of other sources, in which no constant was chosen.
+INDEPENDENT = {
+    "BLOOM": (0.04, 0.04),
+    "MT-NLG": (0.16, 0.18),
+    "Nemotron-4": (0.07, 0.08),
+    "DeepSeek-V3": (0.16, 0.16),
 }
 MEMORY = {
-    "Korthikanti 2022 Fig 1 (via Calculon)": (0.03, 0.03),
-    "Zero Bubble": (0.04, 0.09),
-    "torchtitan 2024-12": (0.22, 0.38),
-    "HF Ultra-Scale sweep": (0.13, 1.8),
-    # Twice the bytes for each parameter that any other source has, and no reason given.
-    "InternEvo memory": (0.51, 0.60),
+    "Korthikanti 2022 Fig 1 (via Calculon)": (0.01, 0.02),
+    "Zero Bubble": (0.031, 0.07),
+    # The worst: seven pipelines of 405B whose ranks hold the same bytes, 72.7 to 84.9 GiB.
+    "torchtitan 2024-12": (0.046, 0.15),
+    # Runs of one plan differ by up to 58%: what an allocator keeps depends on how far its host is
+    # ahead, see `test_the_sweep_contradicts_itself`.
+    "HF Ultra-Scale sweep": (0.115, 2.4),
+    # The worst two are pipelines of 3 and 16 stages: 28 bytes for each parameter, where those of
+    # 4, 5 and 6 stages have 34.
+    "InternEvo memory": (0.04, 0.18),
 }
 
 
@@ -62,6 +72,26 @@ def test_ranks_hold_as_much_as_published(errors, source):
     assert row.mean <= most and abs(row.worst) <= worst, row
 
 
+@pytest.mark.parametrize("source", INDEPENDENT)
+def test_steps_of_runs_by_which_nothing_was_chosen_take_as_long(source):
+    row = next(
+        row
+        for row in accuracy.by_source(accuracy.independent_comparisons())
+        if row.source == source
+    )
+    most, worst = INDEPENDENT[source]
+    assert row.mean <= most and abs(row.worst) <= worst and row.inside == 1, row
+
+
+def test_runs_that_ran_are_forecast_to_fit():
+    """Exceptions: Llama 3 405B on 16,384, whose engine freed what it no longer needed; a 70B whose
+    recomputation is not printed; ZeRO-3 of 530B. Korthikanti's figure 1 is computed, not run."""
+    ran = [c for c in accuracy.comparisons() if c.run.seconds]
+    wrong = [(c.run.source, c.run.name) for c in ran if not c.forecast.fits]
+    assert len(ran) > 350 and len(wrong) == 5, wrong
+    assert accuracy.held(accuracy.comparisons()) == 1 - len(wrong) / len(ran)
+
+
 def test_every_source_has_its_bound(errors):
     # The sweep's seconds are judged by what they choose: a tenth of its runs took ten times too
     # long, which nothing in its table explains.
@@ -75,6 +105,8 @@ def test_nine_of_ten_published_runs_are_inside_their_interval():
     inside = [c.inside for c in accuracy.comparisons() if c.seconds_error is not None]
     assert len(inside) > 350
     assert mean(inside) >= 0.9
+    swept = [c.inside for c in accuracy.sweep_comparisons() if c.seconds_error is not None]
+    assert len(swept) > 1000 and mean(swept) >= 0.9
 
 
 def test_an_interval_is_not_so_wide_that_it_says_nothing():
@@ -83,18 +115,41 @@ def test_an_interval_is_not_so_wide_that_it_says_nothing():
 
 
 def test_the_sweep_fits_or_fails_as_forecast():
-    """Of 614 failures about 45 crashed with memory to spare, which no forecast can know."""
+    """Of 614 failures 68 would hold less than 52 of 85 GB, at times 2 GB: no memory explains them.
+    Between 60 and 70 GB runs and failures alternate: of the 8B with tp = 4, pp = 2, ZeRO-1 and
+    micro-batches of 8, dp = 4, 16 and 32 ran, 2 and 8 failed, though 8 hold less than 4."""
     assert accuracy.fits_right(accuracy.sweep_comparisons()) >= 0.935
 
 
 def test_what_the_forecasts_choose_is_among_the_best():
-    """Up to 64 GPUs. On more, pipelines of tensor parallel ranks took two to thirty times as long
-    as the same layers without a pipeline, in this sweep and in no other source."""
+    """Of 14 choices none failed, and 12 are within a tenth of the best. The other two are those on
+    512 GPUs, where nearly all runs took a second longer for each micro-batch, whatever its size."""
     choices = accuracy.choices()
-    assert len(choices) == 14
-    small = [choice.regret for choice in choices if choice.gpus <= 64]
-    assert sorted(small)[-2] <= 0.10  # of eight; one more crashed with memory to spare
-    assert sum(choice.regret <= 0.10 for choice in choices) >= 9
+    assert len(choices) == 14 and not any(choice.picked.failed for choice in choices)
+    assert all(choice.regret <= 0.10 for choice in choices if choice.gpus <= 256)
+
+
+def test_the_sweep_contradicts_itself():
+    """So no forecast can be right about all of it.
+
+    Some plans both ran and failed. Repeated runs of a plan differ in memory so that the best guess,
+    the middle, is off by 5.8% on average; and in time by up to 4.7 times. On 512 GPUs one
+    micro-batch of two sequences took 0.7 s, two of one sequence 5.3 s, with the same all-reduce.
+    """
+    repeated = {}
+    for run in sweep():
+        repeated.setdefault((run.cluster.gpus, run.name), []).append(run)
+    repeated = [group for group in repeated.values() if len(group) > 1]
+    both = [group for group in repeated if len({run.failed for run in group}) == 2]
+    assert len(both) == 12
+    memory = [[run.memory for run in group if run.memory] for group in repeated]
+    pairs = [(min(group), max(group)) for group in memory if len(group) > 1]
+    assert mean((b - a) / (b + a) for a, b in pairs) == pytest.approx(0.058, abs=0.001)
+    times = [[run.seconds for run in group if run.seconds] for group in repeated]
+    assert max(max(group) / min(group) for group in times if group) > 4.5
+    plan = "Llama 8B dp 128 tp 4 pp 1 x {} zero 0"
+    on_512 = {run.name: run.seconds for run in sweep() if run.cluster.gpus == 512}
+    assert on_512[plan.format(1)] > 8 * on_512[plan.format(2)]
 
 
 def test_each_efficiency_follows_from_the_run_that_it_names():

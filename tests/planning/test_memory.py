@@ -8,6 +8,7 @@ from naranhi import costs
 from naranhi.planning import Cluster, Model, Plan, predict
 from naranhi.planning.activations import layer_activations
 from naranhi.planning.memory import stage_memory
+from naranhi.planning.stages import cut
 
 GPT = Model(
     layers=8, hidden=1024, heads=16, vocabulary=51200, positions=1024, biases=True, dropout=True
@@ -47,19 +48,20 @@ def test_an_unfused_attention_meets_the_keys_of_all_context_parallel_ranks():
     assert two == one / 2
 
 
+@pytest.mark.parametrize("engine, precision", [("fsdp-compile", "fp32"), ("internevo", "bf16")])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_model_state_is_that_of_zero(zero):
-    """An engine with bf16 gradients: exactly `costs.zero_bytes`."""
-    cluster = Cluster(8, engine="fsdp-compile")
+def test_model_state_is_that_of_zero(zero, engine, precision):
+    """FSDP keeps all of it in fp32; InternEvo's gradients are bf16: exactly `costs.zero_bytes`."""
+    cluster = Cluster(8, engine=engine)
     memory = stage_memory(LLAMA, cluster, Plan(8, zero=zero), 1024, 4)[0]
     state = memory.parameters + memory.gradients + memory.optimizer
     # The two norms at the end are not counted here.
-    expected = costs.zero_bytes(LLAMA.parameters - LLAMA.hidden, 8, zero)
+    expected = costs.zero_bytes(LLAMA.parameters - LLAMA.hidden, 8, zero, precision)
     assert state == pytest.approx(expected, rel=1e-9)
 
 
 def test_fp32_gradients_are_two_bytes_more():
-    small = stage_memory(LLAMA, Cluster(1, engine="fsdp-compile"), Plan(1), 1024, 1)[0]
+    small = stage_memory(LLAMA, Cluster(1, engine="internevo"), Plan(1), 1024, 1)[0]
     large = stage_memory(LLAMA, Cluster(1, engine="megatron"), Plan(1), 1024, 1)[0]
     assert large.gradients == 2 * small.gradients
 
@@ -98,3 +100,96 @@ def test_a_plan_that_does_not_fit_says_by_how_much_and_because_of_what():
     assert forecast.verdict.startswith(f"does not fit, by {lacking:.1f} GiB: each rank would hold ")
     assert "most of it optimizer state" in forecast.verdict
     assert predict(model, Cluster(64), Plan(8, 8, zero=3), 1024, 8).fits
+
+
+def test_fsdp_in_a_pipeline_holds_whole_gradients_in_fp32():
+    """Shards of 16 bytes a parameter, and what it gathered: 2 bytes, and 4 of whole gradients."""
+    cluster = Cluster(8, engine="fsdp")
+    one, two = (
+        stage_memory(LLAMA, cluster, Plan(8 // pp, pp=pp, zero=3), 1024, 4)[0] for pp in (1, 2)
+    )
+    layers = 4 * LLAMA.layer_parameters() + LLAMA.embedding_parameters
+    state = two.parameters + two.gradients + two.optimizer
+    assert state == pytest.approx(layers * (16 / 4 + 2 + 4))
+    assert one.parameters == pytest.approx(4 * (LLAMA.parameters - LLAMA.hidden) / 8)
+
+
+def test_a_reducer_copies_gradients_only_where_there_are_ranks_to_send_them_to():
+    one, two = (
+        stage_memory(LLAMA, Cluster(dp, engine="nanotron"), Plan(dp), 1024, 4)[0] for dp in (1, 2)
+    )
+    assert two.gradients / one.gradients == 6 / 4
+
+
+def test_what_an_allocator_keeps_does_not_decide_what_fits():
+    memory = stage_memory(LLAMA, Cluster(1, engine="fsdp"), Plan(1, microbatch=8), 1024, 1)[0]
+    logits = 8 * 1024 * LLAMA.vocabulary
+    assert memory.working == 12 * logits and memory.cached > 2 * logits
+    assert memory.reserved == memory.total + memory.cached
+    forecast = predict(LLAMA, Cluster(1, engine="fsdp"), Plan(1, microbatch=8), 1024, 8)
+    assert forecast.memory_bytes == memory.total and forecast.reserved_bytes == memory.reserved
+    tight = forecast._replace(capacity=memory.total)
+    assert tight.fits and not tight.fits_with(0.0)
+
+
+def test_a_host_that_runs_ahead_has_asked_for_gathered_inputs_of_thirty_layers():
+    """2 x 1024 / 34 of them, but not in a pipeline, with one micro-batch, or without ranks."""
+    cluster = Cluster(8, engine="nanotron")
+    ahead, *others = (
+        stage_memory(LLAMA, cluster, plan, 1024, count)[0].cached
+        for plan, count in (
+            (Plan(4, 2), 4), (Plan(4, 2), 1), (Plan(8), 4), (Plan(2, 2, 2), 4),
+        )
+    )  # fmt: skip
+    assert ahead == pytest.approx(2 * 1024 / 34 * 2 * 1024 * LLAMA.hidden)
+    assert others == [0, 0, 0]
+
+
+@pytest.mark.parametrize("engine, last", [("fsdp", 1024), ("fsdp-compile", 0)])
+def test_selective_recomputation_keeps_every_second_matmul(engine, last):
+    """Input, q, v, attention, its sums, the gate; the MLP's output, unless a compiler drops it."""
+    plan = Plan(1, recompute="selective")
+    kept = layer_activations(LLAMA, Cluster(1, engine=engine), plan, 1024)
+    rows = 1024 + 16 * 64 + 4 * 64 + 16 * 64 + 3584 + last
+    assert kept == 1024 * (2 * rows + 4 * 16)
+
+
+def test_a_vocabulary_that_ranks_share_takes_more_bytes_for_each_logit():
+    """Of DTensors: the softmax's logarithm, a gradient of zeros, the exponential, and their sum."""
+    for tp, bytes_of_each in ((1, 12), (8, 16)):
+        plan = Plan(1, tp, microbatch=64)
+        memory = stage_memory(LLAMA, Cluster(tp, engine="fsdp"), plan, 1024, 1)[0]
+        assert memory.working == bytes_of_each * 64 * 1024 * LLAMA.vocabulary / tp
+
+
+def test_free_blocks_at_the_loss_are_those_of_a_forward():
+    """Three activations of the MLP, and the 16-bit logits; what a backward repeats comes later."""
+    plan = Plan(1, microbatch=8, recompute="full")
+    memory = stage_memory(LLAMA, Cluster(1, engine="fsdp"), plan, 1024, 1)[0]
+    assert memory.cached == 2 * 8 * 1024 * (3 * LLAMA.ffn + LLAMA.vocabulary)
+
+
+@pytest.mark.parametrize("zero, bytes_of_each", [(1, 34), (3, 28)])
+def test_an_unfused_optimizer_holds_more_than_a_backward(zero, bytes_of_each):
+    """16 bytes of state, 4 of fp32 gradients, 8 of Adam's formula; 6 of copies for flat tensors."""
+    cluster = Cluster(1, engine="internevo")
+    memory = stage_memory(LLAMA, cluster, Plan(1, zero=zero, recompute="full"), 256, 1)[0]
+    parameters = LLAMA.parameters - LLAMA.hidden  # without the norm at the end
+    assert memory.activations == 0 and memory.working == pytest.approx(12 * parameters)
+    assert memory.total == pytest.approx(28 * parameters)
+    freed = stage_memory(LLAMA, Cluster(1), Plan(1, recompute="full"), 256, 1)[0]
+    backward = freed.activations + freed.working if zero == 3 else 0
+    assert memory.reserved == pytest.approx(bytes_of_each * parameters + backward)
+
+
+def test_a_large_backward_decides_beside_a_small_update():
+    plan = Plan(1, microbatch=16)
+    memory = stage_memory(LLAMA, Cluster(1, engine="internevo"), plan, 1024, 1)[0]
+    assert memory.activations + memory.working > 12 * LLAMA.parameters
+    assert memory.activations > 0
+
+
+def test_layers_that_do_not_divide_go_to_the_last_stages_or_to_those_between():
+    ten = replace(LLAMA, layers=10)
+    assert [len(layers) for layers in cut(ten, 4, "last").layers] == [2, 2, 3, 3]
+    assert [len(layers) for layers in cut(ten, 4, "uniform").layers] == [2, 3, 3, 2]

@@ -5,9 +5,11 @@ first; `explain` says why. Each second and each byte is of a named part, and eac
 how far it may be off. `accuracy` compares forecasts with published runs. Nothing here needs torch.
 """
 
-from naranhi.planning.cluster import Cluster, Engine, Gpu, engines, gpus
+from naranhi.planning.cluster import Cluster, Gpu, gpus
+from naranhi.planning.engine import Engine, engines
 from naranhi.planning.explanation import describe, explain
 from naranhi.planning.forecast import Forecast
+from naranhi.planning.machine import Layer, Line, Machine
 from naranhi.planning.memory import Memory
 from naranhi.planning.model import Latent, Matmul, Model
 from naranhi.planning.plan import Plan, PlanError
@@ -21,6 +23,9 @@ __all__ = [
     "Found",
     "Gpu",
     "Latent",
+    "Layer",
+    "Line",
+    "Machine",
     "Matmul",
     "Memory",
     "Model",

@@ -8,14 +8,16 @@ which is left out here. All others are forecasts.
 
 from dataclasses import replace
 from functools import lru_cache
+from itertools import chain
 from statistics import mean
 from typing import NamedTuple
 
-from naranhi.planning.cluster import rows
+from naranhi.planning.cluster import nearest_efficiency
 from naranhi.planning.forecast import Forecast
 from naranhi.planning.plan import PlanError
 from naranhi.planning.prediction import predict
-from naranhi.planning.published import Run, runs, sweep
+from naranhi.planning.published import Run, independent, runs, sweep
+from naranhi.planning.tables import rows
 
 
 class Comparison(NamedTuple):
@@ -41,7 +43,9 @@ class Comparison(NamedTuple):
         """The relative error of the memory; None if it was not published."""
         if not self.run.memory or not self.forecast:
             return None
-        return self.forecast.memory_bytes / self.run.memory - 1
+        stages = self.forecast.memory[: 1 if self.run.counted == "first" else None]
+        held = max(_counted(memory, self.run.counted) for memory in stages)
+        return held / self.run.memory - 1
 
     @property
     def inside(self) -> bool:
@@ -54,7 +58,7 @@ class Accuracy(NamedTuple):
 
     Attributes:
         source: The source.
-        what: "step" or "memory".
+        what: "step", "memory", or "unseen" for steps without a calibration by this source.
         runs: How many are compared.
         mean: The mean of the absolute relative errors.
         bias: The mean of the relative errors; above 0 if forecasts are too high.
@@ -88,6 +92,12 @@ def comparisons() -> tuple[Comparison, ...]:
 
 
 @lru_cache(maxsize=1)
+def independent_comparisons() -> tuple[Comparison, ...]:
+    """Return the runs by which nothing was chosen beside their forecasts."""
+    return tuple(map(compare, independent()))
+
+
+@lru_cache(maxsize=1)
 def sweep_comparisons() -> tuple[Comparison, ...]:
     """Return the runs of the sweep beside their forecasts, those that failed included."""
     return tuple(map(compare, sweep()))
@@ -106,6 +116,29 @@ def by_source(compared: tuple[Comparison, ...]) -> list[Accuracy]:
         memory = [c.memory_error for c in own if c.memory_error is not None]
         if memory:
             result.append(_accuracy(source, "memory", memory, None))
+    return result
+
+
+def held_out() -> list[Accuracy]:
+    """Return the errors of seconds for each source, if none of its runs had calibrated anything.
+
+    Efficiencies are then those of the nearest GPU and engine that another source calibrates. All of
+    the source's runs are forecast, those that calibrate otherwise included.
+    """
+    result = []
+    for source in dict.fromkeys(run.source for run in runs() if run.seconds):
+        table = {
+            (row["gpu"], row["engine"]): float(row["efficiency"])
+            for row in rows("calibrations.csv")
+            if row["source"] != source
+        }
+        errors = []
+        for run in runs():
+            if run.source == source and run.seconds:
+                efficiency = nearest_efficiency(run.cluster.gpu, run.cluster.engine, table)
+                cluster = replace(run.cluster, efficiency=efficiency)
+                errors.append(compare(run._replace(cluster=cluster)).seconds_error)
+        result.append(_accuracy(source, "unseen", errors, None))
     return result
 
 
@@ -132,7 +165,7 @@ class Choice(NamedTuple):
         return self.picked.seconds / self.best.seconds - 1
 
 
-def choices(margin: float = 0.1) -> list[Choice]:
+def choices(margin: float = 0.05) -> list[Choice]:
     """Return what the forecasts choose for each model and number of GPUs of the sweep.
 
     Args:
@@ -148,6 +181,12 @@ def choices(margin: float = 0.1) -> list[Choice]:
         best = min((c.run for c in group if not c.run.failed), key=lambda run: run.seconds)
         result.append(Choice(layers, gpus, picked, best))
     return result
+
+
+def held(compared: tuple[Comparison, ...]) -> float:
+    """Return the part of the runs that ran of which the forecast says that they fit."""
+    ran = [c for c in compared if c.run.seconds]
+    return mean(c.forecast is not None and c.forecast.fits for c in ran)
 
 
 def fits_right(compared: tuple[Comparison, ...]) -> float:
@@ -181,13 +220,15 @@ def table() -> str:
     lines = [
         f"{'source':40} {'what':7} {'runs':>5} {'mean':>7} {'bias':>7} {'worst':>7} {'inside':>7}"
     ]
-    for row in by_source(comparisons()) + by_source(sweep_comparisons()):
+    sets = comparisons(), sweep_comparisons(), independent_comparisons()
+    for row in chain(chain.from_iterable(map(by_source, sets)), held_out()):
         inside = "" if row.inside is None else f"{row.inside:.0%}"
         lines.append(
             f"{row.source:40} {row.what:7} {row.runs:5d} {row.mean:7.1%} {row.bias:+7.1%} "
             f"{row.worst:+7.1%} {inside:>7}"
         )
-    lines.append(f"\nsweep: fits or fails, rightly: {fits_right(sweep_comparisons()):.1%}")
+    lines.append(f"\nruns that ran, forecast to fit: {held(comparisons()):.1%}")
+    lines.append(f"sweep: fits or fails, rightly: {fits_right(sweep_comparisons()):.1%}")
     lines.append("sweep: regret of the configuration that the forecasts pick")
     for choice in choices():
         lines.append(
@@ -195,6 +236,12 @@ def table() -> str:
             + ("failed" if choice.picked.failed else f"{choice.regret:+.1%}")
         )
     return "\n".join(lines)
+
+
+def _counted(memory, what):
+    if what == "kept":
+        return memory.total - memory.working
+    return memory.total if what == "in use" else memory.reserved
 
 
 def _accuracy(source, what, errors, inside):

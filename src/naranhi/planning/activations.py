@@ -37,17 +37,38 @@ def layer_activations(
     kept = sum(value * item.bytes * factors.get(item.item, 1) for item in items)
     if plan.recompute == "full":
         return kept / (plan.tp if plan.sequence_parallel else 1)
-    if engine.eager:
-        # Without fused kernels, copies are kept beside the originals: q, k and v as the attention
-        # wants them, its output as the projection wants it, the activation before its gate.
-        rows = 2 * (model.heads + model.kv_heads) * model.head_dim
-        rows += _inner(model, sparse) if model.gated else 0
-        kept += 2 * value * tokens * rows / plan.tp
-    if plan.recompute == "selective":
-        kept *= 1 - engine.selective
+    if plan.recompute == "selective" and engine.selective:
+        return _every_second_matmul(model, engine, plan, tokens, sparse, value)
+    if engine.eager and model.gated:  # the activation, before its product with the other half
+        kept += 2 * value * tokens * _inner(model, sparse) / plan.tp
     if engine.flash:  # the logarithm of the sum of exponentials, in fp32
         kept += 4 * tokens * model.heads / plan.tp
     return kept
+
+
+def layer_scores(model: Model, plan: Plan, sequence_length: int) -> float:
+    """Return how many scores the attention of a layer has on a rank, for one micro-batch."""
+    return plan.microbatch * model.heads / plan.tp * sequence_length**2 / plan.cp
+
+
+def _every_second_matmul(model, engine, plan, tokens, sparse, value):
+    """Return what is kept by torchtitan's selective activation checkpointing.
+
+    That is a layer's input, the output of its attention with the logarithms of its sums, and the
+    outputs of its first, third, fifth matmul and so on, in the order in which they run. No backward
+    needs the last one's, which is only added to the layer's input: a compiler, which sees the
+    backward, does not keep that output.
+    """
+    head, inner = model.head_dim, _inner(model, sparse)
+    columns = [model.heads * head, model.kv_heads * head, model.kv_heads * head]
+    outputs = columns if model.gated else [sum(columns)]
+    last = [model.hidden] if engine.eager else []
+    outputs = [*outputs, model.hidden, *[inner] * (2 if model.gated else 1), *last]
+    shards = plan.tp if plan.sequence_parallel else 1
+    rows = sum(outputs[::2]) + model.heads * head
+    return tokens * (
+        2 * value * (rows / plan.tp + model.hidden / shards) + 4 * model.heads / plan.tp
+    )
 
 
 def _factors(model, plan, sparse, heads):

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from naranhi.planning import commands
-from naranhi.planning.cluster import GIB, Cluster, engines, gpus
+from naranhi.planning.cluster import GIB, Cluster, gpus
+from naranhi.planning.engine import engines
 from naranhi.planning.explanation import describe, explain
 from naranhi.planning.model import Model
 from naranhi.planning.plan_search import Found, search

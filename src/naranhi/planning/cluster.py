@@ -3,13 +3,14 @@
 Units: bytes, seconds, bytes per second, operations per second.
 """
 
-from csv import DictReader
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.resources import files
 from operator import index
 from statistics import median
 from typing import NamedTuple
+
+from naranhi.planning.engine import Engine, engines
+from naranhi.planning.tables import rows
 
 GIB = 2**30
 
@@ -41,49 +42,6 @@ class Gpu(NamedTuple):
     source: str
 
 
-class Engine(NamedTuple):
-    """What a training engine does with the same model: its kernels, its overlap, its host.
-
-    Attributes:
-        name: Its name in `engines.csv`.
-        flash: The generation of FlashAttention, 1 to 3; 0 for an attention that writes its scores
-            to memory.
-        elementwise: Traffic of norms, activations and residuals, in multiples of fused kernels'.
-        eager: Whether the outputs of unfused operations are kept for the backward as well.
-        logit_bytes: Bytes for each logit while the loss is computed.
-        gradient_bytes: Bytes of the gradient that is accumulated and reduced, for a parameter.
-        held_gradient_bytes: Bytes of gradients that a parameter holds in memory: also those that
-            were not yet added to the accumulated one.
-        bucket_bytes: Bytes of gradients, or of parameters, that are sent in one message.
-        overlap: The part of the last backward behind which gradients can be reduced.
-        gather_overlap: The part of the first forward behind which parameters can be gathered.
-        tensor_overlap: The part of tensor parallel messages that runs behind matmuls.
-        host_seconds: The least time of a layer's forward and backward: what the host takes to
-            launch its kernels.
-        selective: The part of a layer's forward that selective recomputation repeats; 0 for the
-            attention's scores alone.
-        cut: "uniform" for equally many layers in each stage; "cumulative" for stages that end
-            where the cumulated operations, the output layer's included, pass an equal share.
-        note: In words.
-    """
-
-    name: str
-    flash: int
-    elementwise: float
-    eager: bool
-    logit_bytes: int
-    gradient_bytes: int
-    held_gradient_bytes: int
-    bucket_bytes: float
-    overlap: float
-    gather_overlap: float
-    tensor_overlap: float
-    host_seconds: float
-    selective: float
-    cut: str
-    note: str
-
-
 @lru_cache(maxsize=1)
 def gpus() -> dict[str, Gpu]:
     """Return the table of GPUs, by name."""
@@ -108,44 +66,11 @@ def gpus() -> dict[str, Gpu]:
 
 
 @lru_cache(maxsize=1)
-def engines() -> dict[str, Engine]:
-    """Return the table of engines, by name."""
-    return {
-        row["engine"]: Engine(
-            row["engine"],
-            int(row["flash"]),
-            float(row["elementwise"]),
-            row["eager"] == "1",
-            int(row["logit_bytes"]),
-            int(row["gradient_bytes"]),
-            int(row["held_gradient_bytes"]),
-            float(row["bucket_mb"]) * 1e6,
-            float(row["overlap"]),
-            float(row["gather_overlap"]),
-            float(row["tensor_overlap"]),
-            float(row["host_us"]) * 1e-6,
-            float(row["selective"]),
-            row["cut"],
-            row["note"],
-        )
-        for row in rows("engines.csv")
-    }
-
-
-@lru_cache(maxsize=1)
 def calibrations() -> dict[tuple[str, str], float]:
     """Return the matmul efficiency of each (GPU, engine) that one published run has calibrated."""
     return {
         (row["gpu"], row["engine"]): float(row["efficiency"]) for row in rows("calibrations.csv")
     }
-
-
-def rows(name: str) -> list[dict[str, str]]:
-    """Return the rows of a table of this package."""
-    with (
-        files("naranhi.planning").joinpath("data", name).open(newline="", encoding="utf-8") as file
-    ):
-        return list(DictReader(file))
 
 
 @dataclass(frozen=True)
@@ -176,7 +101,7 @@ class Cluster:
     efficiency: float | None = None
 
     def __post_init__(self) -> None:
-        if self.gpu not in gpus():
+        if self.gpu not in self._known_gpus():
             raise ValueError(f"gpu {self.gpu!r} is not in the table; choose one of {_list(gpus())}")
         if self.engine not in engines():
             raise ValueError(f"engine {self.engine!r} is unknown; choose one of {_list(engines())}")
@@ -201,6 +126,14 @@ class Cluster:
             if value is not None and not 0 < value <= most:
                 raise ValueError(f"{name} = {value!r} cannot be right: it is in {unit}")
 
+    def _known_gpus(self):
+        return gpus()
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether a run of this GPU and engine says what its matmuls reach."""
+        return (self.gpu, self.engine) in calibrations()
+
     @property
     def sheet(self) -> Gpu:
         """The data sheet of its GPUs."""
@@ -222,6 +155,11 @@ class Cluster:
         return self.sheet.memory if self.memory_gib is None else self.memory_gib * GIB
 
     @property
+    def capacity(self) -> float:
+        """Bytes of each GPU that its engine can fill with tensors."""
+        return self.memory * (1 - self.runs.headroom)
+
+    @property
     def matmul_efficiency(self) -> float:
         """The part of the peak that a large matmul reaches, calibrated on at most one run."""
         if self.efficiency is not None:
@@ -231,12 +169,23 @@ class Cluster:
 
 @lru_cache(maxsize=256)
 def _efficiency(gpu, engine):
+    return nearest_efficiency(gpu, engine, calibrations())
+
+
+def nearest_efficiency(gpu: str, engine: str, table: dict[tuple[str, str], float]) -> float:
     """Return what is calibrated for a GPU and an engine, or for those that are nearest.
 
     These are, in turn: the engine on GPUs of the same family, the family's engines, the engine on
     all GPUs, all of them; of several, the median.
+
+    Args:
+        gpu: A GPU's name.
+        engine: An engine's name.
+        table: Efficiencies by (GPU, engine), such as `calibrations()`.
+
+    Raises:
+        ValueError: If the table is empty.
     """
-    table = calibrations()
     if (gpu, engine) in table:
         return table[gpu, engine]
     family = FAMILIES.get(gpu, gpu)
@@ -249,7 +198,7 @@ def _efficiency(gpu, engine):
     ):
         if same:
             return median(same)
-    raise ValueError("calibrations.csv is empty")
+    raise ValueError("the table of efficiencies is empty")
 
 
 # GPUs with the same chip. (The H100 with 96 GB has another power limit, so other clocks.)

@@ -8,6 +8,8 @@ _TORCH = {
     "one_f_one_b": "1F1B",
     "gpipe": "GPipe",
     "interleaved": "Interleaved1F1B",
+    "zero_bubble_v": "ZBVZeroBubble",
+    "dualpipe_v": "DualPipeV",
 }
 
 
@@ -88,11 +90,30 @@ def megatron(model: Model, plan: Plan, sequence_length: int, global_batch: int) 
         f"--pipeline-model-parallel-size {plan.pp}",
         f"--context-parallel-size {plan.cp}",
     ]
+    if model.head_dim * model.heads != model.hidden and not model.latent:
+        words.append(f"--kv-channels {model.head_dim}")
+    if model.gated:
+        words.append("--swiglu")
+    if not model.tied:
+        words.append("--untie-embeddings-and-output-weights")
+    if model.latent:
+        query, key, rotary, width, value = model.latent
+        words.append("--multi-latent-attention")
+        words += [f"--q-lora-rank {query}"] if query else []
+        words += [f"--kv-lora-rank {key}", f"--qk-pos-emb-head-dim {rotary}"]
+        words += [f"--qk-head-dim {width}", f"--v-head-dim {value}"]
     if model.kv_heads != model.heads:
         words += ["--group-query-attention", f"--num-query-groups {model.kv_heads}"]
     if model.experts:
         words += [f"--num-experts {model.experts}", f"--moe-router-topk {model.top_k}"]
+        words.append(f"--moe-ffn-hidden-size {model.expert_ffn}")
         words.append(f"--expert-model-parallel-size {plan.ep}")
+    if model.shared_experts:
+        shared = model.shared_experts * model.expert_ffn
+        words.append(f"--moe-shared-expert-intermediate-size {shared}")
+    if model.dense_layers:
+        sparse = model.layers - model.dense_layers
+        words.append(f"--moe-layer-freq '([0]*{model.dense_layers}+[1]*{sparse})'")
     if plan.chunks > 1:
         each = model.layers // (plan.pp * plan.chunks)
         words.append(f"--num-layers-per-virtual-pipeline-stage {each}")

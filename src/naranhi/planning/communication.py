@@ -51,7 +51,8 @@ def group_link(cluster: Cluster, ranks: int, stride: int) -> Link:
     if ranks * stride <= node:
         return Link(NVLINK_LATENCY, nvlink, 1)
     members = max(1, node // stride)  # in each node
-    ports = members * cluster.network_bandwidth * NETWORK
+    used = min(members, cluster.runs.ports or members)
+    ports = used * cluster.network_bandwidth * NETWORK
     return Link(NETWORK_LATENCY, min(nvlink, ports) if members > 1 else ports, -(-ranks // members))
 
 
@@ -148,13 +149,20 @@ def expert_layer(model: Model, cluster: Cluster, plan: Plan, sequence_length: in
     value = 4 if plan.precision == "fp32" else 2
     # Unlike a ring, an all-to-all sends most of its bytes out of the node, each over one port.
     link = group_link(cluster, plan.ep, plan.tp)
-    outside = 1 - 1 / link.nodes
-    port = cluster.network_bandwidth * NETWORK
-    nvlink = cluster.sheet.nvlink * NVLINK
-    rate = 1 / ((outside / port) + (1 - outside) / nvlink)
-    sent = value * tokens * model.top_k * model.hidden * (plan.ep - 1) / plan.ep
+    engine, near = cluster.runs, 1 / link.nodes
+    whole = value * tokens * model.hidden
+    inside = whole * model.top_k * (plan.ep - 1) / plan.ep
+    outside = inside * (1 - near)
+    if engine.expert_nodes:  # once to each node that has one of its experts
+        visited = link.nodes * (1 - (1 - near) ** model.top_k)
+        outside = whole * min(visited, engine.expert_nodes) * (1 - near)
+    else:
+        inside *= near
+    sent = outside / (cluster.network_bandwidth * NETWORK)
+    sent += inside / (cluster.sheet.nvlink * NVLINK)
     start = NVLINK_START if link.nodes == 1 else NETWORK_START
-    once = 2 * (start + link.latency * (plan.ep - 1).bit_length() + sent / rate)
+    once = 2 * (start + link.latency * (plan.ep - 1).bit_length() + sent)
+    once *= 1 - engine.expert_overlap
     return Exposed(once, once, once if plan.recompute == "full" else 0.0)
 
 
@@ -221,17 +229,23 @@ def _between_groups(cluster, plan, gradients):
     )
 
 
+def between_nodes(cluster: Cluster, plan: Plan) -> bool:
+    """Return whether neighbouring stages of a pipeline are on different nodes."""
+    return plan.pp > 1 and plan.tp * plan.cp * plan.dp * 2 > cluster.gpus_per_node
+
+
 def hop_seconds(model: Model, cluster: Cluster, plan: Plan, sequence_length: int) -> float:
     """Return the seconds of a message between two stages.
 
     Tensor parallel ranks hold a part each with sequence parallelism, and send only that part
-    without it, too (Narayanan et al. 2021, section 4.1: scatter and gather over NVLink).
+    without it, too (Narayanan et al. 2021, section 4.1: scatter and gather over NVLink), unless the
+    engine's messages are whole.
     """
     if plan.pp == 1:
         return 0.0
     tokens = plan.microbatch * sequence_length / plan.cp
     value = 4 if plan.precision == "fp32" else 2
-    message = value * tokens * model.hidden / plan.tp
-    if plan.tp * plan.cp * plan.dp * 2 <= cluster.gpus_per_node:
+    message = value * tokens * model.hidden / (1 if cluster.runs.blocking_messages else plan.tp)
+    if not between_nodes(cluster, plan):
         return NVLINK_START + NVLINK_LATENCY + message / (cluster.sheet.nvlink * NVLINK)
     return NVLINK_START + NETWORK_LATENCY + message / (cluster.network_bandwidth * NETWORK)

@@ -98,6 +98,8 @@ def attention_work(model: Model, cluster: Cluster, plan: Plan, sequence_length: 
     gpu, engine = Arithmetic(cluster, plan.precision), cluster.runs
     local = sequence_length / plan.cp
     operations = plan.microbatch * local * sequence_length * model.score_width / plan.tp
+    if not engine.balanced_ring:  # of cp blocks of keys the last rank meets all, its own by half
+        operations *= 2 - 1 / plan.cp
     if engine.flash:  # two for a multiplication and an addition, and half of them are masked
         forward = operations / gpu.attention_rate
         return Work(forward, FLASH_BACKWARD * forward)

@@ -17,6 +17,9 @@ FAMILIES = GPT2 + LLAMA + EXPERTS + DEEPSEEK
 def read_config(path: str | Path | dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of `Model` that a configuration says.
 
+    A sliding window is not among them: attention is taken to see the whole sequence, so that
+    forecasts of sequences longer than the window are too slow.
+
     Args:
         path: The file, the directory that has it, or its content as a dict.
 

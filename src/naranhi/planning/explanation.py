@@ -1,6 +1,6 @@
 """Say in words why a plan takes as long as it does, and what the next best would cost."""
 
-from naranhi.planning.cluster import GIB, calibrations
+from naranhi.planning.cluster import GIB
 from naranhi.planning.forecast import MEMORY, PARTS, Forecast
 from naranhi.planning.plan import Plan
 from naranhi.planning.plan_search import Found
@@ -63,7 +63,7 @@ def _step(found, forecast: Forecast):
     )
     for name, seconds in sorted(forecast.parts.items(), key=lambda part: -part[1]):
         yield f"  {seconds / step:6.1%}  {seconds:8.3g} s  {name}: {PARTS[name]}"
-    if (found.cluster.gpu, found.cluster.engine) not in calibrations():
+    if not found.cluster.calibrated:
         yield (
             f"No published run of {found.cluster.engine} on {found.cluster.gpu} calibrates this: "
             f"a large matmul is taken to reach {found.cluster.matmul_efficiency:.0%} of the peak."

@@ -38,6 +38,11 @@ class Forecast(NamedTuple):
         return max(memory.total for memory in self.memory)
 
     @property
+    def reserved_bytes(self) -> float:
+        """Bytes of the fullest rank, with free blocks that its allocator keeps."""
+        return max(memory.reserved for memory in self.memory)
+
+    @property
     def memory_by_stage(self) -> tuple[float, ...]:
         """Bytes of a rank of each stage."""
         return tuple(memory.total for memory in self.memory)
@@ -48,8 +53,11 @@ class Forecast(NamedTuple):
         return self.memory_bytes <= self.capacity
 
     def fits_with(self, margin: float) -> bool:
-        """Return whether every rank has room, and leaves that part of the capacity free."""
-        return self.memory_bytes <= self.capacity * (1 - margin)
+        """Return whether every rank has room, and leaves that part of the capacity free.
+
+        What the allocator keeps counts as well: a plan without room for it may run or not.
+        """
+        return self.reserved_bytes <= self.capacity * (1 - margin)
 
     @property
     def verdict(self) -> str:
@@ -60,7 +68,7 @@ class Forecast(NamedTuple):
         where = f"stage {stage}" if len(self.memory) > 1 else "each rank"
         if self.fits:
             return f"fits: {where} holds {held}"
-        most = max(fullest._fields, key=lambda name: getattr(fullest, name))
+        most = max(fullest._fields[:-1], key=lambda name: getattr(fullest, name))
         return (
             f"does not fit, by {(fullest.total - self.capacity) / GIB:.1f} GiB: {where} would hold "
             f"{held}, most of it {MEMORY[most]} ({getattr(fullest, most) / GIB:.1f} GiB)"
@@ -73,7 +81,8 @@ MEMORY = {
     "gradients": "gradients",
     "optimizer": "optimizer state",
     "activations": "activations",
-    "working": "what one layer or the loss needs for a moment",
+    "working": "what one layer, the loss or the update needs for a moment",
+    "cached": "free blocks that the allocator keeps until it needs them",
 }
 # What a part of a step is, in words.
 PARTS = {

@@ -1,4 +1,4 @@
-"""What a rank holds: model state, activations, what the loss and the gathers need on top.
+"""What a rank holds: model state, activations, what the loss, the gathers and the update need.
 
 Units: bytes.
 """
@@ -8,11 +8,14 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from naranhi.costs import zero_bytes
-from naranhi.planning.activations import layer_activations
+from naranhi.planning.activations import layer_activations, layer_scores
 from naranhi.planning.cluster import Cluster
 from naranhi.planning.model import Model
 from naranhi.planning.plan import Plan
 from naranhi.planning.stages import cut
+
+# Kernels that CUDA lets a host launch ahead of the GPU, and those of a sharded layer's forward.
+LAUNCHES_AHEAD, LAUNCHES_OF_A_LAYER = 1024, 34
 
 
 class Memory(NamedTuple):
@@ -23,7 +26,9 @@ class Memory(NamedTuple):
         gradients: Their accumulated gradients.
         optimizer: The fp32 copy and Adam's two moments.
         activations: Of all micro-batches in flight.
-        working: What one layer, or the loss, needs besides for a moment.
+        working: What one layer, the loss, or the optimizer's update needs besides for a moment.
+        cached: What the allocator keeps besides in blocks that nothing uses at that moment: it
+            gives them back before it runs out, so that they do not decide what fits.
     """
 
     parameters: float
@@ -31,10 +36,16 @@ class Memory(NamedTuple):
     optimizer: float
     activations: float
     working: float
+    cached: float = 0.0
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """All that is in use, as `torch.cuda.max_memory_allocated` counts it."""
+        return sum(self[:-1])
+
+    @property
+    def reserved(self) -> float:
+        """What is in use and what is cached, as `torch.cuda.max_memory_reserved` counts it."""
         return sum(self)
 
 
@@ -54,6 +65,10 @@ def in_flight(schedule: str, stages: int, stage: int, microbatches: int, chunks:
         return min(stages, microbatches)
     if schedule == "zero_bubble_h2":
         return min(2 * stages - 1, microbatches)
+    if schedule == "zero_bubble_v":  # of two chunks
+        return min(stages, (microbatches + stage + 1) / 2)
+    if schedule == "dualpipe_v":
+        return stages + 0.5
     return min(stages + (stages - 1 - 2 * stage) / chunks, microbatches)
 
 
@@ -62,16 +77,17 @@ def stage_parameters(model: Model, cluster: Cluster, plan: Plan) -> tuple[tuple[
 
     A tied embedding is on the first and on the last stage, if these are different.
     """
-    return _stage_parameters(model, cluster.runs.cut, plan.tp, plan.pp, plan.ep, plan.chunks)
+    ranks = tuple(map(plan.virtual_stages, range(plan.pp)))
+    return _stage_parameters(model, cluster.runs.cut, plan.tp, plan.ep, ranks)
 
 
 @lru_cache(maxsize=65536)
-def _stage_parameters(model, how, tp, pp, ep, chunks):
-    whole_cut = cut(model, pp * chunks, how)
-    virtual, head = whole_cut.layers, whole_cut.head % pp
+def _stage_parameters(model, how, tp, ep, ranks):
+    whole_cut = cut(model, sum(map(len, ranks)), how)
+    head = next(rank for rank, own in enumerate(ranks) if whole_cut.head in own)
     result = []
-    for stage in range(pp):
-        layers = [layer for part in virtual[stage::pp] for layer in part]
+    for stage, own in enumerate(ranks):
+        layers = [layer for part in own for layer in whole_cut.layers[part]]
         dense = experts = 0.0
         for layer in layers:
             whole = model.layer_parameters(layer)
@@ -91,50 +107,130 @@ def stage_memory(
     """Return the Memory of each stage."""
     engine = cluster.runs
     whole_cut = cut(model, plan.pp * plan.chunks, engine.cut)
-    virtual, head = whole_cut.layers, whole_cut.head % plan.pp
+    head = plan.rank_of(whole_cut.head)
     kept = [
         layer_activations(model, cluster, plan, sequence_length, sparse)
         for sparse in ((False, True) if model.experts else (False,))
     ]
     tokens = plan.microbatch * sequence_length / plan.cp
     value = 4 if plan.precision == "fp32" else 2
-    logits = engine.logit_bytes * tokens * model.vocabulary / plan.tp
-    again = 0.0
-    if plan.recompute == "full":
-        whole = replace(plan, recompute="none")
-        again = layer_activations(model, cluster, whole, sequence_length, bool(model.experts))
+    logits = tokens * model.vocabulary / plan.tp
+    layer_forward, layer_backward = _one_layer(model, cluster, plan, sequence_length)
+    logit_bytes = engine.logit_bytes if plan.tp == 1 else engine.split_logit_bytes
+    entry = value * tokens * model.hidden / (plan.tp if plan.sequence_parallel else 1)
+    messages = _messages(engine, plan, microbatches) * entry
+    sharded = plan.zero == 3 and plan.replicas > 1
     result = []
     for stage, (dense, experts) in enumerate(stage_parameters(model, cluster, plan)):
         held = in_flight(plan.schedule, plan.pp, stage, microbatches, plan.chunks)
-        layers = [layer for part in virtual[stage :: plan.pp] for layer in part]
+        own = plan.virtual_stages(stage)
+        layers = [layer for part in own for layer in whole_cut.layers[part]]
         of_layers = sum(kept[model.sparse(layer)] for layer in layers)
         parameters, gradients, optimizer = (
             a + b
             for a, b in zip(
-                _state(plan, engine.held_gradient_bytes, dense, plan.zero_group),
-                _state(
-                    plan, engine.held_gradient_bytes, experts, max(1, plan.zero_group // plan.ep)
-                ),
+                _state(plan, engine, dense, plan.zero_group),
+                _state(plan, engine, experts, max(1, plan.zero_group // plan.ep)),
                 strict=True,
             )
         )
-        # For a moment: what tensor parallel ranks have gathered (the input of a layer, its
-        # gradient, an output not yet reduced), and the gradients of the widest activations.
-        working = again + value * tokens * (
-            (3 * model.hidden if plan.tp > 1 else 0)
-            + (3 if model.gated else 2) * model.ffn / plan.tp
-        )
-        if plan.zero == 3 and not plan.kept_whole and plan.replicas > 1:
-            largest = max(
-                (model.layer_parameters(layer, plan.ep) / plan.tp for layer in layers), default=0
-            )
-            working += (2 * value + engine.gradient_bytes) * largest
-        entry = value * tokens * model.hidden / (plan.tp if plan.sequence_parallel else 1)
+        forward, layer = layer_forward + messages, layer_backward + messages
+        if sharded:
+            largest = max((model.layer_parameters(n, plan.ep) for n in layers), default=0) / plan.tp
+            # A layer's parameters, those of the next one, and the gradients that are reduced.
+            forward += 2 * value * largest
+            layer += (2 * value + engine.gradient_bytes) * largest
+        ends = 0.0
+        if sharded and not plan.kept_whole:
+            # What is in no layer is gathered before the first and given up after the last.
+            of_all = sum(model.layer_parameters(n, plan.ep) for n in layers) / plan.tp
+            ends = value * (dense + experts - of_all)
+        loss = 0.0
         if stage == head:
-            working = max(working, _scored(plan, stage, microbatches) * logits)
+            loss = _scored(plan, stage, microbatches) * logit_bytes * logits
             of_layers += entry  # the input of the last norm
-        result.append(Memory(parameters, gradients, optimizer, held * of_layers, working))
+        working = ends + max(layer, loss)
+        cached = 0.0
+        if engine.cached == "loss" and loss:
+            # Blocks of a layer's forward, and of the 16-bit logits, are too small for those in
+            # fp32. A layer's backward comes later, and uses the blocks of the loss.
+            cached = min(forward, loss) + value * logits
+        elif engine.cached == "gathers":
+            cached = _launched_ahead(model, plan, tokens, microbatches)
+        backward = Memory(parameters, gradients, optimizer, held * of_layers, working, cached)
+        shards = plan.zero_group if plan.zero else 1
+        updated = dense / shards + experts / max(1, shards // plan.ep)
+        update = _at_update(backward, plan, engine, updated)
+        fullest = max(backward, update, key=lambda memory: memory.total)
+        free = max(0.0, cluster.memory - fullest.total)
+        result.append(fullest._replace(cached=min(fullest.cached, free)))
     return tuple(result)
+
+
+def _at_update(backward, plan, engine, updated):
+    """Return what a rank holds while its optimizer updates that many parameters.
+
+    No activation is left by then, but the allocator keeps their blocks: free, and in general too
+    small for what the update needs. Copies of gradients that are made and freed before the update,
+    for their norm and to flatten them, use these blocks again, or leave some of their own.
+    """
+    freed = backward.activations + backward.working + backward.cached
+    copies = 0.0 if plan.zero == 3 else engine.update_cached_bytes * updated
+    return backward._replace(
+        activations=0.0, working=engine.update_bytes * updated, cached=max(freed, copies)
+    )
+
+
+def _one_layer(model, cluster, plan, sequence_length):
+    """Return the bytes that a layer needs for a moment, in its forward and in its backward.
+
+    Both need what tensor parallel ranks have gathered (the input of a layer, an output not yet
+    reduced; in the backward, a gradient) and the widest activations, or their gradients. The
+    backward also needs the activations that it computes again, and without a fused attention the
+    gradients of its scores, before and after dropout.
+    """
+    sparse = bool(model.experts)
+    tokens = plan.microbatch * sequence_length / plan.cp
+    value = 4 if plan.precision == "fp32" else 2
+    again = 0.0
+    if plan.recompute != "none":
+        whole = replace(plan, recompute="none")
+        again = layer_activations(model, cluster, whole, sequence_length, sparse)
+        if plan.recompute == "selective":  # what is kept is there already
+            again -= layer_activations(model, cluster, plan, sequence_length, sparse)
+    gathered = 3 * model.hidden if plan.tp > 1 else 0
+    widest = (3 if model.gated else 2) * model.ffn / plan.tp
+    scores = 0.0
+    if not cluster.runs.flash:
+        scores = 2 * layer_scores(model, plan, sequence_length)
+    forward = value * tokens * (gathered + widest)
+    return forward, forward + again + value * scores
+
+
+def _messages(engine, plan, microbatches):
+    """Return how many messages between stages a rank has in memory besides what layers keep.
+
+    One that it has received early, one that it sends, and a gradient that it has received. torch's
+    runtime (`torch.distributed.pipelining.stage`) keeps the buffers of all micro-batches from the
+    first step on: of each chunk's inputs and gradients, and of its outputs.
+    """
+    if plan.pp == 1:
+        return 0
+    return 3 * (plan.chunks * microbatches if engine.casts_shards else 1)
+
+
+def _launched_ahead(model, plan, tokens, microbatches):
+    """Return the bytes of gathered inputs that wait for the GPU while the host runs ahead.
+
+    An input that is gathered on another stream is free for the host only when the GPU is past its
+    last use. A host that waits for nothing is `LAUNCHES_AHEAD` kernels ahead, so it has asked for
+    the two gathered inputs of so many layers as those are. A pipeline's host waits for each
+    message, and with a single micro-batch it waits for the step.
+    """
+    if plan.tp == 1 or plan.pp > 1 or microbatches == 1:
+        return 0.0
+    value = 4 if plan.precision == "fp32" else 2
+    return 2 * LAUNCHES_AHEAD / LAUNCHES_OF_A_LAYER * value * tokens * model.hidden
 
 
 def _scored(plan, stage, microbatches):
@@ -144,16 +240,25 @@ def _scored(plan, stage, microbatches):
     return min(plan.pp - stage, microbatches) if plan.schedule == "one_f_one_b" else 1
 
 
-def _state(plan, gradient_bytes, parameters, ranks):
-    """Return the bytes of parameters, gradients and optimizer state, from `costs.zero_bytes`."""
-    precision = "fp32" if plan.precision == "fp32" else "bf16"
-    value = 4 if precision == "fp32" else 2
-    stage = min(plan.zero, 1) if plan.kept_whole else plan.zero
+def _state(plan, engine, parameters, ranks):
+    """Return the bytes of parameters, gradients and optimizer state, from `costs.zero_bytes`.
+
+    FSDP keeps parameters in fp32, and casts what it gathers. With ZeRO-3 in a pipeline it keeps
+    what it has gathered, and adds up whole gradients of all micro-batches.
+    """
+    value = 4 if plan.precision == "fp32" else 2
+    precision = "fp32" if engine.casts_shards or value == 4 else "bf16"
+    kept = 4 if precision == "fp32" else 2
+    gathers = plan.zero == 3 and plan.kept_whole
+    stage = plan.zero if engine.casts_shards or not plan.kept_whole else min(plan.zero, 1)
+    gradient = max(engine.held_gradient_bytes, kept)
+    gradient += engine.reducer_bytes if plan.replicas > 1 else 0
     whole = zero_bytes(parameters, ranks, stage, precision)
     held = parameters / ranks if stage == 3 else parameters
     summed = parameters / ranks if stage >= 2 else parameters
+    besides = parameters if gathers and engine.casts_shards else 0.0
     return (
-        value * held,
-        max(gradient_bytes, value) * summed,
-        whole - value * held - value * summed,
+        kept * held + value * besides,
+        gradient * (summed + besides),
+        whole - kept * (held + summed),
     )

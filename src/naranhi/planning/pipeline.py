@@ -39,13 +39,25 @@ def pipeline_seconds(
     if schedule == "one_f_one_b":
         return one_f_one_b_seconds(microbatches, forward, backward, latency)
     if not exact:
-        pace = max(
-            sum(forward[rank::stages]) + sum(backward[rank::stages]) for rank in range(stages)
-        )
+        whole = [sum(pair) for pair in zip(forward, backward, strict=True)]
+        if schedule in ("zero_bubble_v", "dualpipe_v"):
+            pace = max(map(sum, zip(whole[:stages], reversed(whole[stages:]), strict=True)))
+        else:
+            pace = max(sum(whole[rank::stages]) for rank in range(stages))
         rounds = microbatches * stages if schedule == "inter_layer" else microbatches
-        part = {"zero_bubble_h1": 1 / 3, "zero_bubble_h2": 0, "inter_layer": 0}.get(schedule, 1)
+        part = _BUBBLES.get(schedule, 1)
         return pace * (rounds + part * (stages - 1) / chunks) + 2 * (stages - 1) * latency
     return _simulated(schedule, microbatches, forward, backward, latency, chunks)
+
+
+# The bubble of equal stages, in those of 1F1B with as many chunks; 1 for those that are not here.
+_BUBBLES = {
+    "zero_bubble_h1": 1 / 3,
+    "zero_bubble_h2": 0,
+    "zero_bubble_v": 0,
+    "dualpipe_v": 1 / 3,
+    "inter_layer": 0,
+}
 
 
 def one_f_one_b_seconds(

@@ -15,8 +15,11 @@ SCHEDULES = (
     "interleaved",
     "zero_bubble_h1",
     "zero_bubble_h2",
+    "zero_bubble_v",
+    "dualpipe_v",
     "inter_layer",
 )
+V_SHAPED = ("zero_bubble_v", "dualpipe_v")
 PRECISIONS = ("bf16", "fp8", "fp32")
 
 # Beyond these a number was meant in another unit.
@@ -42,7 +45,8 @@ class Plan:
         pp: Pipeline stages.
         cp: Context parallel degree: each rank has 1/cp of every sequence.
         ep: Expert parallel degree: neighbouring data parallel ranks share the experts.
-        chunks: Model chunks of each stage; above 1 only with the interleaved schedule.
+        chunks: Model chunks of each stage; above 1 only with the interleaved schedule, and 2 with
+            those that are V-shaped.
         microbatch: Sequences of a micro-batch, on a data parallel rank.
         schedule: A name that `schedules.get` knows, without asynchronous ones.
         zero: The stage of ZeRO, over dp x cp ranks. Stage 3 in a pipeline gathers parameters once a
@@ -96,14 +100,20 @@ class Plan:
         ):
             if value not in known:
                 raise PlanError(f"{name} is one of {', '.join(map(str, known))}, not {value!r}")
-        if self.chunks > 1 and self.schedule != "interleaved":
+        if self.v_shaped and self.chunks == 1:
+            object.__setattr__(self, "chunks", 2)
+        if self.v_shaped and self.chunks != 2:
+            raise PlanError(
+                f"chunks = {self.chunks} with schedule {self.schedule!r}: a V has 2 on each rank"
+            )
+        if self.chunks > 1 and self.schedule != "interleaved" and not self.v_shaped:
             raise PlanError(
                 f"chunks = {self.chunks} with schedule {self.schedule!r}: only 'interleaved' has "
                 "several chunks on a rank"
             )
-        if self.schedule == "interleaved" and self.pp == 1:
+        if (self.v_shaped or self.schedule == "interleaved") and self.pp == 1:
             raise PlanError(
-                "schedule 'interleaved' with pp = 1: one stage has nothing to interleave"
+                f"schedule {self.schedule!r} with pp = 1: one stage has nothing to interleave"
             )
         if self.dp * self.cp % self.ep:
             raise PlanError(
@@ -122,6 +132,23 @@ class Plan:
     def ranks(self) -> int:
         """The number of GPUs that the plan uses: dp x tp x pp x cp."""
         return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def v_shaped(self) -> bool:
+        """Whether each rank has one stage on the way down the ranks and one on the way back."""
+        return self.schedule in V_SHAPED
+
+    def virtual_stages(self, rank: int) -> tuple[int, ...]:
+        """Return the virtual stages of a rank of the pipeline."""
+        if self.v_shaped:
+            return rank, 2 * self.pp - 1 - rank
+        return tuple(range(rank, self.pp * self.chunks, self.pp))
+
+    def rank_of(self, virtual_stage: int) -> int:
+        """Return the rank of the pipeline that has a virtual stage."""
+        if self.v_shaped:
+            return min(virtual_stage, 2 * self.pp - 1 - virtual_stage)
+        return virtual_stage % self.pp
 
     @property
     def kept_whole(self) -> bool:
@@ -156,6 +183,10 @@ class Plan:
             raise PlanError(
                 f"{count} micro-batches are not a multiple of pp = {self.pp}, "
                 "as the interleaved schedule needs"
+            )
+        if self.schedule == "dualpipe_v" and count < 2 * self.pp:
+            raise PlanError(
+                f"{count} micro-batches are less than 2 pp = {2 * self.pp}, which dualpipe_v needs"
             )
         return count
 

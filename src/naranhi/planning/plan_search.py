@@ -10,9 +10,9 @@ from naranhi.planning.forecast import Forecast
 from naranhi.planning.memory import stage_memory
 from naranhi.planning.model import Model
 from naranhi.planning.plan import Plan, PlanError
-from naranhi.planning.prediction import HEADROOM, forecast
+from naranhi.planning.prediction import forecast
 
-MARGIN = 0.1  # of the capacity: memory is forecast, not known
+MARGIN = 0.05  # of the capacity: memory is forecast, not known
 SIMULATED = 40  # plans whose schedule is simulated exactly, of those that look best
 
 
@@ -87,11 +87,11 @@ def search(
         tried += 1
         count = plan.microbatches(global_batch)
         held = max(
-            memory.total for memory in stage_memory(model, cluster, plan, sequence_length, count)
+            memory.reserved for memory in stage_memory(model, cluster, plan, sequence_length, count)
         )
         if nearest is None or held < nearest[0]:
             nearest = held, plan
-        if held > cluster.memory * (1 - HEADROOM) * (1 - margin):
+        if held > cluster.capacity * (1 - margin):
             continue
         quick = forecast(model, cluster, plan, sequence_length, global_batch, exact=False)
         fit.append((quick.step_seconds, len(fit), plan))

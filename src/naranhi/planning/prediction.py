@@ -1,10 +1,9 @@
 """Forecast a step from a model, a cluster and a plan."""
 
 from math import log2, sqrt
-from typing import NamedTuple
 
 from naranhi.planning import communication as comm
-from naranhi.planning.cluster import Cluster, calibrations
+from naranhi.planning.cluster import Cluster
 from naranhi.planning.compute import (
     attention_work,
     embedding_work,
@@ -13,20 +12,18 @@ from naranhi.planning.compute import (
     optimizer_seconds,
 )
 from naranhi.planning.forecast import PARTS, Forecast
+from naranhi.planning.machine import Machine
 from naranhi.planning.memory import stage_memory, stage_parameters
 from naranhi.planning.model import Model
 from naranhi.planning.pipeline import pipeline_seconds
 from naranhi.planning.plan import Plan
-from naranhi.planning.stages import cut
+from naranhi.planning.stages import StageTimes, cut
 
 # A step waits for its slowest rank: the part by which it is longer, for each doubling of the nodes.
 STRAGGLERS = 0.003
-# The part of a GPU's memory that training cannot fill: the CUDA context, the communicators' buffers
-# and what the allocator cannot use because it is in pieces.
-HEADROOM = 0.12
 # Relative uncertainty of a forecast, as a standard deviation: of all of it, with and without a run
 # of this GPU and engine to calibrate it; and of each part besides.
-CALIBRATED, UNCALIBRATED = 0.07, 0.12
+CALIBRATED, UNCALIBRATED = 0.07, 0.18
 UNCERTAIN = {
     "attention": 0.3,
     "recomputing": 0.1,
@@ -42,14 +39,6 @@ UNCERTAIN = {
     "stragglers": 1.0,
 }
 NINE_IN_TEN = 1.645  # standard deviations of a normal distribution
-
-
-class StageTimes(NamedTuple):
-    """Seconds of a virtual stage for one micro-batch, and what they are made of."""
-
-    forward: float
-    backward: float
-    parts: dict[str, float]
 
 
 def predict(
@@ -89,7 +78,7 @@ def forecast(
     """
     count = plan.microbatches(global_batch)
     stages = stage_times(model, cluster, plan, sequence_length)
-    ranks = [stages[rank :: plan.pp] for rank in range(plan.pp)]
+    ranks = [[stages[n] for n in plan.virtual_stages(rank)] for rank in range(plan.pp)]
     busiest = max(ranks, key=lambda own: sum(v.forward + v.backward for v in own))
     parts = {
         name: count * sum(stage.parts.get(name, 0.0) for stage in busiest) for name in _ON_STAGES
@@ -97,33 +86,42 @@ def forecast(
     if plan.pp > 1:
         forward = tuple(stage.forward for stage in stages)
         backward = tuple(stage.backward for stage in stages)
-        hop = comm.hop_seconds(model, cluster, plan, sequence_length)
-        shape = plan.schedule, count, forward, backward
-        flowing = pipeline_seconds(*shape, 0.0, plan.chunks, exact=exact)
-        through = pipeline_seconds(*shape, hop, plan.chunks, exact=exact)
+        hop = _hop_seconds(model, cluster, plan, sequence_length)
+        flowing = pipeline_seconds(
+            plan.schedule, count, forward, backward, 0.0, plan.chunks, exact=exact
+        )
+        if cluster.runs.blocking_messages:  # one with each neighbour, in each direction
+            last = len(stages) - 1
+            waits = [hop * ((stage > 0) + (stage < last)) for stage in range(last + 1)]
+            forward, backward, hop = _longer(forward, waits), _longer(backward, waits), 0.0
+        through = pipeline_seconds(
+            plan.schedule, count, forward, backward, hop, plan.chunks, exact=exact
+        )
         parts["bubble"] = flowing - sum(parts.values())
         parts["pipeline"] = through - flowing
     held = max(dense + experts for dense, experts in stage_parameters(model, cluster, plan))
-    reduce, gather = comm.gradient_seconds(cluster, plan, held)
+    reduce, gather = _gradient_seconds(cluster, plan, held)
     # A chunk's gradients are complete, and its parameters needed, while other chunks compute.
     rounds = min(plan.pp, count) if plan.chunks > 1 else 1
     behind = rounds * cluster.runs.overlap * sum(stage.backward for stage in busiest)
     before = rounds * cluster.runs.gather_overlap * sum(stage.forward for stage in busiest)
     parts["data"] = comm.behind(reduce, behind) + comm.behind(gather, before)
-    parts["optimizer"] = optimizer_seconds(cluster, held / (plan.zero_group if plan.zero else 1))
+    if not isinstance(cluster, Machine):  # which was measured without one
+        updated = held / (plan.zero_group if plan.zero else 1)
+        parts["optimizer"] = optimizer_seconds(cluster, updated)
     nodes = max(1, cluster.gpus / cluster.gpus_per_node)
     parts["stragglers"] = STRAGGLERS * log2(nodes) * sum(parts.values())
     step = sum(parts.values())
-    spread = _spread(parts, step, (cluster.gpu, cluster.engine) in calibrations())
+    spread = _spread(parts, step, cluster.calibrated)
     tokens = global_batch * sequence_length / cluster.gpus
     flops = model.flops_per_token(sequence_length) * tokens / step
     return Forecast(
         step_seconds=step,
         low=step / (1 + spread),
-        high=step * (1 + spread),
-        parts={name: parts[name] for name in PARTS if parts.get(name)},
+        high=step * (1 + spread) + (count * cluster.runs.stall_seconds if nodes > 1 else 0.0),
+        parts={name: parts[name] for name in PARTS if parts.get(name, 0.0) > 1e-9 * step},
         memory=stage_memory(model, cluster, plan, sequence_length, count),
-        capacity=cluster.memory * (1 - HEADROOM),
+        capacity=cluster.capacity,
         tokens_per_second_per_gpu=tokens / step,
         tflops_per_gpu=flops / 1e12,
         mfu=flops / cluster.sheet.flops[plan.precision],
@@ -134,6 +132,8 @@ def stage_times(
     model: Model, cluster: Cluster, plan: Plan, sequence_length: int
 ) -> list[StageTimes]:
     """Return the seconds of each virtual stage for one micro-batch."""
+    if isinstance(cluster, Machine):
+        return cluster.stage_times(model, plan, sequence_length)
     where = cut(model, plan.pp * plan.chunks, cluster.runs.cut)
     dense = layer_times(model, cluster, plan, sequence_length, sparse=False)
     sparse = dense
@@ -177,7 +177,10 @@ def layer_times(
     messages = (tensor, context, expert)
     forward = work.forward + sum(e.forward for e in messages)
     backward = work.backward + work.recompute + sum(e.backward + e.recompute for e in messages)
-    idle = max(0.0, cluster.runs.host_seconds - forward - backward)
+    host = cluster.runs.host_seconds
+    if plan.tp > 2 and comm.between_nodes(cluster, plan):
+        host = cluster.runs.pipeline_host_seconds
+    idle = max(0.0, host - forward - backward)
     forward, backward = forward + idle / 3, backward + 2 * idle / 3
     place = model.layers - 1 if sparse else 0
     parameters = model.layer_parameters(place, plan.ep) / plan.tp
@@ -195,6 +198,18 @@ def layer_times(
     return StageTimes(forward + sharding.forward, backward + sharding.backward, parts)
 
 
+def _hop_seconds(model, cluster, plan, sequence_length):
+    if isinstance(cluster, Machine):
+        return cluster.hop_seconds(model, plan, sequence_length)
+    return comm.hop_seconds(model, cluster, plan, sequence_length)
+
+
+def _gradient_seconds(cluster, plan, parameters):
+    if isinstance(cluster, Machine):  # whose ranks keep their parameters
+        return cluster.gradient_seconds(plan, parameters), 0.0
+    return comm.gradient_seconds(cluster, plan, parameters)
+
+
 _ON_STAGES = (
     "computing",
     "attention",
@@ -205,6 +220,10 @@ _ON_STAGES = (
     "expert",
     "sharding",
 )
+
+
+def _longer(times, waits):
+    return tuple(time + wait for time, wait in zip(times, waits, strict=True))
 
 
 def _spread(parts, step, calibrated):

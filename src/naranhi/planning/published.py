@@ -1,10 +1,15 @@
 """Published training runs: tables of this package, read as the arguments of `predict`."""
 
+import json
 from functools import lru_cache
+from importlib.resources import files
 
-from naranhi.planning.cluster import rows
+from naranhi.planning.cluster import Cluster
+from naranhi.planning.model import Latent, Model
+from naranhi.planning.plan import Plan
 from naranhi.planning.run import Run
 from naranhi.planning.sources import read
+from naranhi.planning.tables import rows
 
 
 @lru_cache(maxsize=1)
@@ -17,3 +22,27 @@ def runs() -> tuple[Run, ...]:
 def sweep() -> tuple[Run, ...]:
     """Return the runs of the sweep of two models on H100s, those that failed included."""
     return tuple(map(read, rows("published_runs_sweep.csv")))
+
+
+@lru_cache(maxsize=1)
+def independent() -> tuple[Run, ...]:
+    """Return runs of other sources, in which nothing was chosen by how near forecasts come."""
+    data = files("naranhi.planning").joinpath("data", "independent_runs.json")
+    return tuple(map(_independent, json.loads(data.read_text(encoding="utf-8"))))
+
+
+def _independent(row):
+    sizes = dict(row["model"])
+    if "latent" in sizes:
+        sizes["latent"] = Latent(*sizes["latent"])
+    return Run(
+        row["source"],
+        row["run"],
+        Model(**sizes),
+        Cluster(**row["cluster"]),
+        Plan(**row["plan"]),
+        row["sequence_length"],
+        row["global_batch"],
+        row["step_s"],
+        None,
+    )

@@ -21,6 +21,9 @@ class Run(NamedTuple):
         seconds: Of a step; None if not published.
         memory: Bytes of the fullest rank; None if not published.
         failed: Whether it ran out of memory or crashed.
+        counted: What `memory` counts: "in use" at the fullest moment; "reserved" with the free
+            blocks that the allocator keeps; "first" the same of the first stage, not of the
+            fullest; or "kept" without what is in use for a moment only.
     """
 
     source: str
@@ -33,3 +36,4 @@ class Run(NamedTuple):
     seconds: float | None
     memory: float | None
     failed: bool = False
+    counted: str = "in use"

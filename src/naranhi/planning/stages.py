@@ -11,6 +11,14 @@ from typing import NamedTuple
 from naranhi.planning.model import Model
 
 
+class StageTimes(NamedTuple):
+    """Seconds of a virtual stage for one micro-batch, and what they are made of."""
+
+    forward: float
+    backward: float
+    parts: dict[str, float]
+
+
 class Cut(NamedTuple):
     """A model cut into virtual stages.
 
@@ -33,13 +41,16 @@ def cut(model: Model, stages: int, how: str = "uniform") -> Cut:
         model: The model.
         stages: The number of virtual stages.
         how: "uniform" for equally many layers; where they do not divide, the stages at both ends,
-            which have the embedding and the output layer besides, have one less. "cumulative" for
-            nanotron's rule: go to the next stage after the module by which the cumulated
-            operations, the output layer's included, pass this stage's share of them.
+            which have the embedding and the output layer besides, have one less. "last" for the
+            same with one more layer in each of the last stages. "cumulative" for nanotron's rule:
+            go to the next stage after the module by which the cumulated operations, the output
+            layer's included, pass this stage's share of them.
     """
-    if how == "uniform":
+    if how != "cumulative":
         each, more = divmod(model.layers, stages)
         longer = set([*range(1, stages - 1), 0, stages - 1][:more])
+        if how == "last":
+            longer = set(range(stages - more, stages))
         counts = [each + (stage in longer) for stage in range(stages)]
         ends = accumulate(counts)
         layers = tuple(

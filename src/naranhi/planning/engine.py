@@ -1,0 +1,134 @@
+"""What a training engine does with a model, as far as seconds and bytes depend on it.
+
+`engines.csv` has what an engine's authors say or its code does; its note says which engine of which
+time it is. What no source says (the parts that overlap, the host's time, and for nanotron the late
+micro-batches) was read off one or few published runs each, and is as good as those. Units: bytes,
+seconds.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from naranhi.planning.tables import rows
+
+
+class Engine(NamedTuple):
+    """What a training engine does with the same model: its kernels, its overlap, its host.
+
+    Attributes:
+        name: Its name in `engines.csv`.
+        flash: The generation of FlashAttention, 1 to 3; 0 for an attention that writes its scores
+            to memory.
+        elementwise: Traffic of norms, activations and residuals, in multiples of fused kernels'.
+        eager: Whether the outputs of unfused operations are kept for the backward as well.
+        logit_bytes: Bytes for each logit while the loss is computed.
+        split_logit_bytes: The same where tensor parallel ranks share the vocabulary.
+        gradient_bytes: Bytes of the gradient that is accumulated and reduced, for a parameter.
+        held_gradient_bytes: Bytes of gradients that a parameter holds in memory.
+        reducer_bytes: Bytes for each parameter in the buckets of a reducer that copies gradients
+            in order to send them, as torch's DDP does, where there are ranks to send them to.
+        casts_shards: Whether parameters are kept in fp32 and cast as they are gathered, as FSDP
+            does, without a 16-bit copy besides.
+        headroom: The part of a GPU's memory that it cannot fill with tensors: the CUDA context, the
+            communicators' buffers, and pieces that are free but too small.
+        cached: What its allocator keeps in blocks that are free at the fullest moment: "loss" for
+            an unfused loss, whose large blocks are not made of those of a layer; "gathers" for
+            inputs gathered while the host runs ahead of the GPU; "none" if not known.
+        update_bytes: Bytes for each parameter that a rank updates, which the optimizer needs for a
+            moment: gradients cast to fp32, and the temporary results of an unfused Adam.
+        update_cached_bytes: Bytes for each of them in blocks freed just before that are too small
+            to be used again, where the optimizer's tensors are flat: copies of the gradients.
+        bucket_bytes: Bytes of gradients, or of parameters, that are sent in one message.
+        overlap: The part of the last backward behind which gradients can be reduced.
+        gather_overlap: The part of the first forward behind which parameters can be gathered.
+        tensor_overlap: The part of tensor parallel messages that runs behind matmuls.
+        balanced_ring: Whether context parallel ranks share a causal attention equally; otherwise
+            the last one, whose tokens see all others, keeps them waiting.
+        ports: The network ports of a node that one collective uses; 0 for all.
+        expert_overlap: The part of the all-to-alls of experts that runs behind arithmetic.
+        expert_nodes: The nodes to which a token is sent at most, once to each; 0 if it is sent once
+            for each expert.
+        blocking_messages: Whether a stage waits for each message to a neighbour, and each of its
+            tensor parallel ranks sends it whole.
+        host_seconds: The least time of a layer's forward and backward: what the host takes to
+            launch its kernels.
+        pipeline_host_seconds: The same in a pipeline between nodes whose stages are split over more
+            than two tensor parallel ranks.
+        stall_seconds: By how much each micro-batch may take longer on several nodes, for reasons
+            that its published runs leave open; it is in the upper end of forecasts only.
+        selective: The part of a layer's forward that selective recomputation repeats; 0 for the
+            attention's scores alone.
+        cut: "uniform" for equally many layers in each stage; "last" if what does not divide goes
+            to the last stages; "cumulative" for stages that end where the cumulated operations,
+            the output layer's included, pass an equal share.
+        note: In words.
+    """
+
+    name: str
+    flash: int
+    elementwise: float
+    eager: bool
+    logit_bytes: int
+    split_logit_bytes: int
+    gradient_bytes: int
+    held_gradient_bytes: int
+    reducer_bytes: int
+    casts_shards: bool
+    headroom: float
+    cached: str
+    update_bytes: int
+    update_cached_bytes: int
+    bucket_bytes: float
+    overlap: float
+    gather_overlap: float
+    tensor_overlap: float
+    balanced_ring: bool
+    ports: int
+    expert_overlap: float
+    expert_nodes: int
+    blocking_messages: bool
+    host_seconds: float
+    pipeline_host_seconds: float
+    stall_seconds: float
+    selective: float
+    cut: str
+    note: str
+
+
+@lru_cache(maxsize=1)
+def engines() -> dict[str, Engine]:
+    """Return the table of engines, by name."""
+    return {
+        row["engine"]: Engine(
+            row["engine"],
+            int(row["flash"]),
+            float(row["elementwise"]),
+            row["eager"] == "1",
+            int(row["logit_bytes"]),
+            int(row["split_logit_bytes"]),
+            int(row["gradient_bytes"]),
+            int(row["held_gradient_bytes"]),
+            int(row["reducer_bytes"]),
+            row["casts_shards"] == "1",
+            float(row["headroom"]),
+            row["cached"],
+            int(row["update_bytes"]),
+            int(row["update_cached_bytes"]),
+            float(row["bucket_mb"]) * 1e6,
+            float(row["overlap"]),
+            float(row["gather_overlap"]),
+            float(row["tensor_overlap"]),
+            row["balanced_ring"] == "1",
+            int(row["ports"]),
+            float(row["expert_overlap"]),
+            int(row["expert_nodes"]),
+            row["blocking_messages"] == "1",
+            float(row["host_us"]) * 1e-6,
+            float(row["pipeline_host_us"]) * 1e-6,
+            float(row["stall_s"]),
+            float(row["selective"]),
+            row["cut"],
+            row["note"],
+        )
+        for row in rows("engines.csv")
+    }

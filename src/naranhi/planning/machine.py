@@ -1,0 +1,149 @@
+"""A cluster as it was measured, in place of data sheets: `predict` takes either.
+
+Only what a layer, a message and an action cost is measured here. How the layers are cut, which
+schedule they run in and who waits for whom is for `predict` to say, as of any cluster.
+Units: seconds, bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import mean
+from typing import NamedTuple
+
+from naranhi.costs import collective_seconds
+from naranhi.planning.cluster import GIB, Cluster, Engine, Gpu
+from naranhi.planning.model import Model
+from naranhi.planning.plan import Plan
+from naranhi.planning.stages import StageTimes, cut
+
+VALUE = 4  # bytes of a number: a machine without GPUs trains in fp32
+
+
+class Line(NamedTuple):
+    """What something of that size takes: `start` + size x `rate` seconds."""
+
+    start: float
+    rate: float
+
+    def seconds(self, size: float) -> float:
+        """Return the seconds of that size."""
+        return self.start + size * self.rate
+
+
+class Layer(NamedTuple):
+    """One layer's seconds, of one sequence; sizes are parts of a layer and sequence.
+
+    Attributes:
+        forward: Of its forward.
+        backward: Of its backward.
+        attention: The part of both that is attention, behind which keys and values can travel.
+    """
+
+    forward: Line
+    backward: Line
+    attention: float
+
+
+@dataclass(frozen=True)
+class Machine(Cluster):
+    """Ranks of two groups with a slow link between them, and what they were measured to do.
+
+    The kernels are this book's: all-reduces by doubling in a layer and around a ring for gradients,
+    a ring of keys and values, and a pipeline of layers without embedding and head.
+
+    Args:
+        layer: What a layer costs.
+        near: What a message costs within a group, by its bytes.
+        far: What a message costs between the groups.
+        action: Seconds of an action of a schedule besides its layers.
+        peak: Operations per second of a rank that computes all the time; the MFU is relative to it.
+
+    Raises:
+        ValueError: If something was not measured.
+    """
+
+    gpu: str = "measured"
+    layer: Layer | None = None
+    near: Line | None = None
+    far: Line | None = None
+    action: float = 0.0
+    peak: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        missing = [name for name in ("layer", "near", "far") if getattr(self, name) is None]
+        if missing or not self.peak > 0:
+            raise ValueError(
+                f"a Machine is what was measured; give {', '.join(missing) or 'peak, above 0'}"
+            )
+
+    def _known_gpus(self):
+        return ("measured",)
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether a run says what its arithmetic takes: it was measured on itself."""
+        return True
+
+    @property
+    def sheet(self) -> Gpu:
+        """What stands for a data sheet; its memory is as much as `memory_gib` says."""
+        memory = (self.memory_gib or 1.0) * GIB
+        flops = dict.fromkeys(("bf16", "fp8", "fp32"), self.peak)
+        speed = 1 / self.near.rate if self.near.rate else float("inf")
+        ranks = (self.peak,) * 3
+        return Gpu("measured", memory, flops, speed, speed, speed, self.gpus, ranks, "measured")
+
+    @property
+    def runs(self) -> Engine:
+        """Its engine: nothing is hidden behind a backward, or waits for a host."""
+        return super().runs._replace(overlap=0.0, gather_overlap=0.0, host_seconds=0.0)
+
+    def line(self, ranks: int, stride: int) -> Line:
+        """Return the slowest link of a group of ranks whose members are `stride` apart."""
+        return self.far if ranks * stride > self.gpus_per_node else self.near
+
+    def doubling_seconds(self, bytes: float, ranks: int, stride: int) -> float:
+        """Return the seconds of an all-reduce with partners at distances 1, 2, 4, ..."""
+        levels = (ranks - 1).bit_length()
+        return sum(self.line(2, stride << level).seconds(bytes) for level in range(levels))
+
+    def stage_times(self, model: Model, plan: Plan, sequence_length: int) -> list[StageTimes]:
+        """Return the seconds of each virtual stage for one micro-batch."""
+        part = plan.microbatch / plan.tp / plan.cp
+        forward, backward = self.layer.forward.seconds(part), self.layer.backward.seconds(part)
+        whole = VALUE * plan.microbatch * sequence_length / plan.cp * model.hidden
+        tensor = 2 * self.doubling_seconds(whole, plan.tp, 1)  # and as much in the backward
+        ring = (plan.cp - 1) * self.line(plan.cp, plan.tp).seconds(2 * whole / plan.tp)
+        hidden = self.layer.attention  # the part behind which blocks travel
+        late = max(0.0, ring - hidden * forward), max(0.0, 2 * ring - hidden * backward)
+        result = []
+        for layers in cut(model, plan.pp * plan.chunks).layers:
+            count = len(layers)
+            computing = count * (forward + backward) + 2 * self.action
+            parts = {"tensor": 2 * count * tensor, "context": count * sum(late)}
+            result.append(
+                StageTimes(
+                    count * (forward + tensor + late[0]) + self.action,
+                    count * (backward + tensor + late[1]) + self.action,
+                    {"computing": computing, **parts},
+                )
+            )
+        return result
+
+    def hop_seconds(self, model: Model, plan: Plan, sequence_length: int) -> float:
+        """Return the mean seconds of a message from one stage to the next."""
+        if plan.pp == 1:
+            return 0.0
+        message = VALUE * plan.microbatch * sequence_length / plan.cp * model.hidden
+        stride, node = plan.ranks // plan.pp, self.gpus_per_node
+        crossings = [(s + 1) * stride // node != s * stride // node for s in range(plan.pp - 1)]
+        return mean((self.far if far else self.near).seconds(message) for far in crossings)
+
+    def gradient_seconds(self, plan: Plan, parameters: float) -> float:
+        """Return the seconds of the all-reduce of gradients, around a ring."""
+        line = self.line(plan.replicas, plan.tp)
+        return collective_seconds(
+            "all_reduce", VALUE * parameters, plan.replicas, line.start, line.rate
+        )

@@ -1,0 +1,111 @@
+"""What engines do differently, each beside the arithmetic that its column stands for."""
+
+from dataclasses import replace
+
+import pytest
+
+from naranhi.planning import Cluster, Model, Plan, predict
+from naranhi.planning import communication as comm
+from naranhi.planning import engine as engine_module
+from naranhi.planning.compute import attention_work
+from naranhi.planning.engine import engines
+from naranhi.planning.pipeline import pipeline_seconds
+from naranhi.planning.prediction import layer_times, stage_times
+
+LLAMA = Model(
+    layers=8, hidden=1024, heads=16, kv_heads=4, ffn=3584, gated=True, tied=False, vocabulary=32000
+)
+SPARSE = replace(LLAMA, experts=64, top_k=8)
+
+
+@pytest.fixture
+def changed(monkeypatch):
+    """Return a function that makes a cluster whose engine differs in some columns."""
+
+    def change(cluster, **columns):
+        own = cluster.runs._replace(**columns)
+        table = engines() | {own.name: own}
+        monkeypatch.setattr(engine_module, "engines", lambda: table)
+        monkeypatch.setattr("naranhi.planning.cluster.engines", lambda: table)
+        return cluster
+
+    return change
+
+
+def test_the_last_rank_of_an_unbalanced_ring_meets_all_keys(changed):
+    """Of 4 x 4 blocks, its own diagonal counts half: 3.5 of an average of 2."""
+    cluster, plan = Cluster(4, engine="megatron"), Plan(1, cp=4)
+    equal = attention_work(LLAMA, cluster, plan, 4096).forward
+    last = attention_work(LLAMA, changed(cluster, balanced_ring=False), plan, 4096).forward
+    assert last / equal == pytest.approx(3.5 / 2)
+
+
+def test_one_port_gives_an_eighth_of_eight(changed):
+    cluster = Cluster(64, network=100)
+    all_of_them = comm.group_link(cluster, 64, 1).bandwidth
+    assert comm.group_link(changed(cluster, ports=1), 64, 1).bandwidth == all_of_them / 8
+
+
+def test_a_token_goes_once_to_each_node_that_has_one_of_its_experts(changed):
+    cluster, plan = Cluster(64), Plan(64, ep=64)
+    copies = comm.expert_layer(SPARSE, cluster, plan, 4096).forward
+    once = comm.expert_layer(SPARSE, changed(cluster, expert_nodes=8), plan, 4096).forward
+    four = comm.expert_layer(SPARSE, changed(cluster, expert_nodes=4), plan, 4096).forward
+    hidden = comm.expert_layer(SPARSE, changed(cluster, expert_overlap=0.9), plan, 4096).forward
+    port = cluster.network_bandwidth * comm.NETWORK
+    each = 2 * 4096 * 1024 / port  # seconds of all tokens, over one port, once
+    nvlink = 2 * 8 * 63 / 64 * 2 * 4096 * 1024 / (cluster.sheet.nvlink * comm.NVLINK)
+    # Two ways: 8 x 63/64 x 7/8 copies, against 8 x (1 - (7/8)^8) x 7/8 nodes of eight.
+    visited = 8 * (1 - (7 / 8) ** 8)
+    more_inside = nvlink * 7 / 8  # copies to other nodes go on over NVLink there
+    outside = 2 * 7 / 8 * each
+    assert copies - once == pytest.approx(outside * (8 * 63 / 64 - visited) - more_inside)
+    assert once - four == pytest.approx(outside * (visited - 4))
+    assert hidden == pytest.approx(four * 0.1)  # the fixture's changes add up
+
+
+def test_a_stage_that_waits_for_its_messages_waits_with_each_neighbour(changed):
+    plan, cluster = Plan(1, 8, 4), Cluster(32, engine="megatron-2021", gpu="A100")
+    free = predict(LLAMA, cluster, plan, 2048, 16)
+    times = stage_times(LLAMA, cluster, plan, 2048)
+    waits = predict(LLAMA, changed(cluster, blocking_messages=True), plan, 2048, 16)
+    whole = 2 * 2048 * 1024 / (cluster.network_bandwidth * comm.NETWORK)  # not an eighth of it
+    hop = comm.NVLINK_START + comm.NETWORK_LATENCY + whole
+    neighbours = (1, 2, 2, 1)
+    forward = [t.forward + n * hop for t, n in zip(times, neighbours, strict=True)]
+    backward = [t.backward + n * hop for t, n in zip(times, neighbours, strict=True)]
+    flowing = pipeline_seconds(
+        "one_f_one_b", 16, tuple(t.forward for t in times), tuple(t.backward for t in times)
+    )
+    through = pipeline_seconds("one_f_one_b", 16, tuple(forward), tuple(backward))
+    assert waits.parts["pipeline"] == pytest.approx(through - flowing)
+    assert waits.parts["pipeline"] > 2 * free.parts["pipeline"]
+
+
+def test_a_host_that_drives_a_pipeline_between_nodes_launches_later():
+    def idle(tp, pp, gpus):
+        cluster = Cluster(gpus, engine="nanotron")
+        plan = Plan(gpus // tp // pp, tp, pp)
+        return layer_times(LLAMA, cluster, plan, 1024, sparse=False).parts["host"]
+
+    later = idle(8, 2, 16) - idle(8, 1, 16)
+    assert later == pytest.approx(17e-3 - 4.3e-3)
+    assert idle(4, 2, 8) == idle(4, 1, 4)  # within a node
+    assert idle(2, 2, 16) == idle(2, 1, 16)  # by two ranks
+
+
+def test_late_micro_batches_are_in_the_upper_end_only(changed):
+    cluster = Cluster(16, engine="nanotron")
+    late = predict(LLAMA, cluster, Plan(16), 1024, 64)
+    usual = predict(LLAMA, changed(cluster, stall_seconds=0.0), Plan(16), 1024, 64)
+    assert late.high - usual.high == pytest.approx(4 * 1.7)
+    assert late[:2] == usual[:2]
+    one_node = predict(LLAMA, Cluster(8, engine="nanotron"), Plan(8), 1024, 64)
+    assert one_node.high / one_node.step_seconds < 2
+
+
+def test_an_engine_has_its_own_headroom():
+    for name, row in engines().items():
+        cluster = Cluster(8, engine=name)
+        assert cluster.capacity == cluster.memory * (1 - row.headroom)
+        assert predict(LLAMA, cluster, Plan(8), 1024, 8).capacity == cluster.capacity
