@@ -22,30 +22,52 @@ from naranhi.train import Training, UsageError, trainer
 
 
 def places(sizes):
-    """On a rank: its place, and the ranks of its groups."""
+    """On a rank: its place, the ranks of its groups, its rank in each; the ranks of replicas."""
     with Mesh(*sizes) as mesh:
-        groups = [
-            dist.get_process_group_ranks(group) for group in (mesh.data, mesh.pipeline, mesh.tensor)
-        ]
-        here = dist.get_rank(mesh.data), dist.get_rank(mesh.pipeline), dist.get_rank(mesh.tensor)
-        return mesh.place, groups, here
+        groups = [getattr(mesh, axis) for axis in Place._fields]
+        ranks = [dist.get_process_group_ranks(group) for group in groups]
+        copies = map(dist.get_process_group_ranks, (mesh.replicas, mesh.expert_replicas))
+        return mesh.place, ranks, tuple(map(dist.get_rank, groups)), [*copies]
 
 
 @pytest.mark.parametrize(
     "sizes",
-    [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (3, 1, 2), (2, 2, 2), (1, 4, 2), (1, 8, 1)],
+    [
+        (1, 1, 1),
+        (2, 1, 1),
+        (1, 2, 1),
+        (1, 1, 2),
+        (3, 1, 2),
+        (2, 2, 2),
+        (1, 4, 2),
+        (1, 8, 1),
+        (1, 1, 1, 2, 2),
+        (2, 1, 1, 2, 2),
+        (1, 2, 2, 1, 2),
+        (1, 1, 2, 2, 2),
+        (2, 2, 1, 2, 1),
+    ],
 )
 def test_a_rank_has_a_place_and_a_group_on_each_axis(eight, sizes):
-    several, length, shards = sizes
-    found = eight(several * length * shards, places, sizes)
+    sizes = Place(*sizes)
+    found = eight(math.prod(sizes), places, sizes)
     number = {}
-    for rank, (place, _, _) in enumerate(found):
-        assert rank == (place.pipeline * several + place.data) * shards + place.tensor
+    for rank, (place, *_) in enumerate(found):
+        share = place.pipeline * sizes.data + place.data
+        part = (share * sizes.expert + place.expert) * sizes.context + place.context
+        assert rank == part * sizes.tensor + place.tensor
         number[place] = rank
-    for place, groups, here in found:
+    for place, groups, here, copies in found:
         assert here == place
         for axis, group, size in zip(Place._fields, groups, sizes, strict=True):
             assert group == [number[place._replace(**{axis: i})] for i in range(size)]
+        for group, apart in zip(copies, ("tensor", "expert"), strict=True):
+            assert group == [
+                rank
+                for other, rank in number.items()
+                if other.pipeline == place.pipeline
+                and getattr(other, apart) == getattr(place, apart)
+            ]
 
 
 def refused(by_rank):
@@ -270,6 +292,32 @@ def tried_again():
 
 def test_a_step_that_was_refused_for_its_gradients_leaves_nothing_behind(eight):
     assert eight(4, tried_again) == [True] * 4
+
+
+def evaluated_before_the_update():
+    """On a rank: whether a step without gradients leaves those of the step before as they are."""
+    torch.manual_seed(0)
+    layers, (x, y) = models.mlp(4, 8), torch.randn(2, 4, 8)
+    with (
+        Mesh(data=2, pipeline=2) as mesh,
+        Pipeline(
+            layers,
+            schedules.one_f_one_b(2, 2),
+            squared_error,
+            group=mesh.pipeline,
+            replicas=mesh.data,
+        ) as pipe,
+    ):
+        pipe.step(x, y, 1)
+        before = [param.grad.clone() for param in pipe.parameters()]
+        with torch.no_grad():
+            pipe.step(x, y, 1)
+        after = [param.grad for param in pipe.parameters()]
+        return all(map(torch.equal, before, after))
+
+
+def test_a_step_without_gradients_sums_none(eight):
+    assert eight(4, evaluated_before_the_update) == [True] * 4
 
 
 # --- training ------------------------------------------------------------------------------------

@@ -123,14 +123,59 @@ def test_only_messages_of_the_named_peers_are_delayed(five):
     assert near < far / 2
 
 
+def two_kinds():
+    """Rank 0 sends to rank 1 over the slow link, to rank 2 over the other, by isend and irecv."""
+    rank, tensor = dist.get_rank(), torch.full((FLOATS,), float(dist.get_rank()))
+    slow, other = ({1}, {2}) if rank == 0 else ({0}, set()) if rank == 1 else (set(), {0})
+    dist.barrier()
+    with links.paced(0.2, 0.0, other), links.paced(0.5, 0.0, slow):
+        start = perf_counter()
+        if rank == 0:
+            works = [dist.isend(tensor, peer) for peer in (1, 2)]
+        else:
+            works = [dist.irecv(tensor, 0)] if rank < 3 else []
+        for work in works:
+            work.wait()
+        return perf_counter() - start, tensor[0].item()
+
+
+def test_single_messages_are_delayed_each_by_its_own_kind_of_link(five):
+    _, (slow, received), (other, also), *_ = five.call(two_kinds)
+    assert received == also == 0.0
+    assert slow > 0.45
+    assert 0.18 < other < slow - 0.1
+
+
+def blocked():
+    """Rank 1 waits for rank 2, which waits for rank 0's message to it, sent behind rank 1's."""
+    rank, tensor = dist.get_rank(), torch.zeros(1)
+    dist.barrier()
+    with links.paced(0.01, 0.0):
+        if rank == 0:
+            works = [dist.isend(tensor, 1), dist.isend(tensor, 2)]
+        elif rank == 1:
+            dist.irecv(tensor, 2).wait()
+            works = [dist.irecv(tensor, 0)]
+        elif rank == 2:
+            dist.irecv(tensor, 0).wait()
+            works = [dist.isend(tensor, 1)]
+        for work in works if rank < 3 else ():
+            work.wait()
+    return True
+
+
+def test_a_message_that_nobody_takes_yet_does_not_hold_up_those_behind_it(five):
+    assert all(five.call(blocked))
+
+
 def leave():
-    before = dist.batch_isend_irecv
+    before = dist.batch_isend_irecv, dist.isend, dist.irecv, dist.P2POp
     try:
         with links.paced(0.0, 0.0):
-            assert dist.batch_isend_irecv is not before
+            assert dist.batch_isend_irecv is not before[0]
             raise KeyboardInterrupt
     except KeyboardInterrupt:
-        return dist.batch_isend_irecv is before
+        return before == (dist.batch_isend_irecv, dist.isend, dist.irecv, dist.P2POp)
 
 
 def test_the_pace_ends_with_the_block_however_it_is_left(five):

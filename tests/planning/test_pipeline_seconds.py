@@ -61,6 +61,18 @@ def test_the_interleaved_schedule_takes_what_the_simulation_says(seed):
     assert seconds == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.parametrize("name", ["zero_bubble_v", "dualpipe_v"])
+@pytest.mark.parametrize("seed", range(4))
+def test_v_shaped_schedules_take_what_the_simulation_says(name, seed):
+    order = random.Random(seed)
+    stages = order.randint(2, 4)
+    microbatches = 2 * stages + order.randint(0, 12)
+    times = *uneven(order, 2 * stages), order.choice([0.0, 0.3])
+    seconds = pipeline_seconds(name, microbatches, *times, 2)
+    expected = simulated(name, stages, microbatches, *times)
+    assert seconds == pytest.approx(expected, rel=1e-12)
+
+
 def test_few_rounds_and_their_pace_stand_for_many(monkeypatch):
     """All stages equal but the last, which has the output layer: the usual case."""
     monkeypatch.setattr(pipeline, "ACTIONS", 0)
@@ -89,11 +101,15 @@ def test_the_quick_estimate_is_the_bubble_of_equal_stages():
         ("zero_bubble_h2", 1),
         ("interleaved", 2),
         ("interleaved", 3),
+        ("zero_bubble_v", 2),
+        ("dualpipe_v", 2),
     ],
 )
 @pytest.mark.parametrize("microbatches", [4, 8, 24])
 def test_micro_batches_in_flight_are_those_of_the_schedule(name, chunks, microbatches):
     more = (chunks,) if name == "interleaved" else ()
+    if name == "dualpipe_v":
+        microbatches = max(8, microbatches)
     timeline = schedules.simulate(schedules.get(name)(4, microbatches, *more))
     expected = [in_flight(name, 4, stage, microbatches, chunks) for stage in range(4)]
     assert list(timeline.peak_activations) == pytest.approx(expected)

@@ -53,6 +53,8 @@ def test_an_efficiency_that_no_run_has_calibrated_is_that_of_the_nearest():
         ({"schedule": "pipedream", "pp": 2}, "schedule is one of one_f_one_b, gpipe"),
         ({"chunks": 2, "pp": 2}, "chunks = 2 with schedule 'one_f_one_b': only 'interleaved'"),
         ({"schedule": "interleaved"}, "'interleaved' with pp = 1"),
+        ({"schedule": "zero_bubble_v"}, "'zero_bubble_v' with pp = 1: one stage has nothing"),
+        ({"schedule": "dualpipe_v", "pp": 2, "chunks": 3}, "chunks = 3 .* a V has 2 on each rank"),
         ({"ep": 3}, "ep = 3 does not divide dp x cp = 8"),
         ({"zero_group": 3}, "zero_group = 3 does not divide dp x cp = 8"),
     ],
@@ -112,3 +114,21 @@ def test_an_engine_that_leaves_stages_empty_is_refused():
 
 def test_torchs_names_of_schedules_are_known():
     assert Plan(1, pp=2, schedule="1F1B").schedule == "one_f_one_b"
+
+
+def test_a_v_has_both_ends_of_the_model_on_its_first_rank():
+    plan = Plan(1, pp=4, schedule="zero_bubble_v")
+    assert [plan.virtual_stages(rank) for rank in range(4)] == [(0, 7), (1, 6), (2, 5), (3, 4)]
+    assert [plan.rank_of(stage) for stage in range(8)] == [0, 1, 2, 3, 3, 2, 1, 0]
+    looped = Plan(1, pp=2, chunks=2, schedule="interleaved")
+    assert [looped.virtual_stages(rank) for rank in range(2)] == [(0, 2), (1, 3)]
+    assert [looped.rank_of(stage) for stage in range(4)] == [0, 1, 0, 1]
+    first = predict(MODEL, Cluster(4), plan, 1024, 16).memory[0]
+    # Twelve layers on eight virtual stages: the two at the ends have one, and the embedding once.
+    assert first.parameters == 2 * (2 * MODEL.layer_parameters() + MODEL.embedding_parameters)
+
+
+def test_dualpipe_needs_two_micro_batches_for_each_rank():
+    plan = Plan(1, pp=4, schedule="dualpipe_v")
+    with pytest.raises(PlanError, match="7 micro-batches are less than 2 pp = 8"):
+        predict(MODEL, Cluster(4), plan, 1024, 7)

@@ -8,20 +8,25 @@ two cores take as long as four machines would. Units: seconds, bytes.
 from collections.abc import Container, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from math import isfinite
+from threading import Lock
 from time import monotonic, sleep
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import irecv, isend
+
+WAITING = 32  # messages that a rank can wait for at once, in a thread each
 
 
 @contextmanager
 def paced(alpha: float, beta: float, peers: Container[int] | None = None) -> Iterator[None]:
     """Pace this rank's link to a latency of `alpha` and an inverse bandwidth of `beta`.
 
-    This delays the messages that `dist.batch_isend_irecv` starts, which all of
-    `naranhi.collectives` uses. The model is that of `naranhi.costs`: a message of m bytes takes
-    alpha + m * beta seconds, and a rank sends one message and receives one message at a time.
-    Enter the context on every rank.
+    This delays the messages that `dist.batch_isend_irecv`, which all of `naranhi.collectives` uses,
+    `dist.isend` and `dist.irecv` start. The model is that of `naranhi.costs`: a message of m bytes
+    takes alpha + m * beta seconds, and a rank sends one message and receives one message at a time.
+    Enter the context on every rank. For two kinds of links, enter it twice, with other peers.
 
     Args:
         alpha: the latency in seconds. Real messages must be quick compared with it, so make it
@@ -35,19 +40,23 @@ def paced(alpha: float, beta: float, peers: Container[int] | None = None) -> Ite
     """
     if not all(isfinite(value) and value >= 0 for value in (alpha, beta)):
         raise ValueError(f"alpha and beta are times, 0 or more, not {alpha!r} and {beta!r}")
-    unpaced = dist.batch_isend_irecv
+    unpaced, unpaced_message = dist.batch_isend_irecv, dist.P2POp
+    singles = dist.isend, dist.irecv  # as they were: perhaps paced for other peers
     sent = received = 0.0  # when the link will be, or was, done with its last message
+    lock = Lock()
 
     def send(message, arrival):
         sleep(max(0.0, arrival - monotonic()))
-        _wait_for(unpaced([message]))
+        return unpaced([message])  # in order; a thread that waited for one would hold up the next
 
     def receive(works, takes):
         nonlocal received
         _wait_for(works)
         # The sender has delayed it already; wait more only if it queued behind another message.
-        received = max(monotonic(), received + takes)
-        sleep(max(0.0, received - monotonic()))
+        with lock:
+            end = received = max(monotonic(), received + takes)
+        sleep(max(0.0, end - monotonic()))
+        return ()
 
     def start(messages):
         nonlocal sent
@@ -58,20 +67,33 @@ def paced(alpha: float, beta: float, peers: Container[int] | None = None) -> Ite
             takes = alpha + message.tensor.nbytes * beta
             if peers is not None and message.peer not in peers:
                 works += unpaced([message])
-            elif message.op is dist.irecv:
+            elif message.op is irecv:
                 works.append(_Work(inward.submit(receive, unpaced([message]), takes)))
             else:
-                sent = max(monotonic(), sent) + takes
-                works.append(_Work(outward.submit(send, message, sent)))
+                with lock:
+                    arrival = sent = max(monotonic(), sent) + takes
+                    works.append(_Work(outward.submit(send, message, arrival)))
         return works
 
-    # One worker per direction, so that messages stay in order.
-    with ThreadPoolExecutor(1) as inward, ThreadPoolExecutor(1) as outward:
-        dist.batch_isend_irecv = start
+    def start_one(op, tensor, *arguments, **options):
+        return start([unpaced_message(op, tensor, *arguments, **options)])[0]
+
+    paced_ones = [partial(start_one, op) for op in (isend, irecv)]
+
+    def message(op, *arguments, **options):
+        """Make a message of a batch, whose operation is a paced one when it is looked up here."""
+        plain = (isend, irecv)[paced_ones.index(op)] if op in paced_ones else op
+        return unpaced_message(plain, *arguments, **options)
+
+    # One worker sends, so that messages stay in order.
+    with ThreadPoolExecutor(WAITING) as inward, ThreadPoolExecutor(1) as outward:
+        dist.batch_isend_irecv, dist.P2POp = start, message
+        dist.isend, dist.irecv = paced_ones
         try:
             yield
         finally:
-            dist.batch_isend_irecv = unpaced
+            dist.batch_isend_irecv, dist.P2POp = unpaced, unpaced_message
+            dist.isend, dist.irecv = singles
 
 
 def _wait_for(works):
@@ -86,4 +108,4 @@ class _Work:
         self.future = future
 
     def wait(self):
-        self.future.result()
+        _wait_for(self.future.result())

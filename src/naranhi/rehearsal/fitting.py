@@ -1,0 +1,134 @@
+"""What a layer, a message and an action cost here, measured: a `planning.Machine`."""
+
+from __future__ import annotations
+
+from statistics import median
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+
+from naranhi import schedules
+from naranhi.costs import fit_alpha_beta
+from naranhi.pipeline import Pipeline
+from naranhi.planning import Layer, Line, Machine, Model
+from naranhi.rehearsal.layers import Pace, RehearsalLayer
+from naranhi.rehearsal.meshes import Groups
+from naranhi.rehearsal.network import Network, meet, slowest
+from naranhi.rehearsal.steps import squares
+
+PARTS = 1 / 8, 1.0  # of a layer, whose times make a line
+MESSAGES = 15  # of each size, one after the other
+SIZES = 2**12, 2**18  # bytes of messages, whose times make a line
+
+
+def fit(
+    model: Model, sequence_length: int, *, pace: Pace, network: Network, repeats: int = 7
+) -> Machine:
+    """Measure what this machine's ranks do, all at once, and return it for `predict`.
+
+    No mesh is run: a layer on each rank by itself, messages between pairs, and a pipeline of one
+    stage. Of layers the fastest counts, as whatever else runs here only adds time.
+
+    Args:
+        model: The model whose layers are to be cut.
+        sequence_length: Tokens of a sequence.
+        pace: Of a whole layer.
+        network: Between the two halves of the ranks.
+        repeats: How often a layer is run.
+    """
+    ranks = dist.get_world_size()
+    alone = _alone()
+    passes = [_layer(model, sequence_length, alone, pace, part, repeats) for part in PARTS]
+    forward, backward = (_line(PARTS, times) for times in zip(*passes, strict=True))
+    whole = passes[-1][0] + passes[-1][1]
+    action = _step(model, sequence_length, alone, pace, repeats) / 2 - whole / 2
+    everyone = dist.new_group(group_desc="unchecked")
+    with network.paced():
+        far, near = (
+            _line(SIZES, [_message(size, distance, everyone) for size in SIZES])
+            for distance in (ranks // 2, 1)
+        )  # of two ranks both are the slow one
+    dist.destroy_process_group(everyone)
+    dist.destroy_process_group(alone.tensor)
+    return Machine(
+        ranks,
+        max(1, ranks // 2),
+        layer=Layer(forward, backward, pace.attention),
+        near=near,
+        far=far,
+        action=max(0.0, action),
+        peak=model.flops_per_token(sequence_length) * sequence_length / whole / model.layers,
+    )
+
+
+def _alone():
+    group = [
+        dist.new_group([rank], group_desc="unchecked") for rank in range(dist.get_world_size())
+    ]
+    return Groups(*[group[dist.get_rank()]] * 4)
+
+
+def _layer(model, sequence_length, groups, pace, part, repeats):
+    """Return the seconds of the forward and the backward of that part of a layer."""
+    slower = Pace(pace.forward * part, pace.backward * part, pace.attention)
+    layer = RehearsalLayer(model.hidden, model.heads, groups, pace=slower)
+    x = torch.randn(1, sequence_length, model.hidden, requires_grad=True)
+    times = []
+    meet()
+    for _ in range(1 + repeats):  # of which the first makes a device's handles and the like
+        start = perf_counter()
+        output = layer(x)
+        middle = perf_counter()
+        output.sum().backward()
+        times.append((middle - start, perf_counter() - middle))
+    return [_fastest(one) for one in zip(*times[1:], strict=True)]
+
+
+def _step(model, sequence_length, groups, pace, repeats):
+    """Return the seconds of a micro-batch of a pipeline that has one stage of one layer."""
+    layer = RehearsalLayer(model.hidden, model.heads, groups, pace=pace)
+    x = torch.randn(repeats, sequence_length, model.hidden)
+    schedule = schedules.one_f_one_b(1, repeats)
+    with Pipeline([layer], schedule, squares, group=groups.pipeline) as pipeline:
+        times = []
+        for _ in range(3):
+            meet()
+            start = perf_counter()
+            pipeline.step(x, torch.zeros_like(x), x.numel())
+            times.append((perf_counter() - start) / repeats)
+    return _fastest(times)
+
+
+def _message(size, distance, group):
+    """Return the seconds of messages of all ranks at once, each to the rank at that distance.
+
+    It is the median of messages one after the other, on the rank whose messages take longest,
+    because ranks may share a link.
+    """
+    rank = dist.get_rank()
+    peer = rank + distance if rank // distance % 2 == 0 else rank - distance
+    sent, received, times = torch.zeros(size // 4), torch.empty(size // 4), []
+    dist.barrier(group)
+    for _ in range(MESSAGES):
+        start = perf_counter()
+        pair = [
+            dist.P2POp(dist.irecv, received, peer, group),
+            dist.P2POp(dist.isend, sent, peer, group),
+        ]
+        for work in dist.batch_isend_irecv(pair):
+            work.wait()
+        times.append(perf_counter() - start)
+    return slowest([median(times)])[0]
+
+
+def _line(sizes, seconds):
+    start, rate = fit_alpha_beta(sizes, seconds)
+    return Line(max(0.0, start), max(0.0, rate))
+
+
+def _fastest(times):
+    """Return the fastest time of any rank: layers are equal."""
+    least = torch.tensor(min(times), dtype=torch.float64)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    return least.item()
