@@ -50,12 +50,14 @@ def watched(device, changes):
     layers = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
     watch, steps = Watch(), []
     with pipeline.Pipeline(layers, schedules.gpipe(2, 4), squared_error, group=group) as pipe:
-        pipe.device = torch.device(device)
+        pipe._messages.device = torch.device(device)
         with watch.patched("isend"), watch.patched("irecv"):
             for step in range(6):
                 x = torch.ones(4 * (1 + (step in changes)), WIDTH)
                 pipe.step(x, x, 1, watch)
-                steps.append((watch.take(), {str(end.carrier) for end in pipe._ends.values()}))
+                steps.append(
+                    (watch.take(), {str(end.carrier) for end in pipe._messages.ends.values()})
+                )
     return steps
 
 

@@ -241,3 +241,36 @@ def test_what_is_exact_stays_exact():
     timeline = simulate(schedules.pipedream(2, 4), third, 2 * third)
     assert {type(one) for one in (timeline.cost, *timeline.busy)} == {Fraction}
     assert all(type(span.end) is Fraction for row in timeline.rows for span in row)
+
+
+# --- links with a bandwidth ----------------------------------------------------------------------
+
+
+@unhurried
+@given(microbatches, st.fractions(1, 8, max_denominator=8))
+def test_a_slow_link_carries_one_message_after_another(m, each):
+    """GPipe on two stages whose messages take longer than their actions: the link sets the pace."""
+    timeline = simulate(schedules.gpipe(2, m), 1, 1, bandwidth=1 / each)
+    assert [span.start for span in timeline[1][:m]] == [1 + each * (k + 1) for k in range(m)]
+    gradients = 1 + each * m + 1 + 1  # when rank 1's first backward ends
+    assert timeline[0][-1].end == gradients + each * m + 1
+
+
+@unhurried
+@given(right_schedules(), fractions)
+def test_a_link_without_a_limit_is_as_none(schedule, latency):
+    free = simulate(schedule, latency=latency)
+    assert simulate(schedule, latency=latency, bandwidth=float("inf")).rows == free.rows
+
+
+def test_activations_and_gradients_share_a_link():
+    """In a V rank 0 sends rank 1 both: 2m messages, each of which takes 100."""
+    timeline = simulate(schedules.zero_bubble_v(2, 4), bandwidth=Fraction(1, 100))
+    assert timeline[1][-1].end > 800
+    assert max(span.start for span in timeline[1] if span.action.kind in "FI") >= 800
+
+
+@pytest.mark.parametrize("bandwidth", [0, -1.0, float("nan")])
+def test_a_bandwidth_that_is_none_is_refused(bandwidth):
+    with pytest.raises(ValueError, match=f"bandwidth must be positive, or None, not {bandwidth!r}"):
+        simulate(schedules.gpipe(2, 2), bandwidth=bandwidth)

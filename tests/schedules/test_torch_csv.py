@@ -249,3 +249,14 @@ def test_a_schedule_of_torchs_runs_on_torch_when_written_again(five, tmp_path):
     mine = [[0, 2], [1, 3]]
     answers = five.call(run_on_torch, 2, str(tmp_path / "again.csv"), 4, 4, mine)
     assert answers[:2] == [(0, [True] * 4), (4, [True] * 8)]
+
+
+def test_lines_are_read_as_a_file_is(tmp_path):
+    schedule = schedules.zero_bubble_v(2, 4)
+    schedules.write_csv(schedule, tmp_path / "own.csv")
+    text = (tmp_path / "own.csv").read_text()
+    assert schedules.read_csv(text.splitlines()) == schedule
+    with open(tmp_path / "own.csv", newline="") as file:
+        assert schedules.read_csv(file) == schedule
+    with pytest.raises(schedules.ScheduleError, match=r"^rank 0: '0X0' is no action"):
+        schedules.read_csv(["0F0,0X0"])

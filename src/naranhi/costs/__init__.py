@@ -37,7 +37,13 @@ from naranhi.costs.experts import (
     moe_seconds,
 )
 from naranhi.costs.failures import checkpoint_interval, goodput
-from naranhi.costs.model_state import hybrid_bytes_sent, zero_bytes, zero_bytes_sent
+from naranhi.costs.model_state import (
+    hybrid_bytes_sent,
+    pipeline_zero_bytes,
+    pipeline_zero_bytes_sent,
+    zero_bytes,
+    zero_bytes_sent,
+)
 
 __all__ = [
     "ALGORITHMS",
@@ -66,6 +72,8 @@ __all__ = [
     "moe_count_bytes_sent",
     "moe_rows_sent",
     "moe_seconds",
+    "pipeline_zero_bytes",
+    "pipeline_zero_bytes_sent",
     "transformer_layer_bytes",
     "transformer_layer_items",
     "zero_bytes",

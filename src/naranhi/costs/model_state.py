@@ -78,6 +78,45 @@ def hybrid_bytes_sent(
     return near, bytes_sent("all_reduce", shard, replicas)
 
 
+def pipeline_zero_bytes_sent(
+    parameters: float,
+    ranks: int,
+    gathers: int = 1,
+    reductions: int = 1,
+    precision: str = "bf16",
+) -> float:
+    """Return the bytes that a rank sends in a step for a pipeline's stage in shards.
+
+    Each gather of its parameters, and each reduction of its gradients, sends (n - 1) / n of it on n
+    ranks. With m micro-batches and whole backwards, a stage that stays gathered is gathered once,
+    and one that is freed after every action 2m times; `schedules.transfers` counts both.
+
+    Args:
+        parameters: The number of parameters of the stage.
+        ranks: The number of ranks that have shards of it.
+        gathers: How often it is gathered in a step; 1 also at stage 2, which gathers after it.
+        reductions: How often its gradients are reduced.
+        precision: As for `zero_bytes`.
+    """
+    value, _ = _check_zero(parameters, ranks, 3, precision)
+    return (gathers + reductions) * bytes_sent("all_gather", parameters * value, ranks)
+
+
+def pipeline_zero_bytes(
+    parameters: float, ranks: int, gathered: float, precision: str = "bf16"
+) -> float:
+    """Return the bytes of parameters that a rank of a pipeline holds while some are gathered.
+
+    Args:
+        parameters: The number of parameters of all stages of the rank, of which it has shards.
+        ranks: The number of ranks that have shards of them.
+        gathered: How many of them are whole as well; `schedules.gathered` says which stages are.
+        precision: As for `zero_bytes`; the copy in fp32 counts as optimizer state.
+    """
+    value, _ = _check_zero(parameters, ranks, 3, precision)
+    return (parameters / ranks + gathered) * value
+
+
 _OPTIMIZER_STATE = {"adam": 8, "momentum": 4, "sgd": 0}  # bytes per parameter, in fp32
 _PRECISION = {"bf16": (2, 4), "fp32": (4, 0)}  # bytes of a value, and of its fp32 copy
 

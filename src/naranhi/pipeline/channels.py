@@ -25,104 +25,14 @@ for the whole GPU has the same effect: within a step, wait for a stream, and do 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from naranhi.distributed import from_all_ranks
-
-AGREEMENT = "agreement"  # purpose of the group of all ranks of a pipeline
 AHEAD = 2  # receives posted ahead on a channel: one arrives while the previous one is processed
 BY_CPU = 2  # see [The first steps between GPUs]; an optimizer's second update runs other kernels
-
-
-def new_groups(
-    local: dict[str, Any], timeout: float
-) -> dict[tuple[tuple[int, ...], Hashable], dist.ProcessGroup]:
-    """Create this rank's process groups, unless something is wrong on any rank of the world.
-
-    Every rank of the world calls this. Torch creates a group on all ranks at once, members or not,
-    and in one order, so every rank creates the groups of all pipelines.
-
-    Args:
-        local: what this rank was given for its pipeline, by name; empty for a rank in no pipeline.
-            "pipeline": the pipeline's ranks in the world. On these, all entries must be equal
-                except "replicas", "place in the pipeline" and "copies".
-            "replicas": the ranks in the world that have the same stages in other pipelines, or
-                None. On these, all entries must be equal except "pipeline", "groups" and "copies".
-            "groups": the groups that the ranks of the pipeline need among them, as pairs (ranks in
-                the world, purpose).
-            "copies": see `tied_weights.copies`.
-            "error": what is wrong on this rank, if anything is.
-        timeout: seconds that each message may take.
-
-    Returns:
-        `{(ranks, purpose): group}`, of the pairs in this rank's "groups".
-
-    Raises:
-        Exception: the error of any rank.
-        ValueError: ranks of a pipeline, or replicas, were given different things, or copies that
-            are not equal.
-    """
-    gathered = from_all_ranks(local)
-    for given in (local, *gathered):
-        if "error" in given:
-            raise given["error"]
-    for which, called, but in (
-        ("pipeline", "of one pipeline", {"replicas", "place in the pipeline", "copies"}),
-        ("replicas", "replicas of one another", {"pipeline", "groups", "copies"}),
-    ):
-        _compare(gathered, which, called, but)
-        _compare_copies(gathered, which, called)
-    groups, both = {}, "cpu:gloo,cuda:nccl" if dist.get_backend() == "nccl" else "gloo"
-    for ranks, purpose in dict.fromkeys(
-        pair for given in gathered for pair in given.get("groups", ())
-    ):
-        group = dist.new_group(
-            list(ranks),
-            timeout=timedelta(seconds=timeout),
-            group_desc="unchecked",
-            # The ranks agree through their CPUs, which would otherwise wait for their GPUs.
-            backend="gloo" if purpose == AGREEMENT else both,
-        )
-        if (ranks, purpose) in local.get("groups", ()):
-            groups[ranks, purpose] = group
-    return groups
-
-
-def _compare(gathered, which, called, but):
-    """Raise ValueError if two ranks that belong together were given different things.
-
-    `which` names the entry that lists the ranks to compare, `called` is their relation in the
-    error, and `but` names the entries that may differ.
-    """
-    for rank, given in enumerate(gathered):
-        other = (given.get(which) or [rank])[0]
-        expected = gathered[other]
-        for what in given:
-            if what not in but and given[what] != expected.get(what):
-                short = what not in ("schedule", "groups")
-                raise ValueError(
-                    f"rank {other} and rank {rank}, {called}, disagree on {what}"
-                    + f": {expected.get(what)} and {given[what]}" * short
-                )
-
-
-def _compare_copies(gathered, which, called):
-    """Raise ValueError if two ranks that belong together have different values of a tensor."""
-    first = {}
-    for rank, given in enumerate(gathered):
-        for name, digest in given.get("copies", {}).get(which, {}).items():
-            other, expected = first.setdefault((given[which], name), (rank, digest))
-            if digest != expected:
-                raise ValueError(
-                    f"rank {other} and rank {rank}, {called}, have different values of {name}: "
-                    "give both the same, by one seed or one checkpoint"
-                )
 
 
 def carrier(device: torch.device, earlier: int) -> torch.device:

@@ -1,22 +1,14 @@
 """Run any schedule on real ranks: its forwards, its backwards, and the messages that it implies.
 
-A rank goes through its row of the schedule. It receives the message that an action needs, runs the
-action, and sends the message that follows: `Pipeline.step` is that loop. No schedule mentions a
-message; `schedules.Schedule` says which messages follow from it, and `schedules.check` why none can
-block. The actions are implemented in `stage`, the messages in `channels`.
-
-Source:
-    Huang et al., "GPipe: efficient training of giant neural networks using pipeline parallelism"
-    (2019).
+A rank goes through its row of the schedule (`row.Row`). It receives the message that an action
+needs, runs the action (`stage`), and sends the message that follows (`messages`). No schedule
+mentions one; `schedules.check` says why none can block. Source: Huang et al., "GPipe" (2019).
 """
 
 from __future__ import annotations
 
-import hashlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
-from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -24,38 +16,23 @@ import torch.distributed as dist
 from torch import nn
 
 from naranhi.data_parallel import all_reduce_bucketed, broadcast_buffers
-from naranhi.pipeline.channels import AGREEMENT, Receiver, Sender, carrier, new_groups
+from naranhi.expert_parallel import expert_parameters, sum_over_copies
+from naranhi.pipeline.groups import AGREEMENT, key_of, let_go, new_groups
+from naranhi.pipeline.messages import Messages
 from naranhi.pipeline.microbatches import Microbatches
-from naranhi.pipeline.partition import check_kinds, check_layers, cut
+from naranhi.pipeline.preparation import prepared
+from naranhi.pipeline.row import Row
+from naranhi.pipeline.sharding import zero_stage
 from naranhi.pipeline.signatures import StageSignatures
 from naranhi.pipeline.stage import Stage
-from naranhi.pipeline.tied_weights import TiedWeight, copies, tied_parameters
+from naranhi.pipeline.tied_weights import TiedWeight
 from naranhi.pipeline.weight_stash import WeightStash
-from naranhi.schedules import Channel, Schedule, channels, check, check_versions, releases
+from naranhi.schedules import Schedule
 from naranhi.tensor_parallel import clip_grad_norm_
 
 if TYPE_CHECKING:
     from naranhi.measure import Recorder
-
-
-def run(
-    schedule: Schedule,
-    layers: Iterable[nn.Module],
-    loss_fn: Callable[..., torch.Tensor],
-    inputs: torch.Tensor | tuple[torch.Tensor, ...],
-    targets: torch.Tensor | tuple[torch.Tensor, ...] | None,
-    count: float | list[float] | tuple[float, ...],
-    *,
-    balance: Sequence[int] | None = None,
-    group: dist.ProcessGroup | None = None,
-    recorder: Recorder | None = None,
-) -> torch.Tensor | None:
-    """Make a `Pipeline` for one step, and return what its `step` returns.
-
-    Every rank calls this. The arguments are those of `Pipeline` and of `Pipeline.step`.
-    """
-    with Pipeline(layers, schedule, loss_fn, balance=balance, group=group) as pipeline:
-        return pipeline.step(inputs, targets, count, recorder)
+    from naranhi.pipeline.sharding import ShardedStages, Sharding
 
 
 class Pipeline:
@@ -86,8 +63,11 @@ class Pipeline:
         versions: the most versions of its weights that a stage may hold, or a list by virtual
             stage.
         timeout: the seconds after which a message that has not arrived is an error.
-        replicas: where several pipelines share a batch (data parallelism), the process group of the
-            ranks that have the same stages as this one; each step sums their gradients.
+        replicas: where several pipelines share a batch (data parallelism) or its sequences, the
+            process group of the ranks that have the same stages as this one; each step sums their
+            gradients, and those of experts over the replicas of their layer (`MoE`).
+        sharding: for a schedule that gathers and reduces stages (`schedules.with_sharding`), what
+            shards them over the replicas, such as `zero.ZeroStages`; see `sharded`.
         overlap: how to run the forward and the backward of a pair (`schedules.Overlap`):
             `overlap(forward, backward)` calls both, without arguments, and returns what they
             return, such as `in_threads`. The messages of both are received before and sent after.
@@ -109,11 +89,13 @@ class Pipeline:
             split on a layer that is not `autograd.splittable`; the schedule updates weights without
             an optimizer, with replicas, or with a parameter that two stages share; a layer has
             parameters without shapes, or sparse gradients; tied parameters or replicas are not
-            equal, to the bit.
+            equal, to the bit; the schedule gathers or reduces stages without `sharding` or
+            replicas, or with a parameter that two stages share.
 
     Attributes:
         stages: {virtual stage: `Stage`} of this rank.
         tied: the parameters of this rank of which other ranks have copies.
+        sharded: what `sharding` has returned: the shards of this rank, for an optimizer; or None.
     """
 
     group: dist.ProcessGroup
@@ -122,9 +104,9 @@ class Pipeline:
     device: torch.device
     replicas: dist.ProcessGroup | None
     last: int
-    overlap: Callable[[Callable[[], Any], Callable[[], Any]], tuple[Any, Any]] | None
     stages: dict[int, Stage]
     tied: list[TiedWeight]
+    sharded: ShardedStages | None
 
     def __init__(
         self,
@@ -141,48 +123,26 @@ class Pipeline:
         replicas: dist.ProcessGroup | None = None,
         overlap: Callable[[Callable[[], Any], Callable[[], Any]], tuple[Any, Any]] | None = None,
         trial: str = "shapes",
+        sharding: Sharding | None = None,
     ) -> None:
         self.group = dist.group.WORLD if group is None else group
         self.rank, self.schedule, layers = dist.get_rank(self.group), schedule, list(layers)
         gpu = dist.get_backend(self.group) == "nccl"
         self.device = torch.device(*("cuda", torch.cuda.current_device()) if gpu else ("cpu",))
         self.replicas = replicas if replicas and dist.get_world_size(replicas) > 1 else None
-        local = {
-            "pipeline": tuple(dist.get_process_group_ranks(self.group)),
-            "replicas": self.replicas and tuple(dist.get_process_group_ranks(self.replicas)),
-            "number of replicas": self.replicas and dist.get_world_size(self.replicas),
-            "place in the pipeline": self.rank,
-            "micro-batches": schedule.microbatches,
-            "layers": len(layers),
-            "balance": balance and list(balance),
-            "trial": trial,
-            "schedule": hashlib.sha256(str(schedule).encode()).hexdigest(),
-        }
-        try:
-            check(schedule)
-            if len(schedule) != dist.get_world_size(self.group):
-                raise ValueError(
-                    f"a schedule of {len(schedule)} ranks on {dist.get_world_size(self.group)}"
-                )
-            if trial not in ("shapes", "data"):
-                raise ValueError(f'trial is "shapes" or "data", not {trial!r}')
-            parts = cut(
-                layers, schedule.virtual_stages, balance, schedule.virtual_stages // len(schedule)
-            )
-            check_kinds(schedule, parts, optimizer, self.replicas)
-            check_layers(layers)
-            if versions is not None:
-                check_versions(schedule, versions)
-            tied = tied_parameters(parts, schedule.placement)
-            self._messages = channels(schedule)
-            purposes = [AGREEMENT, *self._messages, *dict.fromkeys(ranks for _, _, ranks in tied)]
-            local["groups"] = [self._group_of(purpose) for purpose in purposes]
-            local["copies"] = copies(parts, schedule.placement, self.rank, self.replicas)
-        except ValueError as error:
-            local["error"] = error
-        groups = new_groups(local, timeout)
-        self._ends, users = {}, []
-        self._let_go = weakref.finalize(self, _let_go, users, groups)
+        local, parts, tied = prepared(
+            layers,
+            schedule,
+            self.group,
+            balance=balance,
+            optimizer=optimizer,
+            versions=versions,
+            replicas=replicas,
+            sharding=sharding,
+            trial=trial,
+        )
+        groups, users = new_groups(local, timeout), []
+        self._let_go = weakref.finalize(self, let_go, users, groups)
         self._let_go.atexit = False  # at exit, the process and its groups end anyway
 
         self.last = len(parts) - 1
@@ -193,25 +153,24 @@ class Pipeline:
             for stage, part in enumerate(parts)
             if schedule.placement[stage] == self.rank
         }
-        self.overlap = overlap
-        self._turns = _turns(schedule.units[self.rank], overlap is not None)
-        self._releases = releases(schedule)[self.rank]
+        self._experts = expert_parameters(nn.ModuleList(self.stages.values()))
         if any(action.kind == "U" for action in schedule[self.rank]):
             for stage in self.stages.values():
                 stage.weights = WeightStash(stage, optimizer, stash)
         self.tied = [
-            TiedWeight(name, parameter, groups[self._group_of(ranks)])
+            TiedWeight(name, parameter, groups[key_of(ranks, self.group)])
             for name, parameter, ranks in tied
             if self.rank in ranks
         ]
+        self.sharded = sharding and sharding(self.stages, zero_stage(schedule), replicas)
+        agreement = groups[key_of(AGREEMENT, self.group)]
         self._boundaries = StageSignatures(
-            self.stages, schedule.placement, groups[self._group_of(AGREEMENT)], trial, self.tied
+            self.stages, schedule.placement, agreement, trial, self.tied, self.sharded
         )
         users += [self._boundaries, *self.tied]
-        for channel in self._messages:
-            if self.rank in channel[:2]:
-                self._ends[channel] = self._end(channel, groups[self._group_of(channel)])
-                users.append(self._ends[channel])
+        self._messages = Messages(schedule, self.group, groups, self.device)
+        users.append(self._messages)
+        self._row = Row(schedule, self.rank, self.stages, self._messages, overlap, self.sharded)
 
     def __enter__(self) -> Self:
         return self
@@ -244,6 +203,8 @@ class Pipeline:
         Returns:
             The norm before scaling, a float on every rank.
         """
+        if self.sharded:
+            return self.sharded.clip_grad_norm_(max_norm, norm_type, [self.group])
         later_copies = [tied.parameter for tied in self.tied if dist.get_rank(tied.group)]
         return clip_grad_norm_(
             nn.ModuleList(self.stages.values()),
@@ -297,82 +258,21 @@ class Pipeline:
                 be summed again.
         """
         batch, takes, earlier = self._agree(inputs, targets, count)
-        for channel, end in self._ends.items():
-            end.carrier = carrier(self.device, earlier)
-            if isinstance(end, Receiver):
-                end.expect(
-                    [
-                        takes[max(message[:2])].message(channel.kind)
-                        for message in self._messages[channel]
-                    ]
-                )
         tied = self.tied if torch.is_grad_enabled() else ()
         for part in (*self.stages.values(), *tied):
             part.begin()
-        local = {}  # messages between two stages of this rank
-
-        def take(message):
-            if message is None:
-                return None
-            channel = self.schedule.channel(message)
-            return self._ends[channel].take() if channel else local.pop(message)
-
-        def give(message, tensors):
-            channel = self.schedule.channel(message)
-            if channel:
-                self._ends[channel].send(tensors)
-            else:
-                local[message] = tensors
-
-        def run(stage, action, arrived, released):
-            number, kind, k, version = action
-            if kind == "F":
-                return stage.run_forward(
-                    k,
-                    batch.inputs[k] if number == 0 else arrived,
-                    takes[number],
-                    takes[number + 1],
-                    batch.target(k) if number == self.last else None,
-                    batch.counts[k],
-                    version,
-                )
-            if kind == "B":
-                return stage.run_backward(k, arrived)
-            if kind == "I":
-                return stage.run_input_grad(k, arrived)
-            if kind == "W":
-                return stage.run_weight_grad(k)
-            return stage.weights.update(version, last_use=released == (number, version - 1))
-
-        def do(position, action, arrived):
-            stage, released = self.stages[action.stage], self._releases.get(position)
-            result = run(stage, action, arrived, released)
-            if released:
-                stage.weights.release(released[1])
-            return result
-
-        for turn in self._turns:  # one action, or the two of a pair
-            calls = [
-                partial(do, position, action, take(self.schedule.needs(action)))
-                for position, action in turn
-            ]
-            if recorder:
-                recorder.begin()
-            results = self.overlap(*calls) if len(calls) == 2 else [calls[0]()]
-            if recorder:
-                for _, action in turn:
-                    recorder.end(action)
-            for (_, action), result in zip(turn, results, strict=True):
-                message = self.schedule.gives(action)
-                if message:
-                    give(message, result)
-            del calls, results, result  # otherwise they would live until the next turn is over
-
-        for end in self._ends.values():
-            end.flush()
+        self._messages.expect(takes, earlier)
+        self._row.run(batch, takes, recorder)
+        self._messages.flush()
+        model = nn.ModuleList(self.stages.values())
+        if torch.is_grad_enabled():  # otherwise gradients are an earlier step's, summed already
+            if self.sharded:
+                self.sharded.finish()
+            elif self._experts:
+                sum_over_copies(model, self.replicas)
+            elif self.replicas:
+                all_reduce_bucketed(model, self.replicas)
         if self.replicas:
-            model = nn.ModuleList(self.stages.values())
-            all_reduce_bucketed(model, self.replicas)
             broadcast_buffers(model, self.replicas)
         for parameter in tied:  # last: copies are equal, whatever order replicas were summed in
             parameter.sum()
@@ -392,7 +292,7 @@ class Pipeline:
             )
             first = batch.first()
             if (
-                self.replicas
+                (self.replicas or any(self._experts.values()))
                 and torch.is_grad_enabled()
                 and any(param.grad is not None for param in self.parameters())
             ):
@@ -403,57 +303,3 @@ class Pipeline:
         except Exception as reason:  # agree() raises it on every rank
             error = reason
         return batch, *self._boundaries.agree(first, error)
-
-    def _group_of(self, purpose):
-        """Return the key of a purpose's process group: its ranks in the world, and the purpose.
-
-        A purpose is AGREEMENT, a Channel, or the ranks that share a parameter.
-        """
-        ranks = (
-            range(len(self.schedule))
-            if purpose == AGREEMENT
-            else purpose[:2]
-            if isinstance(purpose, Channel)
-            else purpose
-        )
-        return tuple(sorted(dist.get_global_rank(self.group, rank) for rank in ranks)), purpose
-
-    def _end(self, channel, group):
-        """Return this rank's end of a channel: a Sender or a Receiver."""
-        sends = self.rank == channel.from_rank
-        peer = dist.get_global_rank(self.group, channel.to_rank if sends else channel.from_rank)
-        return (Sender if sends else Receiver)(group, peer, self.device)
-
-
-def _turns(units, overlap):
-    """Return what a rank runs in turn, each a list of (position in the row, action).
-
-    The two actions of a pair are one turn if they overlap, otherwise two.
-    """
-    row = enumerate(chain.from_iterable(units))
-    pairs = [list(islice(row, len(unit))) for unit in units]
-    return pairs if overlap else [[numbered] for pair in pairs for numbered in pair]
-
-
-def _let_go(users, groups):
-    """Close the groups of a Pipeline, and make their users drop them.
-
-    Gloo closes a connection once nothing refers to its group or its works, which is how the peers
-    learn of a failure.
-    """
-    for group in groups.values():
-        if group in dist.distributed_c10d._world.pg_map:  # not destroyed with all others yet
-            dist.destroy_process_group(group)
-    groups.clear()
-    for user in users:
-        user.close()
-
-
-def join_group_creation() -> None:
-    """Take part in the creation of process groups, on a rank of the world that is in no pipeline.
-
-    Such a rank calls this while the others make their pipelines, because torch creates process
-    groups on all ranks at once. On a mesh (`distributed.Mesh`) no rank calls this: each is in a
-    pipeline, and all make theirs by the one line `Pipeline(..., mesh.pipeline)`.
-    """
-    new_groups({}, 60.0)

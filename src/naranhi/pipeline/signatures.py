@@ -9,6 +9,7 @@ it is known, the ranks know what will be sent.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -18,9 +19,10 @@ import torch.distributed as dist
 from naranhi.distributed import from_all_ranks
 from naranhi.pipeline import shape_inference
 from naranhi.pipeline.dry_run import without_a_trace
-from naranhi.pipeline.shape_inference import StageSignature
+from naranhi.pipeline.stage_signature import StageSignature
 
 if TYPE_CHECKING:
+    from naranhi.pipeline.sharding import ShardedStages
     from naranhi.pipeline.stage import Stage
     from naranhi.pipeline.tied_weights import TiedWeight
 
@@ -34,12 +36,15 @@ class StageSignatures:
         group: all ranks of the pipeline, which agree by messages between CPUs.
         trial: "shapes" or "data".
         tied: this rank's `TiedWeight` parameters.
+        sharded: the stages as they are sharded over replicas; None if they are whole.
     """
 
     stages: Mapping[int, Stage]
     placement: Sequence[int]
     group: dist.ProcessGroup | None
     trial: str
+    tied: Sequence[TiedWeight]
+    sharded: ShardedStages | None
     rank: int
     ranks: int
 
@@ -50,9 +55,10 @@ class StageSignatures:
         group: dist.ProcessGroup,
         trial: str,
         tied: Sequence[TiedWeight] = (),
+        sharded: ShardedStages | None = None,
     ) -> None:
         self.stages, self.placement, self.group, self.trial = stages, placement, group, trial
-        self.tied = tied
+        self.tied, self.sharded = tied, sharded
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self._numbers, self._known = {}, {}
 
@@ -168,7 +174,8 @@ class StageSignatures:
             message = [None]
             if owner == self.rank:
                 try:
-                    message = [self._after(self.stages[number], boundaries[-1], tensors)]
+                    with self.sharded.shapes(number) if self.sharded else nullcontext():
+                        message = [self._after(self.stages[number], boundaries[-1], tensors)]
                 except Exception as error:  # raised on every rank, so that none stays waiting
                     message = [(type(error), str(error))]
             dist.broadcast_object_list(message, group=self.group, group_src=owner)

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from naranhi.autograd import Splittable
-from naranhi.pipeline.shape_inference import StageSignature, name_of, require_values
+from naranhi.pipeline.shape_inference import require_values
+from naranhi.pipeline.stage_signature import StageSignature, name_of
 
 if TYPE_CHECKING:
     from naranhi.pipeline.weight_stash import WeightStash

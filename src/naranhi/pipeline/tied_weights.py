@@ -14,6 +14,7 @@ from torch import nn
 
 from naranhi.autograd.wrapper import unwrapped_name
 from naranhi.distributed import fingerprint
+from naranhi.expert_parallel import expert_parameters
 
 
 def tied_parameters(
@@ -50,15 +51,20 @@ def copies(
 
     Returns:
         {among whom: {name: digest}}. "pipeline": parameters and buffers that another rank of the
-        pipeline uses too. "replicas": all of this rank's, if it has replicas. Tensors on the meta
-        device are left out, having no values to compare.
+        pipeline uses too. "replicas": all of this rank's, if it has replicas, except experts, of
+        which `MoE` compares the copies. Tensors on the meta device are left out, having no values
+        to compare.
     """
+    experts = expert_parameters(nn.ModuleList(chain(*parts)))
 
     def digests(least):
         return {
             name: fingerprint(tensor)
             for name, tensor, ranks in _users(parts, placement)
-            if rank in ranks and len(ranks) >= least and not tensor.is_meta
+            if rank in ranks
+            and len(ranks) >= least
+            and not tensor.is_meta
+            and (tensor not in experts or least > 1)
         }
 
     return {"pipeline": digests(2), "replicas": digests(1) if replicas else {}}

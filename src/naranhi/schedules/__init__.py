@@ -1,8 +1,10 @@
 """Pipeline schedules as data: which rank does what in which order, checked, timed and compared.
 
 `check` says whether a schedule, one of these or your own, is right, and `simulate` computes what
-it costs. `peak_versions` and `staleness` describe a schedule without a flush. `write_csv` and
-`read_csv` exchange schedules with `torch.distributed.pipelining`. Nothing here needs torch.
+it costs. `with_sharding` adds the actions of ZeRO, which `transfers` counts. `peak_versions` and
+`staleness` describe a schedule without a flush. `write_csv` and `read_csv` exchange schedules with
+`torch.distributed.pipelining`; `read_trace` reads what `measure.write_trace` wrote. Nothing here
+needs torch.
 """
 
 from naranhi.schedules.asynchronous import (
@@ -26,9 +28,11 @@ from naranhi.schedules.schedule import (
     Schedule,
     ScheduleError,
 )
+from naranhi.schedules.sharding import Transfers, gathered, transfers, with_sharding
 from naranhi.schedules.simulation import simulate
 from naranhi.schedules.timeline import Span, Timeline
 from naranhi.schedules.torch_csv import read_csv, write_csv
+from naranhi.schedules.trace import read_trace
 from naranhi.schedules.v_shaped import dualpipe_v, zero_bubble_v
 from naranhi.schedules.validate import channels, check, in_order
 from naranhi.schedules.zero_bubble import split_backwards, zero_bubble_h1, zero_bubble_h2
@@ -43,10 +47,12 @@ __all__ = [
     "ScheduleError",
     "Span",
     "Timeline",
+    "Transfers",
     "channels",
     "check",
     "check_versions",
     "dualpipe_v",
+    "gathered",
     "get",
     "gpipe",
     "grade",
@@ -60,11 +66,14 @@ __all__ = [
     "pipedream",
     "pipedream_2bw",
     "read_csv",
+    "read_trace",
     "releases",
     "simulate",
     "split_backwards",
     "staleness",
+    "transfers",
     "versions_read",
+    "with_sharding",
     "write_csv",
     "zero_bubble_h1",
     "zero_bubble_h2",

@@ -6,7 +6,7 @@ stage keeps, and how old the weights behind a gradient are, follow from the sche
 """
 
 from naranhi.schedules.flush import in_turn
-from naranhi.schedules.schedule import Action, Schedule, ScheduleError, require_positive
+from naranhi.schedules.schedule import SHARDING, Action, Schedule, ScheduleError, require_positive
 from naranhi.schedules.validate import check
 
 
@@ -86,6 +86,8 @@ def releases(schedule: Schedule) -> tuple[dict[int, tuple[int, int]], ...]:
 def _releases(row):
     last, read, newest = {}, {}, {}  # (stage, version): position; (stage, micro-batch): version
     for position, (stage, kind, microbatch, version) in enumerate(row):
+        if kind in SHARDING:
+            continue
         if kind == "U":
             newest[stage] = version
             needed = version - 1

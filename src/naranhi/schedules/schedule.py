@@ -21,6 +21,8 @@ from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
 
+SHARDING = "UNSHARD", "RESHARD", "REDUCE_GRAD"  # kinds of action between ranks with shards; ZeRO
+
 
 class ScheduleError(ValueError):
     """A schedule that is not right.
@@ -54,6 +56,9 @@ class Action(NamedTuple):
     2F5@1   a forward that reads version 1 of its stage's weights; so does its backward
     ======  =====================================================================================
 
+    2UNSHARD, 2RESHARD and 2REDUCE_GRAD, also kinds, are what `SHARDING` does to stage 2 where ranks
+    have shards of it: gather its weights, free them, reduce its gradients (microbatch is None).
+
     A stage's weights begin as version 0. With a flush they stay version 0 for the whole schedule.
     """
 
@@ -70,14 +75,19 @@ class Action(NamedTuple):
             ScheduleError: If the name is not the name of an action.
         """
         match = re.fullmatch(r"([0-9]+)([FBIWU])([0-9]+)(?:@([0-9]+))?", name)
-        if not match or (match[4] and match[2] != "F"):
-            raise ScheduleError(f"{name!r} is no action: expected a name such as 2F0, 2B0 or 2U1")
-        stage, kind, number, version = match.groups()
-        if kind == "U":
-            return cls(int(stage), kind, None, int(number))
-        return cls(int(stage), kind, int(number), int(version or 0))
+        if match and (not match[4] or match[2] == "F"):
+            stage, kind, number, version = match.groups()
+            if kind == "U":
+                return cls(int(stage), kind, None, int(number))
+            return cls(int(stage), kind, int(number), int(version or 0))
+        match = re.fullmatch(r"([0-9]+)([A-Z_]+)", name)
+        if match and match[2] in SHARDING:
+            return cls(int(match[1]), match[2], None)
+        raise ScheduleError(f"{name!r} is no action: expected a name such as 2F0, 2B0 or 2U1")
 
     def __str__(self) -> str:
+        if self.kind in SHARDING:
+            return f"{self.stage}{self.kind}"
         if self.kind == "U":
             return f"{self.stage}U{self.version}"
         return f"{self.stage}{self.kind}{self.microbatch}" + f"@{self.version}" * bool(self.version)

@@ -6,10 +6,12 @@ the same way in both cases.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import reduce
 from itertools import accumulate
+from operator import add
 from typing import NamedTuple
 
-from naranhi.schedules.schedule import Action
+from naranhi.schedules.schedule import SHARDING, Action
 
 
 class Span(NamedTuple):
@@ -25,7 +27,8 @@ class Timeline:
     """What each rank did and when, simulated or measured: `timeline[rank]` is a tuple of spans.
 
     A rank's spans are in the order of execution, and the rank waits between them. Two spans overlap
-    only if they are the forward and the backward of a pair, which start together.
+    only if they are the forward and the backward of a pair, which start together, or if one of them
+    is a transfer (`SHARDING`), which runs behind the rank's actions and is not work.
     Times are in one unit (seconds, if measured) on one clock, whose zero has no meaning.
 
     Args:
@@ -42,9 +45,13 @@ class Timeline:
         for rank, spans in enumerate(self.rows):
             if not spans:
                 raise ValueError(f"rank {rank} did nothing")
-            begun = free = spans[0].start
+            work, transfers = _work(spans), [span for span in spans if span.action.kind in SHARDING]
+            for action, start, end in transfers:
+                if end < start:
+                    raise ValueError(f"rank {rank}: {action} from {start} to {end}")
+            begun = free = work[0].start
             paired = True  # a third span cannot start with the two of a pair
-            for action, start, end in spans:
+            for action, start, end in work:
                 pairs = start == begun and start < free and not paired
                 if not (free <= start or pairs) or end < start:
                     raise ValueError(
@@ -64,13 +71,16 @@ class Timeline:
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """The time that each rank spends on actions; that of a pair counts once."""
+        """The time that each rank spends on work; that of a pair counts once."""
         return tuple(map(_busy, self.rows))
 
     @property
     def cost(self) -> float:
-        """The longest time, over the ranks, from a rank's first action to the end of its last."""
-        return max(max(span.end for span in spans[-2:]) - spans[0].start for spans in self.rows)
+        """The longest time, over the ranks, from a rank's first action to the end of its last.
+
+        The transfers of a rank belong to it.
+        """
+        return max(max(span.end for span in spans) - spans[0].start for spans in self.rows)
 
     @property
     def bubble_rate(self) -> float:
@@ -80,7 +90,7 @@ class Timeline:
         """
         if not self.cost:
             return 0.0
-        return 1 - sum(self.busy) / (len(self.rows) * self.cost)
+        return 1 - total(self.busy) / (len(self.rows) * self.cost)
 
     @property
     def peak_activations(self) -> tuple[float, ...]:
@@ -92,11 +102,21 @@ class Timeline:
         return tuple(_peak([action for action, _, _ in spans]) for spans in self.rows)
 
 
+def _work(spans):
+    return [span for span in spans if span.action.kind not in SHARDING]
+
+
 def _busy(spans):
+    spans = _work(spans)
     done = accumulate((end for _, _, end in spans), max, initial=spans[0].start)
-    return sum(
+    return total(
         max(end - max(start, free), 0) for (_, start, end), free in zip(spans, done, strict=False)
     )
+
+
+def total(times: Iterable[float]) -> float:
+    """Return the sum, rounded alike by every Python: from 3.12 on `sum` rounds otherwise."""
+    return reduce(add, times, 0)
 
 
 def _peak(actions):

@@ -6,13 +6,18 @@ simulated here.
 
 import csv
 import re
+from collections.abc import Iterable
 from os import PathLike
 
-from naranhi.schedules.schedule import Schedule, ScheduleError, name_of
+from naranhi.schedules.schedule import SHARDING, Schedule, ScheduleError, name_of
+from naranhi.schedules.validate import units_in_order
 
 
 def write_csv(schedule: Schedule, path: str | PathLike[str]) -> None:
-    """Write a file that torch's pipeline runtime loads (format "compute_only"): one row per rank.
+    """Write a file that torch's pipeline runtime loads: one row per rank.
+
+    Its format is "compute_only", in which torch adds what else there is to do. With actions of ZeRO
+    (`with_sharding`) it is "compute_comms", which has them and all sends and receives.
 
     Raises:
         ScheduleError: If the schedule updates weights or reads a later version of them, because
@@ -23,26 +28,60 @@ def write_csv(schedule: Schedule, path: str | PathLike[str]) -> None:
             if action.kind == "U" or action.version:
                 why = "torch's CSV knows no updates and no versions of weights"
                 raise ScheduleError(f"rank {rank}: cannot write {action}, {why}", rank, action)
+    sharded = any(action.kind in SHARDING for row in schedule for action in row)
+    rows = _with_messages(schedule) if sharded else [map(name_of, row) for row in schedule.units]
     with open(path, "w", newline="") as file:
-        csv.writer(file).writerows(map(name_of, units) for units in schedule.units)
+        csv.writer(file).writerows(rows)
 
 
-def read_csv(path: str | PathLike[str]) -> Schedule:
+def _with_messages(schedule):
+    """Return the rows as names, with a send after each action and a receive before another's.
+
+    Between two ranks, torch has one order of all messages. The receives are posted in the order in
+    which the messages are sent, if one process runs all ranks.
+    """
+    rows = [[] for _ in schedule]
+    for rank, unit in units_in_order(schedule):
+        rows[rank].append(name_of(unit))
+        for action in unit:
+            message = schedule.gives(action)
+            channel = message and schedule.channel(message)
+            if channel:
+                kind = "F" if action.kind == "F" else "B"
+                sender, receiver, number = message
+                rows[rank].append(f"{sender}SEND_{kind}{number}")
+                rows[channel.to_rank].append(f"{receiver}RECV_{kind}{number}")
+    return rows
+
+
+def read_csv(path: str | PathLike[str] | Iterable[str], sharding: bool = False) -> Schedule:
     """Return the schedule in a file that torch wrote, in either of its formats, unchecked.
 
-    What follows from a schedule anyway is left out: idle steps, sends and receives, and what
-    `fully_shard` does around them. A forward and a backward that torch runs as one action are read
-    as a pair (`Overlap`).
+    What follows from a schedule anyway is left out: idle steps, sends and receives. A forward and a
+    backward that torch runs as one action are read as a pair (`Overlap`).
+
+    Args:
+        path: The file, or its lines: an open file, or a list of strings.
+        sharding: Whether to read the actions of ZeRO as well. Torch writes them for every schedule,
+            whether its stages are sharded or not.
 
     Raises:
         ScheduleError: If anything else in the file is not an action.
     """
-    with open(path, newline="") as file:
-        rows = [[name.strip() for name in row] for row in csv.reader(file)]
+    if not isinstance(path, (str, PathLike)):
+        return _schedule(path, sharding)
     try:
-        return Schedule([name for name in row if not _IMPLIED.fullmatch(name)] for row in rows)
+        with open(path, newline="") as file:
+            return _schedule(file, sharding)
     except ScheduleError as error:
         raise ScheduleError(f"{path}: {error}", error.rank) from None
 
 
-_IMPLIED = re.compile(r"|[0-9]+((SEND|RECV)_[FB][0-9]+|UNSHARD|RESHARD|REDUCE_GRAD)")
+def _schedule(lines, sharding):
+    rows = [[name.strip() for name in row] for row in csv.reader(lines)]
+    left_out = _MESSAGE if sharding else _IMPLIED
+    return Schedule([name for name in row if not left_out.fullmatch(name)] for row in rows)
+
+
+_MESSAGE = re.compile(r"|[0-9]+(SEND|RECV)_[FB][0-9]+")
+_IMPLIED = re.compile(rf"{_MESSAGE.pattern}|[0-9]+({'|'.join(SHARDING)})")

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from itertools import chain, zip_longest
 
 from naranhi.schedules.schedule import (
+    SHARDING,
     Action,
     Channel,
     Message,
@@ -14,6 +15,7 @@ from naranhi.schedules.schedule import (
     ScheduleError,
     name_of,
 )
+from naranhi.schedules.sharded import check_sharding
 
 
 def check(schedule: Schedule) -> None:
@@ -22,7 +24,8 @@ def check(schedule: Schedule) -> None:
     Complete: every virtual stage is on one rank and runs, for every micro-batch, one F and either
     one B or one I and one W. Ordered: F comes before B or I, and I before W; updates make one
     version after the other, each update has gradients to apply, and no gradient is left over; a
-    forward reads a version that exists. Free of deadlock: `channels` finds the same order of
+    forward reads a version that exists; the actions of ZeRO, if there are any, come where they
+    must (`sharded.check_sharding`). Free of deadlock: `channels` finds the same order of
     messages at both ends, and `in_order` finds an order of all actions. The running time is linear
     in the number of actions. A pair (`Overlap`) starts when the messages of both its actions are
     there, so a forward cannot overlap its own backward.
@@ -42,6 +45,8 @@ def check(schedule: Schedule) -> None:
         made, unapplied = {}, {}  # by stage: its newest version; the last gradient not yet applied
         for action in row:
             stage, kind, microbatch, version = action
+            if kind in SHARDING:
+                continue
             if kind == "U":
                 _check_update(rank, action, made.get(stage, 0), unapplied.pop(stage, None))
                 made[stage] = version
@@ -76,6 +81,7 @@ def check(schedule: Schedule) -> None:
                 )
     for stage, of_stage in enumerate(done):
         _check_complete(schedule, stage, of_stage)
+    check_sharding(schedule)
     channels(schedule)
     for _ in in_order(schedule):
         pass

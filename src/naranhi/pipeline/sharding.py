@@ -1,0 +1,106 @@
+"""What a pipeline asks of the stages that its ranks have only shards of: `zero.ZeroStages`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Protocol
+
+from torch import nn
+
+from naranhi.expert_parallel import expert_parameters
+from naranhi.schedules import Schedule
+from naranhi.schedules.schedule import SHARDING
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from naranhi.pipeline.stage import Stage
+
+
+class ShardedStages(Protocol):
+    """The stages of a rank, sharded over its replicas, which run the same actions in one order."""
+
+    def unshard(self, stage: int) -> None:
+        """Start to gather a stage's parameters."""
+
+    def wait(self, stage: int) -> None:
+        """Have a stage's parameters gathered; called before each of its actions."""
+
+    def reshard(self, stage: int) -> None:
+        """Free a stage's parameters."""
+
+    def reduce_grad(self, stage: int) -> None:
+        """Start to reduce a stage's gradients, and forget them."""
+
+    def finish(self) -> None:
+        """Wait for all reductions; the last that a step asks for."""
+
+    def shapes(self, stage: int) -> AbstractContextManager[None]:
+        """Return a context in which a stage's parameters have their shapes, without values."""
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float, across: Sequence[dist.ProcessGroup]
+    ) -> float:
+        """Scale the reduced gradients by their norm, over these groups as well; return the norm."""
+
+
+Sharding = Callable[[dict[int, "Stage"], int, "dist.ProcessGroup"], ShardedStages]
+
+
+def zero_stage(schedule: Schedule) -> int:
+    """Return which stage of ZeRO a schedule has the actions of: 3, 2, or 0 for none."""
+    kinds = {action.kind for row in schedule for action in row}
+    return 3 if "UNSHARD" in kinds else 2 if kinds & {*SHARDING} else 0
+
+
+def check_sharding(
+    schedule: Schedule,
+    parts: Sequence[Sequence[nn.Module]],
+    sharding: Sharding | None,
+    replicas: dist.ProcessGroup | None,
+    trial: str,
+) -> None:
+    """Raise ValueError unless there is what the schedule's actions of ZeRO need.
+
+    Args:
+        schedule: the schedule to run.
+        parts: the layers of each stage.
+        sharding: as `pipeline.Pipeline` takes it.
+        replicas: the ranks with the same stages; None without replicas.
+        trial: as `pipeline.Pipeline` takes it.
+    """
+    level = zero_stage(schedule)
+    if not level and sharding is None:
+        return
+    if not level:
+        raise ValueError(
+            "sharding is given, but the schedule has no action that gathers or reduces a stage: "
+            "add them by schedules.with_sharding"
+        )
+    if sharding is None or replicas is None:
+        first = next(action for row in schedule for action in row if action.kind in SHARDING)
+        what = "sharding" if sharding is None else "replicas"
+        raise ValueError(
+            f"{first} cannot be run: pass sharding, such as zero.ZeroStages, and replicas, the "
+            f"ranks over which stages are sharded ({what} is None)"
+        )
+    if level == 3 and trial == "data":
+        raise ValueError('trial="data" reads values, of which a rank has only shards at stage 3')
+    users = {}
+    if expert_parameters(nn.ModuleList(layer for part in parts for layer in part)):
+        raise ValueError(
+            "a model with experts cannot be sharded by actions of the schedule: an expert has "
+            "copies on other ranks than its stage (run the schedule without with_sharding)"
+        )
+    for stage, part in enumerate(parts):
+        trained = [p for layer in part for p in layer.parameters() if p.requires_grad]
+        if not trained:
+            raise ValueError(f"stage {stage} has no parameter to train, so nothing to shard")
+        for parameter in {p for layer in part for p in layer.parameters()}:
+            other = users.setdefault(parameter, stage)
+            if other != stage:
+                raise ValueError(
+                    f"stages {other} and {stage} share a tied parameter, of which each would have "
+                    "other shards: untie it, or put its layers into one stage"
+                )

@@ -1,0 +1,53 @@
+"""Read a timeline from a trace in Chrome's "Trace Event Format": see `measure.write_trace`."""
+
+import json
+from math import isfinite
+
+from naranhi.schedules.schedule import Action, ScheduleError
+from naranhi.schedules.timeline import Span, Timeline
+
+
+def read_trace(text: str) -> Timeline:
+    """Return the Timeline in the text of a trace, in seconds: threads are ranks, events actions.
+
+    Times are read to the nanosecond, so that two actions of which one begins when the other ends do
+    not overlap by a rounding. Events that are no complete events (names of threads) are left out.
+
+    Raises:
+        ValueError: If the text is not such a trace, or has an event that is no action.
+    """
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"not a trace: it is not JSON ({error})") from None
+    events = found.get("traceEvents") if isinstance(found, dict) else found
+    if not isinstance(events, list):
+        raise ValueError("not a trace: there is no list of traceEvents")
+    rows = {}
+    for event in events:
+        if isinstance(event, dict) and event.get("ph") == "X":
+            rank, span = _span(event)
+            rows.setdefault(rank, []).append(span)
+    if not rows:
+        raise ValueError("not a trace: no event has a duration (ph X)")
+    missing = next((rank for rank in range(len(rows)) if rank not in rows), None)
+    if missing is not None:
+        raise ValueError(f"the trace has {len(rows)} threads with actions, and none is {missing}")
+    return Timeline(sorted(rows[rank], key=lambda span: span[1:]) for rank in range(len(rows)))
+
+
+def _span(event):
+    """Return the rank and the Span of an event."""
+    name, rank, start, duration = (event.get(key) for key in ("name", "tid", "ts", "dur"))
+    times = [start, duration]
+    if not (isinstance(rank, int) and rank >= 0) or not all(
+        isinstance(time, (int, float)) and isfinite(time) and time >= 0 for time in times
+    ):
+        raise ValueError(f"event {name!r} of the trace has no tid, ts and dur that are numbers")
+    try:
+        action = Action.parse(str(name))
+    except ScheduleError as error:
+        raise ValueError(
+            f"the trace has an event that is no action of a schedule: {error}"
+        ) from None
+    return rank, Span(action, round(start * 1e3) / 1e9, round((start + duration) * 1e3) / 1e9)

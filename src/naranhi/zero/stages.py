@@ -1,0 +1,108 @@
+"""ZeRO for the stages of a pipeline: no hooks, the schedule says when something is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from naranhi.collectives.chunks import overlap
+from naranhi.data_parallel.sync import have_gradients
+from naranhi.zero.phase import ParamState, Phase
+from naranhi.zero.zero import Zero
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from naranhi.zero.units import Unit
+
+
+class ZeroStages(Zero):
+    """A rank's stages, each a unit, sharded over the ranks with the same stages (`replicas`).
+
+        with Pipeline(layers, schedules.with_sharding(schedule, 3), loss,
+                      group=mesh.pipeline, replicas=mesh.data, sharding=ZeroStages) as pipeline:
+            optimizer = AdamW(pipeline.sharded.param_groups)
+            pipeline.step(inputs, targets, count)
+            pipeline.sharded.step(optimizer)
+
+    All else is as in `Zero`, whose hooks at modules would gather a unit once more for each
+    micro-batch.
+
+    Args:
+        stages: {number of a stage: its layers}, those of this rank.
+        stage: The stage of ZeRO, 2 or 3.
+        group: The ranks over which the stages are sharded.
+        on_event: As in `Zero`.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, nn.Module],
+        stage: int,
+        group: dist.ProcessGroup,
+        *,
+        on_event: Callable[[str, str], object] | None = None,
+    ) -> None:
+        model = nn.ModuleDict({f"stage {number}": module for number, module in stages.items()})
+        super().__init__(
+            model, stage, units=model.values(), group=group, on_event=on_event, buffers=False
+        )
+        self._unit_of: dict[int, Unit] = dict(zip(stages, self.units, strict=False))
+
+    def _listen(self, **options: Any) -> None:
+        """Put no hooks at the modules."""
+
+    # --- actions ---------------------------------------------------------------------------------
+
+    def unshard(self, stage: int) -> None:
+        """Start to gather a stage's parameters."""
+        self._parameters.start(self._unit_of[stage])
+
+    def wait(self, stage: int) -> None:
+        """Have a stage's parameters gathered, and let the reduction in flight go on."""
+        self._gradients.advance(early=False)
+        if self._unit_of[stage].state is ParamState.UNSHARDING:
+            self._parameters.wait(self._unit_of[stage])
+
+    def reshard(self, stage: int | None = None) -> None:
+        """Free a stage's parameters, or those of all stages."""
+        if stage is None:
+            super().reshard()
+        else:
+            self._parameters.reshard(self._unit_of[stage])
+
+    def reduce_grad(self, stage: int) -> None:
+        """Start to reduce a stage's gradients, once the reduction in flight is over."""
+        self._gradients.start(self._unit_of[stage])
+
+    def finish(self) -> None:
+        """End the reductions of a step."""
+        self._gradients.finish_all()
+        seen = {param for flat in self.flats for param in flat.seen}
+        self._gradients.seen, kernel = have_gradients(
+            [param in seen for param in self.names], self.axes, self.flats[0].shard.device
+        )
+        overlap([kernel])
+        self._end_reduction()
+
+    # --- around a step ---------------------------------------------------------------------------
+
+    def synchronize(self) -> None:
+        """Raise RuntimeError unless the schedule has reduced the gradients of a step."""
+        if self._phase is not Phase.REDUCED:
+            raise RuntimeError("there are no gradients of these stages: run Pipeline.step first")
+
+    @contextmanager
+    def shapes(self, stage: int) -> Iterator[None]:
+        """Give a stage's parameters their shapes, though not their values, while it is sharded."""
+        flats = self._unit_of[stage].flats if self.stage == 3 else ()
+        for flat in flats:
+            flat.use_unsharded()
+        try:
+            yield
+        finally:
+            for flat in flats:
+                flat.reshard()
