@@ -21,7 +21,7 @@ import torch.distributed as dist
 # hundred KiB. Much longer messages do not stay in the cache while they are received, reduced and
 # sent on.
 MESSAGE = 4 * 2**20  # bytes of a message of a long tensor
-IN_FLIGHT = 3  # chunks in flight at the same time
+IN_FLIGHT = 4  # chunks in flight at the same time
 
 
 def start(

@@ -38,15 +38,20 @@ def reduce_scatter(
     The sum is in `output`, and `blocks` do not change; if `output` is None, sums replace blocks.
     """
     left, right = (rank - 1) % ranks, (rank + 1) % ranks
-    leaving = blocks[left]
+    leaving, memory = blocks[left], receive_buffers(blocks, 1 if output is None else 2)
     for step in range(2, ranks + 1):
         own = blocks[(rank - step) % ranks]
-        arriving = torch.empty_like(own)
+        arriving = memory[step % len(memory)][: len(own)]
         works = start(group, sends=[(leaving, right)], receives=[(arriving, left)])
         yield
         finish(works)
         total = own if output is None else output if step == ranks else arriving
         leaving = torch.add(arriving, own, out=total)
+
+
+def receive_buffers(blocks: Sequence[torch.Tensor], count: int) -> list[torch.Tensor]:
+    """Return memory for all steps: touching fresh pages costs as much as sending them."""
+    return [torch.empty_like(blocks[0]) for _ in range(min(count, len(blocks) - 1))]
 
 
 def all_reduce(
