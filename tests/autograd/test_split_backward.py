@@ -44,6 +44,22 @@ def assert_equal_gradients(model, plain):
         assert grad is None or torch.equal(grad, expected)
 
 
+# --- the arithmetic of a linear layer ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+@pytest.mark.parametrize("rows", [0, 3])
+def test_a_linear_layer_of_any_dtype_and_number_of_rows(dtype, rows):
+    plain, x = nn.Linear(WIDTH, 2, dtype=dtype), torch.randn(rows, WIDTH, dtype=dtype)
+    (layer,) = splittable([copy.deepcopy(plain)])
+    xs = [x.clone().requires_grad_() for _ in range(2)]
+    plain(xs[0]).abs().sum().backward()
+    split_backward_of(layer(xs[1]).abs().sum(), layer)
+    torch.testing.assert_close(xs[1].grad, xs[0].grad)
+    for grad, expected in zip(gradients_of(layer), gradients_of(plain), strict=True):
+        torch.testing.assert_close(grad, expected)
+
+
 # --- a module stays what it is -------------------------------------------------------------------
 
 

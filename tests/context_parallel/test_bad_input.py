@@ -42,6 +42,8 @@ REFUSED = {  # what is passed, and the message
         lambda: (tensors(dtype=only_rank_1(torch.float64, torch.float32)), {}),
         "query: (2, 4, 6, 4) of torch.float32 on cpu on rank 0, (2, 4, 6, 4) of torch.float64",
     ),
+    "scale": (lambda: (tensors(), {"scale": -0.5}), "scale must be a positive number, not -0.5"),
+    "scale that is no number": (lambda: (tensors(), {"scale": float("nan")}), "scale must be"),
     "masks": (
         lambda: (tensors(), {"causal": only_rank_1(False, True)}),
         "causal: True on rank 0, False on rank 1",

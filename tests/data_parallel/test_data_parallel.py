@@ -237,6 +237,50 @@ def test_parameters_without_a_gradient_and_buffers(five):
     five.call(no_gradient_anywhere)
 
 
+def layouts(way):
+    """A convolution in channels_last, and complex weights of which the conjugate is used: a fused
+    optimizer reads the memory of both, whatever the strides."""
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return
+    torch.manual_seed(0)
+    model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    model.scale = nn.Parameter(torch.randn(4, dtype=torch.complex64))
+    alone = copy.deepcopy(model)
+    _, after = way(model, group)
+    xs = torch.randn(2, 2, 3, 5, 5)
+
+    def loss(model, x):
+        return (model(x).mean((2, 3)) * model.scale.conj()).abs().square().sum()
+
+    loss(model, xs[rank]).backward()
+    after()
+    for x in xs:
+        loss(alone, x).backward()
+    for each in model, alone:
+        torch.optim.SGD([each.weight], lr=0.5, fused=True).step()
+    torch.testing.assert_close(model.weight, alone.weight)
+    torch.testing.assert_close(model.scale.grad, alone.scale.grad)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_have_the_layout_of_their_parameters(five, way):
+    five.call(layouts, WAYS[way])
+
+
+def other_layouts():
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return None
+    model = nn.Conv2d(3, 4, 3)
+    return message(DDP, model.to(memory_format=torch.channels_last) if rank else model, group)
+
+
+def test_ranks_with_other_layouts_are_told(five):
+    for text in five.call(other_layouts)[:2]:
+        assert text.startswith("ValueError: memory layout: {} on rank 0, {'weight': (27, 1, 9, 3)}")
+
+
 def message(function, *args):
     try:
         function(*args)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from gloo_ranks import first_ranks
 
-from naranhi.expert_parallel import MoE, auxiliary_loss, exchange_rows
+from naranhi.expert_parallel import MoE, auxiliary_loss, exchange_rows, moe
 
 HIDDEN, FFN, EXPERTS = 4, 6, 4
 
@@ -68,6 +68,24 @@ def test_ranks_that_do_not_agree(five, changes, words):
         assert message.startswith(words)
 
 
+def other_copies():
+    """Errors of making a layer on two ranks with copies, where rank 1 has drawn another expert."""
+    group, rank = first_ranks(2), dist.get_rank()
+    singles = [dist.new_group([one]) for one in range(2)]
+    if rank >= 2:
+        return None
+    torch.manual_seed(0)
+    with pytest.MonkeyPatch.context() as patch:
+        drawn = moe._drawn
+        patch.setattr(moe, "_drawn", lambda *sizes: drawn(*sizes) + 1e-6 * rank)
+        return error_of(lambda: MoE(HIDDEN, FFN, EXPERTS, 2, singles[rank], replicas=group))
+
+
+def test_copies_that_are_not_equal(five):
+    for message, _ in five.call(other_copies)[:2]:
+        assert message == "rank 0 and rank 1 have different experts"
+
+
 TOKENS = {
     "nan": (lambda x: x * float("nan"), "on rank 1: tokens, or the router's weights, are NaN"),
     "infinite": (lambda x: x / 0, "on rank 1: tokens, or the router's weights, are NaN"),
@@ -79,8 +97,8 @@ TOKENS = {
     ),
     "gradient": (
         lambda x: x.clone().requires_grad_(),
-        "tokens are torch.float32, do not need a gradient, operations are recorded on rank 0, "
-        "torch.float32, need a gradient, operations are recorded on rank 1",
+        "tokens are torch.float32, do not need a gradient, experts are trained, operations are "
+        "recorded on rank 0, torch.float32, need a gradient, operations are recorded on rank 1",
     ),
 }
 
@@ -93,9 +111,9 @@ def given(name, copies):
         return None
     torch.manual_seed(0)
     axes = {"group": singles[rank], "replicas": group} if copies else {"group": group}
-    moe, tokens = MoE(HIDDEN, FFN, EXPERTS, 2, **axes), torch.ones(3, HIDDEN)
-    found = error_of(lambda: moe(TOKENS[name][0](tokens) if rank == 1 else tokens))
-    moe(tokens)[0].sum().backward()  # and the next step is well
+    layer, tokens = MoE(HIDDEN, FFN, EXPERTS, 2, **axes), torch.ones(3, HIDDEN)
+    found = error_of(lambda: layer(TOKENS[name][0](tokens) if rank == 1 else tokens))
+    layer(tokens)[0].sum().backward()  # and the next step is well
     return found
 
 
@@ -120,6 +138,25 @@ def test_ranks_with_other_dtypes(five):
     for message, sent in five.call(one_dtype_here_another_there)[:2]:
         assert "torch.float32, do not need" in message and "torch.bfloat16, do not" in message
         assert sent == 0
+
+
+def experts_frozen_on_one_rank():
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return None
+    torch.manual_seed(0)
+    layer, tokens = MoE(HIDDEN, FFN, EXPERTS, 2, group), torch.ones(3, HIDDEN)
+    layer.up.requires_grad_(rank == 0), layer.down.requires_grad_(rank == 0)
+    found = error_of(lambda: layer(tokens))
+    # Tokens that need a gradient send one back through frozen experts, too.
+    layer(tokens.clone().requires_grad_())[0].sum().backward()
+    return found
+
+
+def test_experts_frozen_on_one_rank(five):
+    for message, sent in five.call(experts_frozen_on_one_rank)[:2]:
+        assert "experts are trained, operations are recorded on rank 0" in message
+        assert "experts are frozen, operations are recorded on rank 1" in message and sent == 0
 
 
 def uneven_numbers():

@@ -52,6 +52,25 @@ def one_process(moe, group, parts, coefficient=COEFFICIENT):
     return output, auxiliary, grads, dropped
 
 
+def loads_with_and_without_autocast():
+    group = first_ranks(2)
+    if dist.get_rank() >= 2:
+        return None
+    moe, loads = layer(group, dtype=torch.float32), []
+    torch.manual_seed(dist.get_rank())
+    tokens = torch.randn(2000, HIDDEN)
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            moe(tokens)
+        loads.append(moe.load.tolist())
+    return loads
+
+
+def test_autocast_does_not_change_where_tokens_go(five):
+    for usual, autocast in five.call(loads_with_and_without_autocast)[:2]:
+        assert autocast == usual
+
+
 def step(moe, parts, rank, coefficient=COEFFICIENT):
     """Forward and backward on a rank: (output, auxiliary loss, gradient of its tokens)."""
     tokens, target = parts[rank]

@@ -200,6 +200,45 @@ def test_what_is_written_in_a_block_is_trained(five, stage, precision, how):
     five.call(loaded, stage, precision, how)
 
 
+def outside(stage):
+    """A model whose parameters were put into other memory: before a forward, a step, a reading."""
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return None
+
+    def forward(model, zero):
+        model(torch.ones(2, 4))
+
+    def step(model, zero):
+        zero.step(torch.optim.SGD(zero.param_groups, lr=0.1))
+
+    def read(model, zero):
+        with zero.gathered():
+            pass
+
+    def assign(model):
+        model[0].weight.data = torch.ones(4, 4)
+
+    found = []
+    for change in assign, nn.Module.double:
+        for use in (forward, read, step)[: 3 if change is assign else 2]:
+            model = layers()
+            zero = Zero(model, stage, group=group)
+            model(torch.ones(2, 4)).sum().backward()
+            if use is not step:
+                zero.zero_grad()
+            change(model)
+            found.append(message(use, model, zero))
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_parameters_in_other_memory_are_refused_by_name(five, stage):
+    error = "RuntimeError: parameter 0.weight is no longer in the memory that Zero trains"
+    for found in five.call(outside, stage)[:2]:
+        assert all(text and text.startswith(error) for text in found), found
+
+
 def refused(stage, precision):
     """Reading, loading and copying where that would go wrong; ranks that do not write the same."""
     group, rank = first_ranks(2), dist.get_rank()

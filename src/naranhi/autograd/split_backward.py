@@ -243,11 +243,11 @@ class _Linear(torch.autograd.Function):
         def to_weights():
             rows = grad.reshape(-1, grad.shape[-1])
             return (
-                rows.t() @ x.reshape(len(rows), -1) if wants_weight else None,
+                rows.t() @ x.reshape(-1, x.shape[-1]).conj() if wants_weight else None,
                 rows.sum(0) if wants_bias else None,
             )
 
-        to_x, later = grad @ weight if wants_x else None, ctx.layer.later
+        to_x, later = grad @ weight.conj() if wants_x else None, ctx.layer.later
         if later is None:
             return None, to_x, *to_weights()
         trained = [param for param in ctx.weights if param is not None and param.requires_grad]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
 
 from naranhi.collectives.arguments import expect, locate
 from naranhi.context_parallel.order import Run, runs
@@ -90,6 +92,8 @@ def prepare(
         _require_positions(positions, own, order)
         masks = spans(documents, len(query), ranks * length)
         factor = query.shape[-1] ** -0.5 if scale is None else float(scale)
+        if not 0 < factor < math.inf:  # torch's kernel multiplies masked scores, -inf, with it
+            raise ValueError(f"scale must be a positive number, not {scale}")
         return Cut(group, rank, ranks, length, order, causal, masks, factor)
 
     if not check or ranks == 1:
@@ -103,6 +107,14 @@ def prepare(
         "scale": scale,
     }
     return _compared(cut, things, group, getattr(query, "device", None))
+
+
+def is_a_shape(x: torch.Tensor) -> bool:
+    """Return whether a tensor has a shape only (`pipeline.shape_inference`, torch's meta device).
+
+    What attention returns has the shape of the query then, and nothing is sent.
+    """
+    return isinstance(x, FakeTensor) or x.is_meta
 
 
 def _described(tensor):

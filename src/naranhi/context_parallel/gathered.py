@@ -11,7 +11,7 @@ from torch.autograd import Function
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from naranhi import collectives
-from naranhi.context_parallel.arguments import Cut, prepare
+from naranhi.context_parallel.arguments import Cut, is_a_shape, prepare
 from naranhi.context_parallel.order import by_rank, in_sequence
 from naranhi.context_parallel.partial_attention import Partial, add_gradients, fold
 from naranhi.context_parallel.tiles import Documents
@@ -39,6 +39,8 @@ def gathered_attention(
 
     Arguments, result and errors are those of `ring_attention`.
     """
+    if is_a_shape(query):
+        return query.clone()
     cut = prepare(
         query,
         key,

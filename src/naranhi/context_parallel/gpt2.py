@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from naranhi.context_parallel.arguments import is_a_shape
 from naranhi.context_parallel.order import ORDERS, positions, split_sequence
 from naranhi.context_parallel.ring import ring_attention
 from naranhi.distributed import agree
@@ -36,7 +37,8 @@ def cut_sequence(
     one returns logits of (batch, sequence / ranks, vocabulary). Parameters do not change.
 
     Args:
-        layers: what `models.gpt2` returned, without dropout, equal on every rank.
+        layers: what `models.gpt2` returned, without dropout, equal on every rank; or what
+            `tensor_parallel.parallelize` made of it.
         group: the process group; None for the default one.
         attention: `ring_attention`, `gathered_attention` or `ulysses_attention`.
         order: "plain" or "head_tail".
@@ -57,7 +59,9 @@ def cut_sequence(
         if isinstance(module, nn.Dropout) and module.p:
             raise ValueError(f"{name} has dropout of {module.p}: make the model with dropout=0.0")
     for block in blocks:
-        if block.attn.is_cross_attention or block.attn.reorder_and_upcast_attn:
+        if getattr(block.attn, "is_cross_attention", False) or getattr(
+            block.attn, "reorder_and_upcast_attn", False
+        ):  # `parallelize` has refused both
             raise ValueError("cross attention and reorder_and_upcast_attn are not provided for")
     for block in blocks:
         block.attn = SequenceAttention(block.attn, attention, group, order)
@@ -93,20 +97,22 @@ class SequenceEmbedding(nn.Module):
         """
         if isinstance(tokens, tuple):
             raise ValueError("no padding masks: pad at the end, with targets that the loss ignores")
-        agree(self.group, tokens=tokens)
+        if not is_a_shape(tokens):
+            agree(self.group, tokens=tokens)
         length = tokens.shape[-1]
         if length > self.wpe.num_embeddings:
             raise ValueError(f"{length} tokens, but the model has {self.wpe.num_embeddings}")
         own = split_sequence(tokens, self.group, order=self.order)
         place = positions(length, self.group, order=self.order, device=tokens.device)
-        return self.wte(own) + self.wpe(place)
+        return self.wte(own) + self.wpe(place.unsqueeze(0))
 
 
 class SequenceAttention(nn.Module):
-    """GPT-2's attention (`transformers`' GPT2Attention) of this rank's positions to all.
+    """GPT-2's attention of this rank's positions to all.
 
     Args:
-        attention: the layer, whose projections are used.
+        attention: `transformers`' GPT2Attention, or its heads on this rank of a tensor group
+            (`tensor_parallel.ParallelAttention`); its projections are used.
         attend: one of the three ways.
         group: the process group; None for the default one.
         order: "plain" or "head_tail".
@@ -129,7 +135,9 @@ class SequenceAttention(nn.Module):
     ):
         super().__init__()
         self.c_attn, self.c_proj = attention.c_attn, attention.c_proj
-        self.head_size, self.scale = attention.head_dim, attention.scaling
+        whole = hasattr(attention, "head_dim")
+        self.head_size = attention.head_dim if whole else attention.head_size
+        self.scale = attention.scaling
         self.attend, self.group, self.order = attend, group, order
 
     def forward(self, x: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:

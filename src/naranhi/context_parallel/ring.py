@@ -14,7 +14,7 @@ from torch.autograd import Function
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from naranhi.collectives.chunks import finish, start
-from naranhi.context_parallel.arguments import Cut, prepare
+from naranhi.context_parallel.arguments import Cut, is_a_shape, prepare
 from naranhi.context_parallel.partial_attention import Partial, add_gradients, fold
 from naranhi.context_parallel.tiles import Documents
 
@@ -48,7 +48,7 @@ def ring_attention(
         documents: lengths of the documents in the whole sequence, in its own order: one list for
             all rows, or one for each row. A query sees the keys of its own document only.
         positions: the positions of this rank's tokens; given, they are compared with `order`.
-        scale: what scores are multiplied with; None for 1 / sqrt(head size).
+        scale: what scores are multiplied with, above zero; None for 1 / sqrt(head size).
         check: whether the ranks compare their arguments first, in a small exchange. Without it,
             ranks with different arguments wait for each other, or are wrong: leave it out where
             an earlier layer has compared them.
@@ -63,6 +63,8 @@ def ring_attention(
             positions are not those of the order; or the ranks were given different things.
         TypeError: without `check`, for a dtype that is not floating point.
     """
+    if is_a_shape(query):
+        return query.clone()
     cut = prepare(
         query,
         key,

@@ -12,7 +12,7 @@ from torch.autograd import Function
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from naranhi import collectives
-from naranhi.context_parallel.arguments import Cut, prepare
+from naranhi.context_parallel.arguments import Cut, is_a_shape, prepare
 from naranhi.context_parallel.order import by_rank, in_sequence
 from naranhi.context_parallel.partial_attention import Partial, add_gradients
 from naranhi.context_parallel.tiles import Documents
@@ -43,6 +43,8 @@ def ulysses_attention(
     Raises:
         ValueError: also if the ranks do not divide the key-value heads.
     """
+    if is_a_shape(query):
+        return query.clone()
     cut = prepare(
         query,
         key,

@@ -51,8 +51,10 @@ def all_reduce_gradients(model: nn.Module, group: dist.ProcessGroup | None = Non
             the parameter and the ranks.
     """
     for parameter in with_gradient(model, group):
-        parameter.grad = parameter.grad.contiguous()
-        all_reduce(parameter.grad, group, algorithm="ring")
+        summed = parameter.grad.resolve_conj().resolve_neg().contiguous()
+        all_reduce(summed, group, algorithm="ring")
+        if summed is not parameter.grad:  # which keeps its strides, for fused optimizers
+            parameter.grad.copy_(summed)
 
 
 def all_reduce_bucketed(

@@ -6,10 +6,9 @@ Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parall
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -17,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from naranhi.autograd.containers import tensors_of
 from naranhi.autograd.hooks import Backward, Handles, Hook, ModuleHook
 from naranhi.collectives.buckets import BUCKET, buckets
+from naranhi.data_parallel.bucket import GradientBucket, strides_of
 from naranhi.data_parallel.supported import (
     require_gradient,
     require_same_parameters,
@@ -89,7 +89,17 @@ class DDP:
     ) -> None:
         require_supported(model, group)
         broadcast_parameters(model, group)
-        agree(group, bucket_bytes=bucket_bytes, buffers=buffers, check_finite=check_finite)
+        agree(
+            group,
+            bucket_bytes=bucket_bytes,
+            buffers=buffers,
+            check_finite=check_finite,
+            memory_layout={
+                name: strides_of(param)
+                for name, param in model.named_parameters()
+                if not param.is_contiguous()
+            },
+        )
         self.model, self.group = model, group
         self.buffers, self.check_finite = buffers, check_finite
         self.on_event = on_event or (lambda event, what: None)
@@ -257,53 +267,3 @@ class DDP:
                         "run the last backward of a step outside of no_sync(), or call "
                         "synchronize()"
                     )
-
-
-class GradientBucket:
-    """The gradients of some parameters in one flat buffer, followed by flags that travel with them.
-
-    Two flags per parameter: it has a gradient, and it lacks one. If both sums are above 0, the
-    ranks differ. One more flag for the whole bucket: the backward has failed.
-
-    Args:
-        parameters: Those whose gradients share this bucket, of one dtype and device.
-    """
-
-    flat: torch.Tensor
-    views: dict[nn.Parameter, torch.Tensor]
-    flags: torch.Tensor
-    awaited: set[nn.Parameter]
-    work: dist.Work | None
-
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        sizes = [param.numel() for param in parameters]
-        self.flat = parameters[0].new_zeros(sum(sizes) + 2 * len(sizes) + 1)
-        *pieces, flags, self._failed = self.flat.split([*sizes, 2 * len(sizes), 1])
-        self.views = {
-            param: piece.view(param.shape) for param, piece in zip(parameters, pieces, strict=True)
-        }
-        self.flags = flags.view(2, -1)
-        self.awaited, self.work = set(), None
-
-    def start(self, group: dist.ProcessGroup | None, failed: bool = False) -> None:
-        """Start the all-reduce of the bucket.
-
-        Args:
-            group: The process group; None for the default one.
-            failed: Whether this rank's backward has failed.
-        """
-        # The slot of a missing gradient is summed as well, and ignored.
-        has = [param.grad is not None for param in self.views]
-        self.flags.copy_(torch.tensor([has, [not flag for flag in has]]))
-        self._failed.fill_(failed)
-        self.work = dist.all_reduce(self.flat, group=group, async_op=True)
-
-    def finish(self) -> bool:
-        """Wait for the sum; return whether all ranks had gradients of the same parameters."""
-        self.work.wait()
-        return not (self.flags.real > 0).all(0).any().item()
-
-    @property
-    def failed(self) -> bool:
-        """Return, after `finish`, whether the backward of any rank has failed."""
-        return self._failed.real.item() > 0

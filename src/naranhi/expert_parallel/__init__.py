@@ -27,7 +27,11 @@ ranks' gradients is right.
 from naranhi.expert_parallel.dispatch import Plan, make_plan
 from naranhi.expert_parallel.exchange import exchange_rows
 from naranhi.expert_parallel.gpt2 import ExpertsMLP, add_experts, auxiliary_loss
-from naranhi.expert_parallel.gradients import sum_gradients
+from naranhi.expert_parallel.gradients import (
+    expert_parameters,
+    sum_gradients,
+    sum_over_copies,
+)
 from naranhi.expert_parallel.grouped import grouped_mm
 from naranhi.expert_parallel.moe import MoE
 from naranhi.expert_parallel.router import Routing, balancing_loss, route
@@ -41,8 +45,10 @@ __all__ = [
     "auxiliary_loss",
     "balancing_loss",
     "exchange_rows",
+    "expert_parameters",
     "grouped_mm",
     "make_plan",
     "route",
     "sum_gradients",
+    "sum_over_copies",
 ]

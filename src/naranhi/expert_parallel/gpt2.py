@@ -10,9 +10,13 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd import Function
+from torch.autograd.function import FunctionCtx
 
 from naranhi.expert_parallel.moe import MoE
 from naranhi.models import GPT2Block
+from naranhi.tensor_parallel.mappings import gather_from_group, scatter_to_group
+from naranhi.tensor_parallel.sequence_gradients import mark_sequence_module
 
 
 class ExpertsMLP(nn.Module):
@@ -20,22 +24,59 @@ class ExpertsMLP(nn.Module):
 
     Args:
         moe: the mixture of experts.
+        coefficient: what the auxiliary loss is multiplied with where each forward adds it to the
+            loss by itself, as the stages of a pipeline need it; None where `auxiliary_loss` is
+            added to the loss.
+        tensor: a tensor group, whose ranks have the same tokens; each takes its part of the
+            sequence to the experts. None without one, or where tokens are divided already.
 
     Attributes:
         auxiliary: the auxiliary loss of the last forward.
     """
 
     moe: MoE
+    coefficient: float | None
+    tensor: dist.ProcessGroup | None
     auxiliary: torch.Tensor | None
 
-    def __init__(self, moe: MoE) -> None:
+    def __init__(
+        self,
+        moe: MoE,
+        *,
+        coefficient: float | None = None,
+        tensor: dist.ProcessGroup | None = None,
+    ) -> None:
         super().__init__()
-        self.moe, self.auxiliary = moe, None
+        self.moe, self.coefficient, self.tensor, self.auxiliary = moe, coefficient, tensor, None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the output of all tokens, (..., hidden) in and out."""
-        output, self.auxiliary = self.moe(x.flatten(0, -2))
-        return output.view_as(x)
+        """Return the output of all tokens, (batch, sequence, hidden) in and out."""
+        own = scatter_to_group(x, self.tensor, dim=-2) if self.tensor else x
+        output, auxiliary = self.moe(own.flatten(0, -2))
+        if self.coefficient is not None:
+            output = AddedLoss.apply(output, auxiliary, self.coefficient)
+            auxiliary = auxiliary.detach()
+        self.auxiliary, output = auxiliary, output.view_as(own)
+        return gather_from_group(output, self.tensor, dim=-2) if self.tensor else output
+
+
+class AddedLoss(Function):
+    """The identity, whose backward acts as if `coefficient` x `auxiliary` were part of the loss."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, x: torch.Tensor, auxiliary: torch.Tensor, coefficient: float
+    ) -> torch.Tensor:
+        """Return x unchanged."""
+        ctx.gradient = torch.full_like(auxiliary, coefficient)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(
+        ctx: FunctionCtx, gradient: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, None]:
+        """Return the gradient unchanged, and the coefficient."""
+        return gradient, ctx.gradient, None
 
 
 def add_experts(
@@ -47,6 +88,9 @@ def add_experts(
     every: int = 2,
     capacity_factor: float | None = None,
     replicas: dist.ProcessGroup | None = None,
+    coefficient: float | None = None,
+    tensor: dist.ProcessGroup | None = None,
+    sequence: bool = False,
 ) -> list[nn.Module]:
     """Replace the MLP of every second block of `models.gpt2`, in place, and return the layers.
 
@@ -60,6 +104,10 @@ def add_experts(
         every: 2 for blocks 2, 4, 6, ...; 1 for all blocks.
         capacity_factor: see `MoE`.
         replicas: see `MoE`.
+        coefficient: see `ExpertsMLP`.
+        tensor: the tensor group over which `tensor_parallel.parallelize` will split what is left.
+            Its ranks have copies of the experts, and other tokens: `replicas` must have them.
+        sequence: whether it will split the activations, too.
 
     Raises:
         ValueError: no block would get experts, or see `MoE`.
@@ -67,10 +115,14 @@ def add_experts(
     blocks = [layer for layer in layers if isinstance(layer, GPT2Block)][every - 1 :: every]
     if not blocks:
         raise ValueError(f"among {len(layers)} layers there is no block for experts, every {every}")
+    tensor = tensor if tensor and dist.get_world_size(tensor) > 1 else None
     for layer in blocks:
         hidden = layer.block.ln_2.normalized_shape[0]
         moe = MoE(hidden, 4 * hidden, experts, top_k, group, capacity_factor, replicas=replicas)
-        layer.block.mlp = ExpertsMLP(moe)
+        if tensor:  # each rank has the router's gradient of its tokens: `sum_sequence_gradients`
+            mark_sequence_module(moe.router, tensor)
+        divided = None if sequence else tensor
+        layer.block.mlp = ExpertsMLP(moe, coefficient=coefficient, tensor=divided)
     return list(layers)
 
 

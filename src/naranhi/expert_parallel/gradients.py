@@ -43,12 +43,21 @@ def sum_gradients(model: nn.Module, everyone: dist.ProcessGroup | None = None) -
         everyone: the ranks that train the model together, of all copies and all experts; None for
             the default group.
     """
+    sum_over_copies(model, dist.group.WORLD if everyone is None else everyone)
+
+
+def sum_over_copies(model: nn.Module, replicas: dist.ProcessGroup | None) -> None:
+    """Do as `sum_gradients`, where None means that no other rank holds what is no expert.
+
+    Args:
+        model: this rank's model, after its backward.
+        replicas: the ranks that hold everything but experts alike, such as `Mesh.replicas`.
+    """
     held_by = expert_parameters(model)
-    everyone = dist.group.WORLD if everyone is None else everyone
     grads = {}  # by group
     for param in model.parameters():
-        group = held_by.get(param, everyone)
-        if param.requires_grad and group is not None:
+        group = held_by.get(param, replicas)
+        if param.requires_grad and group is not None and dist.get_world_size(group) > 1:
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
             grads.setdefault(group, []).append(param.grad)

@@ -7,6 +7,7 @@ import math
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from naranhi.distributed import agree
@@ -50,8 +51,9 @@ class MoE(ShardedModule):
 
     Raises:
         ValueError: on every rank, before anything else is sent: ranks passed different arguments or
-            have different routers; a size is not a whole number of at least 1; `top_k` is above
-            `experts`; the ranks do not divide the experts; the capacity is nothing.
+            have different routers, or copies are not equal; a size is not a whole number of at
+            least 1; `top_k` is above `experts`; the ranks do not divide the experts; the capacity
+            is nothing.
     """
 
     replicas: dist.ProcessGroup | None
@@ -89,6 +91,8 @@ class MoE(ShardedModule):
         self.down = nn.Parameter(_drawn(ffn, hidden, experts, own))
         self.splits.update(dict.fromkeys(("up", "down"), Split(0, experts, self.ranks)))
         self._agree(router=self.router)
+        if self.replicas:
+            agree(self.replicas, experts=nn.ParameterList([self.up, self.down]))
         self.plan = self.load = None
 
     def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -109,16 +113,22 @@ class MoE(ShardedModule):
         Raises:
             ValueError: on every rank, before a token is sent: on some rank `tokens` has another
                 shape or dtype than the layer, or is NaN or infinite; or ranks differ in dtype, or
-                in whether tokens need a gradient.
+                in whether tokens, or else experts, need a gradient.
         """
+        if isinstance(tokens, FakeTensor) or tokens.is_meta:  # a shape only: nothing is sent
+            return tokens.clone(), tokens.sum()
         axes = self.group, self.replicas
         if problem := _problem(tokens, self.up):
             report(problem, self.experts * (self.top_k + 1), self.up.device, *axes)
         wide = torch.promote_types(tokens.dtype, torch.float32)
-        routing = route(F.linear(tokens.to(wide), self.router.weight.to(wide)), self.top_k)
+        with torch.autocast(tokens.device.type, enabled=False):  # or its product would be bfloat16
+            logits = F.linear(tokens.to(wide), self.router.weight.to(wide))
+        routing = route(logits, self.top_k)
         own_sums = routing.probabilities.sum(0)
         own_counts = count_choices(routing.experts, self.experts)
-        counts, sums = gather_counts(own_counts, own_sums.detach(), _circumstances(tokens), *axes)
+        counts, sums = gather_counts(
+            own_counts, own_sums.detach(), self._circumstances(tokens), *axes
+        )
 
         self.load, size = counts.sum((0, 2)), int(counts.sum()) // self.top_k
         capacity = self._capacity(size)
@@ -127,6 +137,15 @@ class MoE(ShardedModule):
         sums = sums.to(own_sums.dtype) + (own_sums - own_sums.detach())
         auxiliary = balancing_loss(self.load, sums, size)
         return self.dispatch_and_combine(tokens, routing.gates), auxiliary
+
+    def _circumstances(self, tokens):
+        """Return what decides which messages a forward and its backward exchange."""
+        needs = "need a gradient"
+        if not tokens.requires_grad:  # then outputs do if experts do
+            trained = self.up.requires_grad or self.down.requires_grad
+            needs = f"do not need a gradient, experts are {'trained' if trained else 'frozen'}"
+        recorded = "recorded" if torch.is_grad_enabled() else "not recorded"
+        return f"{tokens.dtype}, {needs}, operations are {recorded}"
 
     def dispatch_and_combine(self, tokens: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
         """Send the chosen rows to their experts and return the weighted sums of the results.
@@ -206,13 +225,6 @@ def _problem(tokens, weight):
             f"{weight.device}"
         )
     return None
-
-
-def _circumstances(tokens):
-    """Return what decides which messages a forward and its backward exchange."""
-    needs = "need" if tokens.requires_grad else "do not need"
-    recorded = "recorded" if torch.is_grad_enabled() else "not recorded"
-    return f"{tokens.dtype}, {needs} a gradient, operations are {recorded}"
 
 
 def _drawn(inputs, outputs, experts, own):

@@ -38,7 +38,8 @@ Sources: Rajbhandari et al., "ZeRO: Memory optimizations toward training trillio
 the hooks and the prefetch. In production: `fully_shard`, and DeepSpeed.
 """
 
+from naranhi.zero.stages import ZeroStages
 from naranhi.zero.units import children, joined
 from naranhi.zero.zero import Zero
 
-__all__ = ["Zero", "children", "joined"]
+__all__ = ["Zero", "ZeroStages", "children", "joined"]

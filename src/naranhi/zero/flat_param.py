@@ -178,6 +178,12 @@ class FlatParam:
         for param, view in zip(self.parameters, views, strict=True):
             param.data = view
 
+    def in_other_memory(self) -> Iterator[str]:
+        """Yield the names of parameters that are neither views of `whole` nor freed."""
+        for name, param, view in zip(self.names, self.parameters, self._views, strict=True):
+            if param.dtype != view.dtype or param.data_ptr() not in (view.data_ptr(), 0):
+                yield name
+
     def use_sharded(self) -> None:
         """Put the parameters into their state between two steps: at stage 3, empty."""
         self.use_unsharded()

@@ -77,10 +77,19 @@ class Gradients:
         while self._started < len(self.order) and self.order[self._started].done:
             unit = self.order[self._started]
             self._started += 1
-            self.finish()
-            unit.accumulate()
-            self.on_event("reduce", unit.name)
-            self._in_flight = unit, unit.reduce_scatter(*self._flags(last)), last
+            self.start(unit, last)
+
+    def start(self, unit: Unit, last: bool = False) -> None:
+        """Start to reduce a unit's gradients, once the reduction in flight is over.
+
+        Args:
+            unit: A unit with gradients.
+            last: As for `reduce`.
+        """
+        self.finish()
+        unit.accumulate()
+        self.on_event("reduce", unit.name)
+        self._in_flight = unit, unit.reduce_scatter(*self._flags(last)), last
 
     def _flags(self, last):
         """Yield, beside a step's last reduction, the kernel that gathers who has which gradient."""
@@ -91,18 +100,19 @@ class Gradients:
             )
             yield kernel
 
-    def advance(self) -> None:
+    def advance(self, early: bool = True) -> None:
         """Advance the reduction in flight while another unit computes.
 
-        Once all but its last message have arrived, finish it, so that its flat gradients are freed
-        before the other unit has all its gradients.
+        Args:
+            early: Whether to finish it once all but its last message have arrived, so that its flat
+                gradients are freed before the other unit has all its gradients.
         """
         if self._summing:
             self._summing[1].advance()
         if self._in_flight:
             if self._in_flight[1].steps < dist.get_world_size(self._near) - 1:
                 self._in_flight[1].advance()
-            elif self.stage > 1:
+            elif early and self.stage > 1:
                 self.finish()
 
     def finish(self) -> None:

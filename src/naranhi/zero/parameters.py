@@ -43,13 +43,13 @@ class Parameters:
         """
         if self.sharded and unit.flats and not whole:  # the root may have none
             if unit.state is ParamState.SHARDED:
-                self._start(unit)
+                self.start(unit)
             if first:
                 following = self.order.after(unit)
                 if following and following.state is ParamState.SHARDED:
-                    self._start(following)
+                    self.start(following)
             if unit.state is not ParamState.UNSHARDED:
-                self._wait(unit)
+                self.wait(unit)
         if first:
             self.on_event("compute", unit.name)
             # Yield: the backend's threads may need this core to send what other ranks wait for.
@@ -71,11 +71,13 @@ class Parameters:
         self.order.end()
         self.reshard_all()
 
-    def _start(self, unit):
+    def start(self, unit: Unit) -> None:
+        """Start a unit's all-gather."""
         self.on_event("gather", unit.name)
         unit.unshard()
 
-    def _wait(self, unit):
+    def wait(self, unit: Unit) -> None:
+        """Wait for a unit's all-gather."""
         try:
             unit.wait_for_unshard()
         except RuntimeError as error:

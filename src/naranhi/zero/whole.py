@@ -60,6 +60,7 @@ class Whole:
                 raise RuntimeError("this model is gathered to be read: leave that block first")
             yield
             return
+        self.require_own_memory()
         rows = self.unshard()
         self.state = "written" if write else "read"
         try:
@@ -134,11 +135,15 @@ class Whole:
             )
 
     def require_forward(self, recording: bool) -> None:
-        """Raise RuntimeError for a forward to be trained in a `gathered` block in mixed precision.
+        """Raise RuntimeError for parameters in other memory, and for a forward in mixed precision.
+
+        That is one to be trained in a `gathered` block.
 
         Args:
             recording: Whether autograd records the forward.
         """
+        if not self.state:
+            self.require_own_memory()
         if self.state and self.zero.precision == "bf16" and recording:
             raise RuntimeError(
                 "inside of gathered() parameters are the masters in fp32: leave the "
@@ -153,6 +158,18 @@ class Whole:
         """
         if self.state:
             raise RuntimeError(f"{what} inside of a gathered() block: leave the block first")
+        self.require_own_memory()
+
+    def require_own_memory(self) -> None:
+        """Raise RuntimeError if a parameter was put into other memory: its values would be lost."""
+        flats = [flat for unit in self.zero.units for flat in unit.flats]
+        name = next((name for flat in flats for name in flat.in_other_memory()), None)
+        if name is not None:
+            raise RuntimeError(
+                f"parameter {name} is no longer in the memory that Zero trains: its .data was "
+                "assigned, or the model was converted after Zero was made; convert it before, and "
+                "write into parameters inside of gathered(write=True)"
+            )
 
     def _before_reading(self, module, prefix, keep_vars):
         self.require_readable()

@@ -179,7 +179,9 @@ class Zero(Hooks):
         """
         return norm_power(self.shard_gradients(), norm_type)
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, across: Sequence[dist.ProcessGroup] = ()
+    ) -> float:
         """Scale the gradients to a global norm of at most `max_norm`; return the norm they had.
 
         The norm is that of the whole model, as `torch.nn.utils.clip_grad_norm_` computes it in one
@@ -189,6 +191,7 @@ class Zero(Hooks):
         Args:
             max_norm: The largest norm that the gradients may keep, above 0.
             norm_type: The order of the norm; `inf` for the largest absolute value.
+            across: Other groups over whose ranks the model is distributed, such as a pipeline's.
 
         Raises:
             FloatingPointError: On every rank, before anything is scaled, if the norm is not finite.
@@ -199,7 +202,7 @@ class Zero(Hooks):
             for flat in self.flats:
                 for parameter, part in zip(flat.parameters, flat.gradient_parts(), strict=True):
                     parts[split.get(parameter)].append(part)
-        norm = norm_of_parts(parts, norm_type, [self.group], gradients[0].device)
+        norm = norm_of_parts(parts, norm_type, [self.group, *across], gradients[0].device)
         scale_to(gradients, max_norm, norm)
         return norm
 

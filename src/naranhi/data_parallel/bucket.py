@@ -1,0 +1,66 @@
+"""One bucket of gradients: a flat buffer, summed over the ranks by one all-reduce."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+class GradientBucket:
+    """The gradients of some parameters in one flat buffer, followed by flags that travel with them.
+
+    Two flags per parameter: it has a gradient, and it lacks one. If both sums are above 0, the
+    ranks differ. One more flag for the whole bucket: the backward has failed.
+
+    Args:
+        parameters: Those whose gradients share this bucket, of one dtype and device.
+    """
+
+    flat: torch.Tensor
+    views: dict[nn.Parameter, torch.Tensor]
+    flags: torch.Tensor
+    awaited: set[nn.Parameter]
+    work: dist.Work | None
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        sizes = [param.numel() for param in parameters]
+        self.flat = parameters[0].new_zeros(sum(sizes) + 2 * len(sizes) + 1)
+        *pieces, flags, self._failed = self.flat.split([*sizes, 2 * len(sizes), 1])
+        self.views = {
+            # A fused optimizer reads memory without strides: they have to be the parameter's own.
+            param: piece.as_strided(param.shape, strides_of(param))
+            for param, piece in zip(parameters, pieces, strict=True)
+        }
+        self.flags = flags.view(2, -1)
+        self.awaited, self.work = set(), None
+
+    def start(self, group: dist.ProcessGroup | None, failed: bool = False) -> None:
+        """Start the all-reduce of the bucket.
+
+        Args:
+            group: The process group; None for the default one.
+            failed: Whether this rank's backward has failed.
+        """
+        # The slot of a missing gradient is summed as well, and ignored.
+        has = [param.grad is not None for param in self.views]
+        self.flags.copy_(torch.tensor([has, [not flag for flag in has]]))
+        self._failed.fill_(failed)
+        self.work = dist.all_reduce(self.flat, group=group, async_op=True)
+
+    def finish(self) -> bool:
+        """Wait for the sum; return whether all ranks had gradients of the same parameters."""
+        self.work.wait()
+        return not (self.flags.real > 0).all(0).any().item()
+
+    @property
+    def failed(self) -> bool:
+        """Return, after `finish`, whether the backward of any rank has failed."""
+        return self._failed.real.item() > 0
+
+
+def strides_of(parameter: nn.Parameter) -> tuple[int, ...]:
+    """Return the strides of a gradient: the parameter's, if that is dense."""
+    return torch.empty_like(parameter, device="meta").stride()
