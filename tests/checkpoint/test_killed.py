@@ -6,10 +6,12 @@ import subprocess
 import sys
 
 import killed
+import pytest
 
 KILLS = 20
 
 
+@pytest.mark.ranks
 def test_killed_while_saving_it_always_has_a_whole_checkpoint(tmp_path):
     """Each life looks at all checkpoints that the one before has left; see `killed.rank`."""
     command = [sys.executable, killed.__file__, tmp_path / "run", str(KILLS)]

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from naranhi import models
 from naranhi.autograd import splittable
 from naranhi.distributed import Mesh
+from naranhi.distributed.mesh import Place
 from naranhi.tensor_parallel import (
     Column,
     ColumnParallelLinear,
@@ -78,6 +79,31 @@ def inputs_of_any_shape():
 
 def test_inputs_of_any_shape(five):
     five.call(inputs_of_any_shape)
+
+
+def complex_numbers(sequence):
+    if not (here := member(2)):
+        return
+    group, rank = here
+    first, second = (nn.Linear(4, 4, dtype=torch.complex128) for _ in range(2))
+    whole, x = nn.Sequential(first, second), torch.randn(2, 4, 4, dtype=torch.complex128)
+    split = nn.Sequential(
+        ColumnParallelLinear(first, group, sequence=sequence),
+        RowParallelLinear(second, group, sequence=sequence),
+    )
+    own = x.chunk(2, 1)[rank] if sequence else x
+    whole_x, own_x = (each.clone().requires_grad_() for each in (x, own))
+    whole(whole_x).abs().sum().backward()
+    split(own_x).abs().sum().backward()
+    expected = whole_x.grad.chunk(2, 1)[rank] if sequence else whole_x.grad
+    torch.testing.assert_close(own_x.grad, expected)
+    torch.testing.assert_close(split[0].weight.grad, first.weight.grad.chunk(2, 0)[rank])
+    torch.testing.assert_close(split[1].weight.grad, second.weight.grad.chunk(2, 1)[rank])
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_complex_layers(five, sequence):
+    five.call(complex_numbers, sequence)
 
 
 def losses_of_any_targets(ranks):
@@ -241,7 +267,8 @@ def closed():
         return None
     names, right = [], dist.destroy_process_group
     mesh = Mesh.__new__(Mesh)
-    mesh.data, mesh.pipeline, mesh.tensor = "data", "pipeline", "tensor"
+    for group in (*Place._fields, "replicas", "expert_replicas"):
+        setattr(mesh, group, group)
     dist.destroy_process_group = names.append
     try:
         mesh.close()
@@ -252,4 +279,5 @@ def closed():
 
 def test_groups_are_closed_in_one_order(five):
     """On NCCL, ranks that end their communicators in different orders can wait for one another."""
-    assert five.call(closed)[:4] == [["data", "pipeline", "tensor"]] * 4
+    order = ["data", "pipeline", "tensor", "context", "expert", "replicas", "expert_replicas"]
+    assert five.call(closed)[:4] == [order] * 4

@@ -1,4 +1,7 @@
-"""`torchrun -m naranhi.train` for real: its losses, its log, and its ends."""
+"""`torchrun -m naranhi.train` for real: its losses, its log, and its ends.
+
+Where a launcher has no part in what is tested, ranks are forked (`forked.py`).
+"""
 
 import json
 import os
@@ -11,10 +14,12 @@ from pathlib import Path
 
 import pytest
 import small_gpt2
+from forked import Forked
 
 from naranhi import schedules, train
-from naranhi.train import cli, trainer
+from naranhi.train import trainer
 from naranhi.train.log import Log
+from naranhi.train.options import RATE, schedule_names
 
 
 def command(ranks, *options):
@@ -42,6 +47,14 @@ def run(ranks, *options):
     )
 
 
+@pytest.fixture(scope="module")
+def forked():
+    """`forked(ranks, *options)`: as `run`, without its launcher."""
+    imported = "datasets", "torch._dynamo", "transformers.models.gpt2.modeling_gpt2"
+    with Forked(*imported) as server:
+        yield lambda ranks, *options: server.run(ranks, "naranhi.train", *options)
+
+
 def read(log):
     """Each line is one whole object."""
     text = log.read_text()
@@ -63,7 +76,7 @@ def small(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_any_number_of_ranks_gives_the_same_losses_and_they_fall(tmp_path):
+def test_any_number_of_ranks_gives_the_same_losses_and_they_fall(tmp_path, forked):
     """Below what a model knows that knows how often each word is: the corpus's unigram entropy."""
     runs = {
         1: (12, "--schedule", "inter_layer", "--recompute"),
@@ -73,7 +86,8 @@ def test_any_number_of_ranks_gives_the_same_losses_and_they_fall(tmp_path):
     losses = {}
     for ranks, (steps, *options) in runs.items():
         log = tmp_path / f"{ranks}.jsonl"
-        done = run(ranks, *options, "--microbatches", 4, "--steps", steps, "--log-file", log)
+        start = run if ranks == 4 else forked
+        done = start(ranks, *options, "--microbatches", 4, "--steps", steps, "--log-file", log)
         assert done.returncode == 0, done.stderr
         entries = read(log)
         losses[ranks] = [entry["loss"] for entry in entries]
@@ -92,9 +106,9 @@ def test_any_number_of_ranks_gives_the_same_losses_and_they_fall(tmp_path):
     assert sum(losses[4][-10:]) / 10 < entropy - 0.05
 
 
-def test_a_full_disk_ends_the_log_and_not_the_training(small):
+def test_a_full_disk_ends_the_log_and_not_the_training(small, forked):
     """Trained weights, untied, and a corpus in a file, too."""
-    done = run(1, *small, "--steps", 12, "--untied", "--log-file", "/dev/full")
+    done = forked(1, *small, "--steps", 12, "--untied", "--log-file", "/dev/full")
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("the log /dev/full ends here (No space left on device)") == 1
     assert "(4 repeated ones left out)" in done.stdout
@@ -102,8 +116,8 @@ def test_a_full_disk_ends_the_log_and_not_the_training(small):
     assert "step: 11, loss: " in done.stdout
 
 
-def test_a_loss_that_is_no_number_is_told(small, tmp_path):
-    done = run(1, *small, "--lr", 1e30, "--log-file", tmp_path / "log.jsonl")
+def test_a_loss_that_is_no_number_is_told(small, tmp_path, forked):
+    done = forked(1, *small, "--lr", 1e30, "--log-file", tmp_path / "log.jsonl")
     assert done.returncode != 0
     (line,) = told(done.stderr)
     assert re.fullmatch(r"naranhi.train: error: the loss of step \d is nan: .*--lr.*", line)
@@ -238,8 +252,8 @@ def test_without_a_network_and_a_name(needs, small):
         ),
     ],
 )
-def test_a_mistake_is_told_once_and_every_rank_leaves(ranks, options, message):
-    done = run(ranks, *options)
+def test_a_mistake_is_told_once_and_every_rank_leaves(forked, ranks, options, message):
+    done = (run if "--corpus" in options else forked)(ranks, *options)
     assert done.returncode != 0
     assert "step:" not in done.stdout
     (line,) = told(done.stderr)
@@ -283,8 +297,14 @@ def test_help_is_complete(capsys):
         "dp",
         "pp",
         "tp",
+        "cp",
+        "ep",
+        "experts",
+        "top-k",
         "data-parallel",
         "sequence-parallel",
+        "context-parallel",
+        "expert-parallel",
         "silence",
     ):
         assert f"--{option}" in text
@@ -298,8 +318,9 @@ def test_defaults():
         8,
         300,
     )
-    assert (options.dp, options.pp, options.tp) == (1, None, 1)
-    assert trainer.RATE["trained"] == 3e-5
+    assert (options.dp, options.pp, options.tp, options.cp, options.ep) == (1, None, 1, 1, 1)
+    assert options.experts is options.top_k is None
+    assert RATE["trained"] == 3e-5
     assert train.parse(["--log", "a"]).log == train.parse(["--log-file", "a"]).log == "a"
     assert train.parse(["--balance", "4,3,3,4"]).balance == [4, 3, 3, 4]
 
@@ -371,7 +392,7 @@ def test_schedules_are_found_by_their_arguments(monkeypatch):
     def other(stages, microbatches, chunks):
         return schedules.interleaved(stages, microbatches, chunks)
 
-    assert set(cli.schedule_names()) == {
+    assert set(schedule_names()) == {
         "gpipe",
         "inter_layer",
         "one_f_one_b",
@@ -383,7 +404,7 @@ def test_schedules_are_found_by_their_arguments(monkeypatch):
     for function in (mine, other):
         monkeypatch.setattr(schedules, function.__name__, function, raising=False)
     monkeypatch.setattr(schedules, "__all__", ["mine", "other"])
-    assert list(cli.schedule_names()) == ["mine"]
+    assert list(schedule_names()) == ["mine"]
 
 
 # --- the log -------------------------------------------------------------------------------------
@@ -392,6 +413,7 @@ def test_schedules_are_found_by_their_arguments(monkeypatch):
 LOGGING = """
 import resource, sys
 from naranhi.train.log import Log
+from naranhi.train.options import RATE, schedule_names
 resource.setrlimit(resource.RLIMIT_FSIZE, (110, 110))
 with Log(sys.argv[1]) as log:
     for step in range(20):

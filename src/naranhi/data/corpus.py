@@ -7,11 +7,9 @@ what ships with the book, and under which licences.
 
 from __future__ import annotations
 
-import glob
 import gzip
 import json
 import os
-import tempfile
 import zlib
 from collections.abc import Iterable
 from contextlib import contextmanager
@@ -106,46 +104,28 @@ def _squad():
 
 
 def _read(path):
-    import datasets
-
     if not path.is_file():
         there = "is no file" if path.exists() else "does not exist"
         raise FileNotFoundError(f"the corpus {path} {there}")
-    if not path.stat().st_size:
+    packed = path.read_bytes()
+    if not packed:
         raise ValueError(f"the corpus {path} is empty")
-    # With a cache of its own, nothing stays behind, and a changed file is not read from the cache.
-    with tempfile.TemporaryDirectory() as cache, _without_bars():
-        try:
-            articles = datasets.load_dataset(
-                "json",
-                data_files=glob.escape(str(path.absolute())),
-                field="data",
-                split="train",
-                cache_dir=cache,
-            ).to_list()
-        except (datasets.exceptions.DatasetGenerationError, ValueError, *UNPACKING) as error:
-            cause = error.__cause__ or error
-            fault = _fault(path) or str(cause)
-            raise ValueError(f"the corpus {path} is not in SQuAD's form, {FORM}: {fault}") from None
-    if fault := _fault_in(articles):
+    try:
+        content = json.loads(gzip.decompress(packed) if packed[:2] == b"\x1f\x8b" else packed)
+        fault = _fault_in(content)
+    except (ValueError, *UNPACKING) as error:
+        fault = f"it is no JSON ({error})"
+    if fault:
         raise ValueError(f"the corpus {path} is not in SQuAD's form, {FORM}: {fault}")
+    articles = content["data"]
     return [paragraph["context"] for article in articles for paragraph in article["paragraphs"]]
 
 
-def _fault(path):
-    """Return why a file that `datasets` could not read is not in SQuAD's form, or None."""
-    try:
-        content = path.read_bytes()
-        content = json.loads(gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content)
-    except (ValueError, *UNPACKING) as error:
-        return f"it is no JSON ({error})"
+def _fault_in(content):
+    """Return what is not in SQuAD's form, and where; None if all is."""
     if not isinstance(content, dict) or "data" not in content:
         return 'it has no "data"'
-    return _fault_in(content["data"])
-
-
-def _fault_in(articles):
-    """Return what is wrong in SQuAD's `data`, and where; None if nothing is."""
+    articles = content["data"]
     if not isinstance(articles, list):
         return "data is not a list"
     if not articles:

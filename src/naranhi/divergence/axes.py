@@ -13,6 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from naranhi.distributed import Mesh
 from naranhi.tensor_parallel.shards import Split
 
+ROWS = "data", "expert"  # the axes that divide the rows of a batch
+
 
 class Part(NamedTuple):
     """A tensor of this rank, as a part of the tensor that one process has.
@@ -32,8 +34,8 @@ class Axes:
     """The coordinates of all ranks on a mesh.
 
     Args:
-        mesh: of all ranks of the world. An axis called "data" divides the rows of a batch, one
-            called "pipeline" the layers; any other may divide the layers or the sequence.
+        mesh: of all ranks of the world. Axes called "data" and "expert" divide the rows of a batch,
+            one called "pipeline" the layers; any other may divide the layers or the sequence.
 
     Attributes:
         sizes: {axis: its size}, of the axes that have more than one rank.
@@ -66,11 +68,11 @@ class Axes:
         """This rank's coordinates."""
         return self.places[dist.get_rank()]
 
-    def neighbours(self, axis: str) -> list[list[int]]:
-        """Return the ranks in lines along an axis: they differ in their coordinate on it only."""
+    def neighbours(self, *axes: str) -> list[list[int]]:
+        """Return the ranks in lines along some axes: they differ in their coordinates there."""
         lines = {}
         for rank, place in enumerate(self.places):
-            rest = tuple((name, at) for name, at in place.items() if name != axis)
+            rest = tuple((name, at) for name, at in place.items() if name not in axes)
             lines.setdefault(rest, []).append(rank)
         return list(lines.values())
 
@@ -143,7 +145,7 @@ class Axes:
             if (own.size, each) == (whole[dim], length):
                 return own._replace(dim=dim), layer.rank
         for axis, size in self.sizes.items():
-            if axis not in ("data", "pipeline") and -(-whole[dim] // size) == length:
+            if axis not in (*ROWS, "pipeline") and -(-whole[dim] // size) == length:
                 return Split(dim, whole[dim], size), self.place[axis]
         raise ValueError(
             f"dimension {dim} has {length} elements here and {whole[dim]} in one process: none of "

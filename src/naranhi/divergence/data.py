@@ -8,7 +8,7 @@ from hashlib import sha256
 
 import torch
 
-from naranhi.divergence.axes import Axes
+from naranhi.divergence.axes import ROWS, Axes
 from naranhi.divergence.recorder import Recorder
 from naranhi.divergence.reference import Reference
 from naranhi.divergence.report import Divergence
@@ -67,21 +67,21 @@ def wrong_rows(rows: Sequence[Rows | None], reference: Reference, axes: Axes) ->
     def report(ranks, axis, what, microbatch=0):
         return Divergence("data", reference.first, microbatch, tuple(ranks), axis, what)
 
-    data = "data" if "data" in axes.sizes else None
+    data = next((axis for axis in ROWS if axis in axes.sizes), None)
     for rank in readers:
         for microbatch, taken in enumerate(rows[rank]):
             if None in taken:
                 place = f"row {taken.index(None)} of {axes.where(rank)} is not in the batch"
                 return report([rank], data, place, microbatch)
     for axis in axes.sizes:
-        for line in axes.neighbours(axis) if axis != "data" else ():
+        for line in axes.neighbours(axis) if axis not in ROWS else ():
             line = [rank for rank in line if rank in readers]
             for rank in line[1:]:
                 if rows[rank] != rows[line[0]]:
                     what = f"{axes.where(rank)} takes other rows than {axes.where(line[0])}"
                     return report([rank], axis, f"{what}, and they must agree")
     users = {}
-    for line in axes.neighbours("data") if data else [[readers[0]]]:
+    for line in axes.neighbours(*ROWS) if data else [[readers[0]]]:
         line = [rank for rank in line if rank in readers]
         for rank in line:
             for row in (row for taken in rows[rank] for row in taken):
@@ -103,8 +103,9 @@ def wrong_rows(rows: Sequence[Rows | None], reference: Reference, axes: Axes) ->
 
 def shared_rows(rows: Sequence[Rows | None], axes: Axes, rank: int) -> Rows:
     """Return the rows of a rank's micro-batches: on a later stage, those of its first stage."""
+    place = axes.places[rank]
     return next(
         own
-        for other, own in enumerate(rows)
-        if own is not None and axes.places[other].get("data") == axes.places[rank].get("data")
+        for own, other in zip(rows, axes.places, strict=True)
+        if own is not None and all(other.get(axis) == place.get(axis) for axis in ROWS)
     )

@@ -20,7 +20,7 @@ from naranhi.distributed import Mesh, agree, fingerprint, from_all_ranks, raise_
 from naranhi.divergence.axes import Axes, Part
 from naranhi.divergence.classify import Held, classify, distance
 from naranhi.divergence.data import rows_of, shared_rows, wrong_rows
-from naranhi.divergence.models import layers_of, parameters_of
+from naranhi.divergence.models import layers_of, parameters_of, recorded_layers
 from naranhi.divergence.random import wrong_masks
 from naranhi.divergence.recorder import PHASES, Key, Recorder
 from naranhi.divergence.reference import TOLERANCE, Reference, Update
@@ -61,7 +61,8 @@ def find(
         run: `run(model)` runs the forwards and backwards of the step on this rank's rows, with all
             reductions, so that gradients are those that the optimizer is to have.
         reference: as `trace` returns it, of the same weights and the whole batch.
-        mesh: the ranks; an axis "data" divides the rows of the batch.
+        mesh: the ranks; axes "data" and "expert" divide the rows of the batch. An axis that divides
+            sequences has each rank's positions in a row ("plain" order).
         update: `update(model)` makes an optimizer and steps, as in `trace`.
         scale: what `run` multiplies the loss by before its backward, if gradients are divided by it
             afterwards: the number of data ranks for torch's `DistributedDataParallel`, which
@@ -77,7 +78,7 @@ def find(
     axes = raise_on_all(lambda: Axes(mesh), kind=ValueError)
     layers = layers_of(model)
     _require_same(model, layers, reference, update)
-    with Recorder(layers, reference.first, masks=reference.draws) as records:
+    with Recorder(recorded_layers(layers), reference.first, masks=reference.draws) as records:
         run(model)
     step = Update(model, update)
     raise_on_all(lambda: _require_calls(records), kind=RuntimeError)

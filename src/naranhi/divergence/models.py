@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
@@ -11,7 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 from naranhi.autograd import Recompute
 from naranhi.data_parallel import DDP
 from naranhi.divergence.axes import Part
+from naranhi.expert_parallel import MoE
 from naranhi.pipeline import Pipeline
+from naranhi.pipeline.dry_run import copied as copied_layers
 from naranhi.tensor_parallel.shards import as_module
 from naranhi.zero import Zero
 
@@ -40,6 +42,21 @@ def layers_of(model: Model) -> dict[str, nn.Module]:
         for name, module in _named_modules(as_module(model))
         if name or not isinstance(module, nn.Sequential | nn.ModuleList)
     }
+
+
+def recorded_layers(layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Return the layers whose outputs are compared, of those that `layers_of` returned.
+
+    In a mixture of experts rows are those of other ranks' tokens. It is compared by what the layer
+    around it returns, and by the gradients of its router and experts.
+    """
+    inner = {one for layer in layers.values() if isinstance(layer, MoE) for one in layer.modules()}
+    return {name: layer for name, layer in layers.items() if layer not in inner}
+
+
+def copied(model: nn.Module | list[nn.Module]) -> nn.Module | list[nn.Module]:
+    """Return a copy of a model, which shares process groups and what layers keep of a forward."""
+    return copied_layers(model) if isinstance(model, list) else copied_layers([model])[0]
 
 
 def _named_modules(model) -> Iterator[tuple[str, nn.Module]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from naranhi.distributed import from_all_ranks
-from naranhi.divergence.axes import Axes
+from naranhi.divergence.axes import ROWS, Axes
 from naranhi.divergence.recorder import Key, Recorder
 from naranhi.divergence.reference import Reference
 from naranhi.divergence.report import Divergence
@@ -33,7 +33,7 @@ def wrong_masks(
     gathered = from_all_ranks(masks)
     for key in sorted({key for own in gathered for key in own}, key=lambda key: key[2:] + key[:2]):
         for axis in axes.sizes:
-            if axis in ("data", "pipeline"):
+            if axis in (*ROWS, "pipeline"):
                 continue
             for line in axes.neighbours(axis):
                 line = [rank for rank in line if key in gathered[rank]]

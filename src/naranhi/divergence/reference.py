@@ -18,7 +18,6 @@ on the rounding error of a sum, which grows with its terms and holds in any orde
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +28,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map
 
 from naranhi.divergence.axes import Part
-from naranhi.divergence.models import gradients_of, layers_of, parameters_of, weights_of
+from naranhi.divergence.models import (
+    copied,
+    gradients_of,
+    layers_of,
+    parameters_of,
+    recorded_layers,
+    weights_of,
+)
 from naranhi.divergence.recorder import Key, Recorder
 
 TOLERANCE = 16.0  # correct meshes stay below 4 times the noise, and wrong ones far above 100
@@ -156,7 +162,7 @@ def _slack(single, double, update):
         if param.grad is not None
     }
     for sign in (0, 1, -1):
-        moved = copy.deepcopy(double)
+        moved = copied(double)
         for name, param in parameters_of(moved).items():
             if name in allowed:
                 param.grad = exact[name].grad + sign * allowed[name]
@@ -175,7 +181,7 @@ def _bound(own, exact):
 
 
 def _record(model, run, dtype):
-    model = copy.deepcopy(model)
+    model = copied(model)
     layers = layers_of(model)
     handles = []
     if dtype == torch.float64:
@@ -184,7 +190,7 @@ def _record(model, run, dtype):
             layer.register_forward_pre_hook(_as_double, with_kwargs=True)
             for layer in layers.values()
         ]
-    with Recorder(layers, None, masks=dtype != torch.float64) as records:
+    with Recorder(recorded_layers(layers), None, masks=dtype != torch.float64) as records:
         run(model)
     for handle in handles:
         handle.remove()

@@ -11,7 +11,8 @@ from naranhi.tensor_parallel.mappings import (
     reduce_scatter_to_sequence,
     scatter_to_group,
 )
-from naranhi.tensor_parallel.parallelize import (
+from naranhi.tensor_parallel.parallelize import parallelize
+from naranhi.tensor_parallel.plans import (
     Column,
     Heads,
     Row,
@@ -19,7 +20,6 @@ from naranhi.tensor_parallel.parallelize import (
     Vocabulary,
     gpt2_plan,
     mlp_plan,
-    parallelize,
 )
 from naranhi.tensor_parallel.random import fork_rng
 from naranhi.tensor_parallel.sequence_gradients import sum_sequence_gradients

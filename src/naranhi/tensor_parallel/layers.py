@@ -182,7 +182,7 @@ class ColumnFunction(Function):
         x, weight = ctx.saved_tensors
         wants_x, *wants = ctx.needs_input_grad[:3]
         if wants_x:
-            to_x = gradient @ _in_by_out(weight, ctx.transposed).t()
+            to_x = gradient @ _in_by_out(weight, ctx.transposed).mH
             summed = start_reduce(to_x, ctx.group)
         own = _weight_gradients(x, gradient, ctx.transposed, *wants)
         return summed() if wants_x else None, *own, None, None
@@ -207,7 +207,7 @@ class _SequenceColumn(Function):
         wants_x, *wants = ctx.needs_input_grad[:3]
         gathered = start_gather(x, ctx.group, -2)
         if wants_x:
-            to_x = gradient @ _in_by_out(weight, ctx.transposed).t()
+            to_x = gradient @ _in_by_out(weight, ctx.transposed).mH
             summed = start_reduce_scatter(to_x, ctx.group, -2)
         own = _weight_gradients(gathered(), gradient, ctx.transposed, *wants)
         return summed() if wants_x else None, *own, None, None
@@ -227,7 +227,7 @@ def _weight_gradients(x, gradient, transposed, wants_weight, wants_bias):
     x, gradient = (tensor.unsqueeze(0).flatten(0, -2) for tensor in (x, gradient))
     to_weight = None
     if wants_weight:
-        to_weight = x.t() @ gradient if transposed else gradient.t() @ x
+        to_weight = x.mH @ gradient if transposed else gradient.t() @ x.conj()
     return to_weight, gradient.sum(0) if wants_bias else None
 
 

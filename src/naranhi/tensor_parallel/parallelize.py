@@ -4,8 +4,8 @@
     parallelize(layers, gpt2_plan(), group)          # this rank keeps its shard
     loss = vocabulary_cross_entropy(forward(layers, tokens), targets, group)
 
-A plan says which layers are split, and how, by patterns of names. The other modules of this package
-hold what the split layers consist of: the functions that enter and leave the split region
+A plan says which layers are split, and how, by patterns of names (`plans`). The other modules hold
+what the split layers consist of: the functions that enter and leave the split region
 (`mappings`), linear layers and attention (`layers`, `attention`), embedding, head and cross-entropy
 (`vocabulary`), random numbers (`random`) and state (`shards`).
 
@@ -24,192 +24,18 @@ models" (2022).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from copy import copy
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import ClassVar
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
 from naranhi.distributed import fingerprint, from_all_ranks
 from naranhi.tensor_parallel.attention import ParallelAttention
-from naranhi.tensor_parallel.layer_checks import (
-    require_embedding,
-    require_layers_of_tokens,
-    require_slow_path,
-    require_tokenwise,
-)
-from naranhi.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from naranhi.tensor_parallel.mappings import (
-    scatter_to_group,
-)
-from naranhi.tensor_parallel.random import ShardedDropout
-from naranhi.tensor_parallel.sequence_gradients import (
-    mark_sequence_module,
-    sequence_parameters,
-    sum_before_other_hooks,
-)
+from naranhi.tensor_parallel.layer_checks import require_layers_of_tokens, require_slow_path
+from naranhi.tensor_parallel.plans import Column, Heads, Row, SequenceParallel, Vocabulary
+from naranhi.tensor_parallel.sequence_gradients import sequence_parameters, sum_before_other_hooks
 from naranhi.tensor_parallel.shards import ShardedModule, as_module
-from naranhi.tensor_parallel.vocabulary import (
-    VocabularyParallelEmbedding,
-    VocabularyParallelHead,
-    refuse_partial_logits,
-)
-
-
-@dataclass(frozen=True)
-class Column:
-    """Split a linear layer by its outputs.
-
-    Args:
-        parts: how many parts the outputs have, each of which is split separately (see `Split`).
-    """
-
-    parts: int = 1
-
-    def cut(
-        self, layer: nn.Module, group: dist.ProcessGroup | None, sequence: bool
-    ) -> ColumnParallelLinear:
-        """Return the layer that computes this rank's outputs."""
-        return ColumnParallelLinear(layer, group, self.parts, sequence)
-
-
-@dataclass(frozen=True)
-class Row:
-    """Split a linear layer by its inputs, which are the outputs of a layer split by `Column`."""
-
-    def cut(
-        self, layer: nn.Module, group: dist.ProcessGroup | None, sequence: bool
-    ) -> RowParallelLinear:
-        """Return the layer that computes from this rank's inputs."""
-        return RowParallelLinear(layer, group, sequence)
-
-
-@dataclass(frozen=True)
-class Heads:
-    """Split GPT-2's attention by heads; its c_attn and c_proj need plan entries of their own."""
-
-    needs: ClassVar[tuple[tuple[str, Column | Row], ...]] = (
-        ("c_attn", Column(parts=3)),
-        ("c_proj", Row()),
-    )
-
-    def cut(
-        self, layer: nn.Module, group: dist.ProcessGroup | None, sequence: bool
-    ) -> ParallelAttention:
-        """Return the attention that computes this rank's heads."""
-        return ParallelAttention(layer, group)
-
-
-@dataclass(frozen=True)
-class Vocabulary:
-    """Split an embedding, or a head, by its vocabulary.
-
-    Args:
-        gather_output: whether a head returns the logits of the whole vocabulary on every rank, as
-            generation needs them, instead of the logits of the rank's own tokens.
-    """
-
-    gather_output: bool = False
-
-    def cut(
-        self, layer: nn.Module, group: dist.ProcessGroup | None, sequence: bool
-    ) -> VocabularyParallelEmbedding | VocabularyParallelHead:
-        """Return the embedding, or the head, of this rank's tokens of the vocabulary.
-
-        Raises:
-            ValueError: `gather_output` for an embedding.
-        """
-        if not isinstance(layer, nn.Embedding):
-            return VocabularyParallelHead(layer, group, sequence, self.gather_output)
-        if self.gather_output:
-            raise ValueError(
-                "what an embedding returns is whole on every rank: gather_output is for a head"
-            )
-        return VocabularyParallelEmbedding(layer, group, sequence)
-
-
-@dataclass(frozen=True)
-class SequenceParallel:
-    """Run a norm, dropout or position embedding, with sequence parallelism, on this rank's tokens.
-
-    Such a layer works on each token separately, and every rank holds it whole.
-    """
-
-    def cut(self, layer: nn.Module, group: dist.ProcessGroup | None, sequence: bool) -> nn.Module:
-        """Return the layer for this rank's part of the sequence; without `sequence`, the layer.
-
-        Raises:
-            ValueError: with `sequence`, a layer made of layers, each of which needs a plan entry of
-                its own.
-        """
-        if not sequence:
-            return layer
-        require_tokenwise(layer)
-        if isinstance(layer, nn.Dropout):
-            return ShardedDropout(layer.p, group, layer.inplace)
-        if isinstance(layer, nn.Embedding):
-            return SequencePositions(layer, group)
-        layer = copy(layer)  # the copy has the same parameters
-        mark_sequence_module(layer, group)
-        return layer
-
-
-class SequencePositions(ShardedModule):
-    """Embed this rank's positions: (..., sequence) to (..., sequence / ranks, hidden).
-
-    Args:
-        embedding: the embedding of positions.
-        group: the process group; None for the default one.
-
-    Raises:
-        ValueError: the ranks do not divide the sequence; raised in the forward.
-    """
-
-    num_embeddings: int
-    padding_idx: int | None
-
-    def __init__(self, embedding: nn.Embedding, group: dist.ProcessGroup | None):
-        super().__init__(group, True)
-        require_embedding(embedding)
-        self.num_embeddings, self.padding_idx = embedding.num_embeddings, embedding.padding_idx
-        self.take("weight", embedding.weight)
-
-    def forward(self, positions: torch.Tensor) -> torch.Tensor:
-        """Return the embeddings of this rank's positions."""
-        own = scatter_to_group(positions, self.group)
-        return nn.functional.embedding(own, self.weight, self.padding_idx)
-
-
-def gpt2_plan(
-    gather_output: bool = False,
-) -> dict[str, Column | Row | Heads | Vocabulary | SequenceParallel]:
-    """Return the plan for `models.gpt2`: one all-reduce each way per attention and per MLP.
-
-    It also fits a whole `GPT2LMHeadModel` of transformers. `gather_output` is for the head, see
-    `Vocabulary`.
-    """
-    return {
-        "*wte": Vocabulary(),
-        "*lm_head": Vocabulary(gather_output),
-        "*.attn": Heads(),
-        "*.attn.c_attn": Column(parts=3),
-        "*.attn.c_proj": Row(),
-        "*.mlp.c_fc": Column(),
-        "*.mlp.c_proj": Row(),
-        "*wpe": SequenceParallel(),
-        "*ln_[12f]": SequenceParallel(),
-        "*drop": SequenceParallel(),
-        "*.resid_dropout": SequenceParallel(),
-        "*.mlp.dropout": SequenceParallel(),
-    }
-
-
-def mlp_plan() -> dict[str, Column | Row]:
-    """Return the plan for `models.mlp`."""
-    return {"*up": Column(), "*down": Row()}
+from naranhi.tensor_parallel.vocabulary import refuse_partial_logits
 
 
 def parallelize(

@@ -1,6 +1,7 @@
 """Train GPT-2 on a mesh of ranks: ``torchrun ... -m naranhi.train``."""
 
-from naranhi.train.cli import losses, parse, train
+from naranhi.train.cli import losses, train
+from naranhi.train.options import parse
 from naranhi.train.trainer import Training
 from naranhi.train.usage import UsageError
 

@@ -1,18 +1,23 @@
-"""Train GPT-2 on a mesh of ranks: data, pipeline and tensor parallelism in one step.
+"""Train GPT-2 on a mesh of ranks: up to five parallelisms in one step.
 
 Every rank builds the same model from the same seed and iterates over the same batches. It keeps
-only its shard of its stage of the model, and uses only its pipeline's rows of each batch. A step:
+only its shard of its stage of the model, and its experts, and uses only its rows of each batch, and
+its positions of those. A step:
 
     forwards and backwards         follow the schedule, along the pipeline; in each, a tensor group
-                                   reduces activations; losses are divided by the number of valid
-                                   targets in the *whole* batch
-    gradients of replicas          are summed, once the pipeline is empty
+                                   reduces activations, a context group passes on keys and values,
+                                   and an expert group exchanges tokens; losses are divided by the
+                                   number of valid targets in the *whole* batch
+    gradients of replicas          are summed, once the pipeline is empty: of experts over data,
+                                   context and tensor, of all else over data, expert and context
     gradients of tied weights      are summed over first and last stage, so the copies stay equal
-    gradients outside the shards,  with sequence parallelism, are summed in the tensor group
+    gradients outside the shards,  with sequence parallelism, and those of routers, are summed in
+                                   the tensor group
     clipping, if requested,        uses the gradient norm of the whole model
     the optimizer's step           updates on each rank the parameters that it keeps
 
-So the result is that of one process, whatever the mesh, except for the rounding of sums.
+So the result is that of one process, whatever the mesh, except for the rounding of sums. The loss
+of a step leaves the auxiliary loss of experts out; their gradients have it.
 """
 
 from __future__ import annotations
@@ -30,25 +35,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from naranhi import data, models, schedules
-from naranhi.autograd import Recompute, splittable
+from naranhi import data, schedules
+from naranhi.autograd import splittable
 from naranhi.distributed import Mesh, agree, fingerprint
 from naranhi.pipeline import Pipeline
-from naranhi.tensor_parallel import (
-    gpt2_plan,
-    parallelize,
-    sum_sequence_gradients,
-    vocabulary_cross_entropy,
-)
+from naranhi.tensor_parallel import sum_sequence_gradients
+from naranhi.train.build import MULTIPLE, build_model_and_data, divide, make_mesh, share_of
+from naranhi.train.options import RATE, actions_of
 from naranhi.train.saves import Saves
 from naranhi.train.usage import UsageError, raise_on_all
 
-RATE = {
-    "random": 2e-3,
-    "trained": 3e-5,
-}  # Adam's learning rates; a trained model needs a far smaller one
-RESUMED = "batch", "seed", "clip", "dropout", "untied"  # as they were, when a run goes on
-MULTIPLE = 8  # lengths are multiples of it: the stages do one dry run for each length
+# As they were, when a run goes on.
+RESUMED = "batch", "seed", "clip", "dropout", "untied", "experts", "top_k"
 
 
 class Step(NamedTuple):
@@ -116,20 +114,11 @@ class Training:
         ends = [token for sequence in sequences for token in (*sequence, -1)]
         passages = torch.tensor(ends)
         raise_on_all(partial(agree, weights=nn.ModuleList(layers), passages=passages))
-        loss, place, sizes = models.loss, self.mesh.place, self.mesh.sizes
-        if sizes.tensor > 1:
-            raise_on_all(
-                partial(
-                    parallelize,
-                    layers,
-                    gpt2_plan(),
-                    self.mesh.tensor,
-                    sequence=options.sequence_parallel,
-                )
-            )
-            loss = partial(vocabulary_cross_entropy, group=self.mesh.tensor)
+        layers, loss = raise_on_all(partial(divide, layers, options, self.mesh))
+        place, sizes = self.mesh.place, self.mesh.sizes
         # Dropout: different masks on each stage of each pipeline, the same in a tensor group.
-        drawn = random.Random(f"{options.seed}/{place.data}/{place.pipeline}")
+        share = place.data * sizes.expert + place.expert
+        drawn = random.Random(f"{options.seed}/{share}/{place.pipeline}")
         torch.manual_seed(drawn.getrandbits(63))
         make = getattr(schedules, options.schedule)
         schedule = raise_on_all(partial(make, sizes.pipeline, options.microbatches))
@@ -144,13 +133,17 @@ class Training:
                 loss,
                 balance=options.balance,
                 group=self.mesh.pipeline,
-                replicas=self.mesh.data,
+                replicas=self.mesh.replicas,
             )
         )
         del layers  # free the layers of the other stages
         rate = options.lr or RATE["trained" if options.model else "random"]
         self.optimizer = torch.optim.Adam(self.pipeline.parameters(), lr=rate)
-        settings = {f"--{name}": getattr(options, name) for name in RESUMED} | {"--lr": rate}
+        settings = {f"--{name.replace('_', '-')}": getattr(options, name) for name in RESUMED} | {
+            "--lr": rate
+        }
+        if options.experts is not None:
+            settings["--microbatches"] = options.microbatches
         corpus = {"corpus, or tokenizer": fingerprint(passages)[:12]}
         self._saves = Saves(options, corpus | settings)
         self._saves.resume(self.pipeline, self.optimizer)
@@ -182,11 +175,9 @@ class Training:
 
     def _step(self, batch):
         """Run one optimizer step on a whole batch, and return its loss as a float."""
-        share = data.Batch(
-            *(tensor.chunk(self.mesh.sizes.data)[self.mesh.place.data] for tensor in batch)
-        ).to(self.device)
+        inputs, targets = share_of(batch.to(self.device), self.options, self.mesh)
         self.optimizer.zero_grad()
-        loss = self.pipeline.step(share.inputs, share.targets, batch.count)
+        loss = self.pipeline.step(inputs, targets, batch.count)
         sum_sequence_gradients(nn.ModuleList(self.pipeline.stages.values()))
         if self.options.clip:
             self.pipeline.clip_grad_norm_(self.options.clip)
@@ -214,62 +205,3 @@ class Training:
             self._saves.__exit__(*error)
         finally:
             self.close()
-
-
-def make_mesh(options: argparse.Namespace) -> Mesh:
-    """Return the Mesh; without `options.pp`, its pipelines are as long as the world allows.
-
-    Raises:
-        UsageError: the ranks cannot be divided, or `options` do not go together.
-    """
-    ranks, across = dist.get_world_size(), options.dp * options.tp
-    if options.pp is None and ranks % across:
-        raise UsageError(
-            f"--dp {options.dp} and --tp {options.tp} cannot share "
-            f"{ranks} ranks: they are for {across}, or a multiple of that"
-        )
-    if options.sequence_parallel and (options.tp == 1 or MULTIPLE % options.tp):
-        raise UsageError(f"--sequence-parallel goes with --tp 2, 4 or {MULTIPLE}, not {options.tp}")
-    return Mesh(options.dp, options.pp or ranks // across, options.tp)
-
-
-def build_model_and_data(
-    options: argparse.Namespace,
-) -> tuple[list[nn.Module], list[list[int]], int, str]:
-    """Return the model's layers, the passages as tokens, the padding token, and a line about them.
-
-    Raises:
-        UsageError: the batch cannot be divided, or model and tokenizer do not fit.
-    """
-    if options.batch % (options.dp * options.microbatches):
-        shares = f"{options.dp} shares of " * (options.dp > 1)
-        raise UsageError(
-            f"--batch {options.batch} cannot be divided into "
-            f"{shares}{options.microbatches} micro-batches of one size"
-        )
-    passages = data.contexts(options.corpus)
-    distinct = data.unique(passages)
-    tokenizer = data.tokenizer(options.model)
-    torch.manual_seed(options.seed)
-    source = options.model or models.gpt2_config(vocabulary=len(tokenizer))
-    layers = models.gpt2(source, tied=not options.untied, dropout=options.dropout)
-    words, positions = layers[0].wte.num_embeddings, layers[0].wpe.num_embeddings
-    if len(tokenizer) > words:
-        raise UsageError(
-            f"the tokenizer of {options.model} has {len(tokenizer)} words, its model only {words}"
-        )
-    sequences = data.encode(tokenizer, distinct, positions)
-    parameters = sum(param.numel() for param in nn.ModuleList(layers).parameters())
-    about = (
-        f"{len(sequences):,} passages ({len(passages) - len(distinct):,} repeated ones left out), "
-        f"{sum(map(len, sequences)):,} tokens, unigram entropy "
-        f"{data.unigram_entropy(sequences):.3f} nats a token; {parameters:,} parameters"
-    )
-    if options.recompute:
-        layers[1:-1] = map(Recompute, layers[1:-1])
-    return layers, sequences, tokenizer.pad_token_id, about
-
-
-def actions_of(schedule: schedules.Schedule, kind: str) -> list[schedules.Action]:
-    """Return the actions of a kind, such as "U" or "I", in a schedule."""
-    return [action for row in schedule for action in row if action.kind == kind]

@@ -1,0 +1,285 @@
+"""The options of a training."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from collections.abc import Iterator, Sequence
+
+from naranhi import schedules
+from naranhi.train.usage import UsageError
+from naranhi.train.values import balance, positive, probability, whole
+
+DESCRIPTION = """Train GPT-2 on a pipeline of ranks, or on a mesh of them.
+
+    torchrun --nproc-per-node 4 -m naranhi.train --schedule gpipe --balance 4,3,3,4 --microbatches 4
+    torchrun --nproc-per-node 8 -m naranhi.train --dp 2 --tp 2 --pp 2
+    torchrun --nproc-per-node 8 -m naranhi.train --cp 2 --pp 2 --experts 4 --ep 2
+
+The sizes of all axes (--dp, --pp, --tp, --cp, --ep) multiply to the number of ranks. Rank 0 prints
+the loss of the whole step, whatever the mesh, and writes the log. The module naranhi.train.trainer
+describes what a step does.
+
+    torchrun --nproc-per-node 4 -m naranhi.train --dp 2 --pp 2 --save runs/gpt2 --save-every 10
+    torchrun --nproc-per-node 2 -m naranhi.train --tp 2 --save runs/gpt2 --save-every 10 --resume
+
+A run that is resumed has the losses of one that was never interrupted: to the bit on the same
+ranks, and on another mesh, or with other micro-batches, up to the rounding of sums. Corpus, model,
+--batch, --seed, --lr, --clip, --dropout, --untied, --experts and --top-k have to be what they were;
+with --experts also --microbatches, for tokens are balanced over the experts in each micro-batch.
+
+Without a network, or if the name of this machine does not resolve, torchrun itself needs
+--local-addr=127.0.0.1.
+"""
+
+RATE = {
+    "random": 2e-3,
+    "trained": 3e-5,
+}  # Adam's learning rates; a trained model needs a far smaller one
+RENAMED = {
+    "--data": "--dp",
+    "--pipeline": "--pp",
+    "--tensor": "--tp",
+    "--rate": "--lr",
+    "--sequence": "--sequence-parallel",
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise UsageError(f"{message} (--help says more)")
+
+
+class _Renamed(argparse.Action):
+    """An option that has a new name."""
+
+    def __init__(self, *names, new, **options):
+        super().__init__(*names, **options)
+        self.new = new
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        parser.error(f"{option_string} is called {self.new} now")
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the options of a training.
+
+    Args:
+        arguments: the command-line arguments; None for those of this process.
+
+    Raises:
+        UsageError: the arguments are wrong.
+    """
+    parser = _Parser(
+        prog="naranhi.train",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=DESCRIPTION,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add(
+        "--model",
+        metavar="NAME",
+        help="a trained GPT-2: its name on the Hugging Face hub (gpt2) "
+        "or a folder; by default a small one of 12 blocks with random weights",
+    )
+    add(
+        "--corpus",
+        metavar="NAME",
+        help="squad, which is fetched from the hub, or a JSON file in "
+        "SQuAD's form; by default the text that ships with this package",
+    )
+    add(
+        "--schedule",
+        type=_schedule,
+        choices=sorted(schedule_names()),
+        default="gpipe",
+        help="one of these, or a name as torch writes it (1F1B); default: gpipe",
+    )
+    add(
+        "--balance",
+        type=balance,
+        metavar="N,N,...",
+        help="layers of each stage (embedding, "
+        "blocks and head, 14 in all, such as 4,3,3,4); by default as equal as it goes",
+    )
+    add(
+        "--dp",
+        "--data-parallel",
+        type=whole(1),
+        default=1,
+        metavar="N",
+        help="pipelines side by side, which share each batch; default: 1",
+    )
+    add(
+        "--pp",
+        "--pipeline-parallel",
+        type=whole(1),
+        metavar="N",
+        help="ranks of each pipeline, one after the other; by default as many as there are",
+    )
+    add(
+        "--tp",
+        "--tensor-parallel",
+        type=whole(1),
+        default=1,
+        metavar="N",
+        help="ranks that share each layer; default: 1",
+    )
+    add(
+        "--sequence-parallel",
+        action="store_true",
+        help="with --tp: split what lies between the split layers too, along the sequence",
+    )
+    add(
+        "--cp",
+        "--context-parallel",
+        type=whole(1),
+        default=1,
+        metavar="N",
+        help="ranks that share each sequence, by ring attention; default: 1",
+    )
+    add(
+        "--experts",
+        type=whole(1),
+        metavar="N",
+        help="a mixture of so many experts in every second block, in place of its MLP",
+    )
+    add(
+        "--top-k",
+        type=whole(1),
+        metavar="K",
+        help="with --experts: experts of each token; default: 2, or 1 of 1",
+    )
+    add(
+        "--ep",
+        "--expert-parallel",
+        type=whole(1),
+        default=1,
+        metavar="N",
+        help="with --experts: ranks that share them, and each batch; default: 1",
+    )
+    add(
+        "--microbatches",
+        type=whole(1),
+        default=4,
+        metavar="N",
+        help="of each pipeline; default: 4",
+    )
+    add("--batch", type=whole(1), default=8, metavar="N", help="passages in a step; default: 8")
+    add("--steps", type=whole(1), default=300, metavar="N", help="default: 300")
+    add(
+        "--lr",
+        type=positive,
+        metavar="R",
+        help=f"Adam's learning rate; default: {RATE['random']:g}, with --model {RATE['trained']:g}",
+    )
+    add(
+        "--clip",
+        type=positive,
+        metavar="NORM",
+        help="scale the gradients of a step down to this "
+        "norm, that of the whole model; by default they stay as they are",
+    )
+    add(
+        "--seed",
+        type=whole(0),
+        default=0,
+        metavar="N",
+        help="of the weights and of the batches; default: 0",
+    )
+    add(
+        "--dropout",
+        type=probability,
+        default=0.0,
+        metavar="P",
+        help="default: 0, for then any number of ranks gives the same losses",
+    )
+    add(
+        "--untied",
+        action="store_true",
+        help="give the head weights of its own instead of the embedding's",
+    )
+    add(
+        "--recompute",
+        action="store_true",
+        help="keep only each block's input for the backward, and compute the rest again",
+    )
+    add(
+        "--save",
+        metavar="DIR",
+        help="save checkpoints into this folder, which all ranks see: after every so many steps, "
+        "in the background, and after the last step",
+    )
+    add(
+        "--save-every",
+        type=whole(1),
+        default=100,
+        metavar="N",
+        help="steps between two checkpoints; default: 100",
+    )
+    add(
+        "--keep",
+        type=whole(1),
+        default=3,
+        metavar="K",
+        help="of the checkpoints, only the newest; default: 3",
+    )
+    add(
+        "--resume",
+        action="store_true",
+        help="go on from the newest checkpoint in the folder of --save, or, if it has none, begin; "
+        "--log-file goes on from there, too",
+    )
+    add(
+        "--silence",
+        type=positive,
+        default=60.0,
+        metavar="S",
+        help="seconds after which a rank "
+        "that does not answer is given up, and the training ends; default: 60",
+    )
+    add(
+        "--log-file",
+        "--log",
+        dest="log",
+        metavar="FILE",
+        help="write a JSON object for each "
+        "step, a line each, replacing what is in FILE; on the machine of rank 0. (torchrun "
+        "takes --log for one of its own options, unless -- stands before naranhi.train)",
+    )
+    for old, new in RENAMED.items():
+        add(old, nargs="?", action=_Renamed, new=new, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.resume and options.save is None:
+        parser.error("--resume goes with --save DIR, the folder of the run to go on with")
+    return options
+
+
+def schedule_names() -> Iterator[str]:
+    """Yield the names of the schedules that a training can use.
+
+    These are the functions of `naranhi.schedules` that require only stages and micro-batches, and
+    whose schedules do not update the weights during a step.
+    """
+    for name in schedules.__all__:
+        function = getattr(schedules, name)
+        if inspect.isfunction(function):
+            parameters = inspect.signature(function).parameters.values()
+            needed = [
+                parameter.name for parameter in parameters if parameter.default is parameter.empty
+            ]
+            if needed == ["stages", "microbatches"] and not actions_of(function(1, 2), "U"):
+                yield name
+
+
+def _schedule(name):
+    try:
+        return schedules.get(name).__name__
+    except ValueError:
+        return name  # not one of the choices, so argparse rejects it
+
+
+def actions_of(schedule: schedules.Schedule, kind: str) -> list[schedules.Action]:
+    """Return the actions of a kind, such as "U" or "I", in a schedule."""
+    return [action for row in schedule for action in row if action.kind == kind]
