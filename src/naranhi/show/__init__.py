@@ -13,6 +13,7 @@ logging.getLogger("matplotlib.font_manager").addFilter(
     lambda record: "building the font cache" not in record.getMessage()
 )
 
+from naranhi.show._answer import answer
 from naranhi.show._chart import COLORS, axes, bars, measured, predicted
 from naranhi.show._collectives import collective, ring_steps, tree
 from naranhi.show._figure import figure
@@ -29,6 +30,7 @@ from naranhi.show._timeline import timeline
 
 __all__ = [
     "COLORS",
+    "answer",
     "axes",
     "bars",
     "changes",

@@ -17,7 +17,7 @@ from IPython.display import display
 from matplotlib import pyplot
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
-from naranhi.show._collectives import ARROW, canvas
+from naranhi.show._blocks import ARROW, canvas
 from naranhi.show._contrast import text_on
 from naranhi.show._figure import FAINT, INK, ROOT_COLOR, SVG, svg_root
 from naranhi.show._timeline import KINDS

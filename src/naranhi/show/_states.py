@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
+from naranhi.show._blocks import canvas
 from naranhi.show._chart import COLORS, WIDTH
-from naranhi.show._collectives import canvas
 from naranhi.show._figure import FAINT, INK, figure
 
 BOX = 1.5, 0.34  # inches: the width and the height of a state

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
+from naranhi.schedules.schedule import SHARDING
 from naranhi.show import _table
 from naranhi.show._chart import WIDTH
 from naranhi.show._contrast import text_on
@@ -30,7 +31,12 @@ KINDS = {
     "I": ("input gradient", "#aa4408"),
     "W": ("weight gradient", "#31896c"),
     "U": ("update", "#b257b4"),
+    "UNSHARD": ("unshard", "#b257b4"),
+    "REDUCE_GRAD": ("reduce", "#aa4408"),
+    "RESHARD": ("reshard", "#939393"),
 }
+FULL, UPPER, LOWER = (0.08, 0.84), (0.08, 0.41), (0.51, 0.41)  # parts of a row: from, height
+WORK, TRANSFER = (0.08, 0.6), (0.72, 0.2)  # where a row also has what is sent behind its work
 ROW = 0.32  # inches
 DIGIT = 0.085  # inches, the width of a digit of a micro-batch's number
 
@@ -41,6 +47,8 @@ def timeline(timeline: Timeline, measured: bool = False, end: float | None = Non
     The number in a box, if there is room, is the micro-batch's. If a rank has several chunks of the
     model, the boxes of the first chunk are opaque; those of later chunks are paler and framed. A
     forward and a backward that ran at the same time share their row: two boxes of half the height.
+    What is gathered and reduced behind a rank's work is drawn below it, with a stroke where a stage
+    is freed.
 
     Args:
         timeline: the timeline to draw.
@@ -63,7 +71,7 @@ def timeline(timeline: Timeline, measured: bool = False, end: float | None = Non
 def draw_timeline(timeline: Timeline, measured: bool = False, end: float | None = None) -> Figure:
     """Draw the figure of `timeline`."""
     first = min(row[0].start for row in timeline)
-    last = max(span.end for row in timeline for span in row[-2:])
+    last = max(span.end for row in timeline for span in row)
     length = float(last - first) if end is None else float(end)
     if length < float(last - first):
         raise ValueError(f"the axis would end at {end}, the timeline at {float(last - first)}")
@@ -74,14 +82,15 @@ def draw_timeline(timeline: Timeline, measured: bool = False, end: float | None 
     labels = {rank: f"rank {rank}" for rank in range(0, ranks, step)}
     fig, ax = draw_rows(ranks, labels, length, row_height, measured)
     wide = length / (WIDTH - 0.7)  # about an inch, in units of time
+    behind = any(action.kind in SHARDING for row in timeline for action, _, _ in row)
     for rank, row in enumerate(timeline):
         chunks = sorted({action.stage for action, _, _ in row})
-        starts = Counter(span.start for span in row if span.end > span.start)
-        for place, (action, start, stop) in enumerate(row):
-            half = None
-            if starts[start] == 2:
-                half = int(place > 0 and row[place - 1].start == start)
-            fill = _fill(chunks.index(action.stage), len(chunks))
+        work = [span for span in row if span.action.kind not in SHARDING]
+        starts = Counter(span.start for span in work if span.end > span.start)
+        for place, (action, start, stop) in enumerate(work):
+            part = WORK if behind else FULL
+            if starts[start] == 2 and not behind:
+                part = LOWER if place > 0 and work[place - 1].start == start else UPPER
             draw_box(
                 ax,
                 rank,
@@ -90,9 +99,16 @@ def draw_timeline(timeline: Timeline, measured: bool = False, end: float | None 
                 float(start - first),
                 float(stop - start),
                 wide,
-                fill,
-                half,
+                _fill(chunks.index(action.stage), len(chunks)),
+                part,
             )
+        for action, start, stop in sorted(row, key=lambda span: span.action.kind == "RESHARD"):
+            if action.kind in SHARDING:
+                fill, color = _fill(chunks.index(action.stage), len(chunks)), KINDS[action.kind][1]
+                start, long = float(start - first), float(stop - start)
+                if action.kind == "RESHARD":  # a stroke, over a gather that begins there
+                    start, long = start - 0.015 * wide, 0.03 * wide
+                draw_box(ax, rank, color, None, start, long, wide, fill, TRANSFER)
     kinds = [kind for kind in KINDS if any(a.kind == kind for row in timeline for a, _, _ in row)]
     keys = {KINDS[kind][0]: Rectangle((0, 0), 1, 1, color=KINDS[kind][1], lw=0) for kind in kinds}
     most = max(len({action.stage for action, _, _ in row}) for row in timeline)
@@ -149,7 +165,7 @@ def draw_box(
     duration: float,
     wide: float,
     fill: float = 1,
-    half: int | None = None,
+    part: tuple[float, float] = FULL,
 ) -> None:
     """Draw a box, with its number where that fits.
 
@@ -162,11 +178,11 @@ def draw_box(
         duration: how long it is, in units of time.
         wide: about an inch, in units of time.
         fill: its opacity; below 1 it has a frame.
-        half: 0 for the upper half of the row only, 1 for the lower half, None for both.
+        part: the part of the row that it takes: (from where, how much of it).
     """
     gap = min(0.012 * wide, duration / 5)  # so that two boxes that touch look like two
     frame = {"linewidth": 0} if fill == 1 else {"linewidth": 0.7, "edgecolor": color}
-    top, height = (row + 0.08, 0.84) if half is None else (row + 0.08 + 0.43 * half, 0.41)
+    top, height = row + part[0], part[1]
     ax.add_patch(
         Rectangle(
             (start, top),
@@ -183,7 +199,7 @@ def draw_box(
             top + height / 2,
             str(number),
             color=text_on(color, fill),
-            fontsize=9 if half is None else 7,
+            fontsize=9 if height > 0.5 else 7,
             weight="bold",
             ha="center",
             va="center_baseline",
