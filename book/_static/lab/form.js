@@ -1,0 +1,102 @@
+// The fields of a lab, as Python describes them.
+import { element, say } from "./words.js";
+
+export class Form {
+  constructor(id, fields, values, catalogue, changed) {
+    Object.assign(this, { id, fields, catalogue });
+    this.element = element("form", { class: "naranhi-lab-form", "aria-label": catalogue.texts.settings });
+    this.inputs = {};
+    for (const field of fields) this.add(field, values[field.name] ?? field.default);
+    this.element.addEventListener("submit", (event) => event.preventDefault());
+    this.element.addEventListener("input", (event) => {
+      this.follow(event.target);
+      this.show();
+      changed(event.target.name);
+    });
+    this.show();
+  }
+
+  add(field, value) {
+    const { catalogue } = this;
+    const name = `${this.id}-${field.name}`;
+    const label = catalogue.fields[field.name];
+    const input = this.input(field, { id: name, name: field.name });
+    input.value = value;
+    const children = [element("label", { for: name }, label), input];
+    if (field.slider) children.push(this.slider(field, label, value));
+    const hint = catalogue.hints[field.name] ?? this.hint(field);
+    if (hint) {
+      input.setAttribute("aria-describedby", `${name}-hint`);
+      children.push(element("small", { id: `${name}-hint` }, hint));
+    }
+    this.inputs[field.name] = input;
+    this.element.append(element("div", { class: `naranhi-lab-field ${field.kind}` }, ...children));
+  }
+
+  hint(field) {
+    if (field.kind === "times") return this.catalogue.hints.times;
+    return field.default === "" && ["whole", "number"].includes(field.kind)
+      ? this.catalogue.hints.optional : "";
+  }
+
+  input(field, attributes) {
+    if (field.kind === "choice") {
+      const options = field.choices.map((choice) =>
+        element("option", { value: choice }, this.catalogue.choices[choice] ?? choice));
+      return element("select", attributes, ...options);
+    }
+    const plain = { ...attributes, spellcheck: "false", autocomplete: "off" };
+    if (field.kind === "text") return element("textarea", { ...plain, rows: 5 });
+    return element("input", { ...plain, type: "text", inputmode: field.kind === "whole" ? "numeric" : "decimal" });
+  }
+
+  slider(field, label, value) {
+    const [min, max, step] = field.slider;
+    const slider = element("input", {
+      type: "range", min, max, step, "data-slider": field.name,
+      "aria-label": say(this.catalogue.texts.slider, { label }),
+    });
+    slider.value = value;
+    return slider;
+  }
+
+  // A slider and its field say the same.
+  follow(changed) {
+    const name = changed.dataset.slider ?? changed.name;
+    const slider = this.element.querySelector(`[data-slider="${name}"]`);
+    if (changed === slider) this.inputs[name].value = slider.value;
+    else if (slider) slider.value = this.inputs[name].value;
+  }
+
+  // A field that does not count with the others as they are is not shown.
+  show() {
+    for (const field of this.fields) {
+      if (!field.only) continue;
+      const [other, counted] = field.only;
+      const chosen = [this.inputs[other].value];
+      if (other === "schedule" && this.inputs.compare) chosen.push(this.inputs.compare.value);
+      const counts = field.name === "own" ? counted.includes(chosen[0])
+        : chosen.some((choice) => counted.includes(choice));
+      this.inputs[field.name].parentElement.hidden = !counts;
+    }
+  }
+
+  get values() {
+    return Object.fromEntries(Object.entries(this.inputs).map(([name, input]) => [name, input.value]));
+  }
+
+  set(values) {
+    for (const [name, value] of Object.entries(values)) {
+      if (!(name in this.inputs)) continue;
+      this.inputs[name].value = value;
+      this.follow(this.inputs[name]);
+    }
+    this.show();
+  }
+
+  // What differs from the beginning, for a link.
+  get changed() {
+    return this.fields.filter((field) => this.inputs[field.name].value !== field.default)
+      .map((field) => [field.name, this.inputs[field.name].value]);
+  }
+}

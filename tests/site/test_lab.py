@@ -1,0 +1,475 @@
+"""The live pages in Chromium: the book's own code, unchanged, answers as it does natively."""
+
+import json
+import math
+import re
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import lab as answers
+import pytest
+import yaml
+from axe_playwright_python.sync_playwright import Axe
+from lab_settings import drawn_settings, simulated
+
+from naranhi import measure, schedules
+from naranhi.show import COLORS
+from naranhi.show._timeline import KINDS
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+WORDS = {
+    code: yaml.safe_load((REPOSITORY / f"book/{code}/lab.yml").read_text()) for code in ("en", "ko")
+}
+KINDS_OF_LABS = ("schedule", "puzzle", "collectives", "activations", "zero", "planning")
+PHONE = {"width": 390, "height": 780}
+WAIT = 120_000  # milliseconds: the machine may be busy
+
+pytestmark = pytest.mark.timeout(900)
+
+PLAIN = {
+    "schedule": "gpipe",
+    "compare": "",
+    "stages": "2",
+    "microbatches": "2",
+    "forward": "1",
+    "backward": "2",
+    "latency": "0",
+    "bandwidth": "",
+}
+
+# Sets fields as a reader does, and waits for the answer.
+CHANGE = """async ([kind, values]) => {
+  const root = document.querySelector(`.naranhi-lab[data-lab="${kind}"]`);
+  for (const [name, value] of Object.entries(values)) {
+    const input = root.querySelector(`[name="${name}"]`);
+    input.value = value;
+    input.dispatchEvent(new Event("input", { bubbles: true }));
+  }
+  while (root.dataset.state === "loading") await new Promise((next) => setTimeout(next, 5));
+  return {
+    state: root.dataset.state,
+    message: root.querySelector(".naranhi-lab-message").textContent.trim(),
+    outputs: Object.fromEntries([...root.querySelectorAll("[data-output]")]
+      .map((one) => [one.dataset.output, one.dataset.value])),
+    boxes: [...root.querySelectorAll("figure:not([hidden]) rect")].map((box) => ({
+      ...box.dataset, x: box.x.baseVal.value, width: box.width.baseVal.value,
+      y: box.y.baseVal.value, fill: box.getAttribute("fill"),
+    })),
+  };
+}"""
+
+
+class Lab:
+    """A page, with what it has asked for."""
+
+    def __init__(self, chromium, site, path, **context):
+        self.context = chromium.new_context(**context)
+        self.page = self.context.new_page()
+        self.requests, self.failures = [], []
+        self.page.on("request", lambda one: self.requests.append(f"{one.method} {one.url}"))
+        self.page.on("pageerror", lambda error: self.failures.append(str(error)))
+        self.address = f"{site}/{path}"
+
+    def go(self):
+        self.page.goto(self.address, wait_until="networkidle")
+        return self
+
+    def root(self, kind="schedule"):
+        return self.page.locator(f".naranhi-lab[data-lab={kind}]").first
+
+    def run(self, kind="schedule", state="ready"):
+        self.root(kind).locator("button[data-run]").click()
+        self.page.wait_for_selector(
+            f".naranhi-lab[data-lab={kind}][data-state={state}]", timeout=WAIT
+        )
+        return self
+
+    def change(self, kind="schedule", **values):
+        return self.page.evaluate(CHANGE, [kind, values])
+
+
+@pytest.fixture(scope="module")
+def visit(chromium, site):
+    opened = []
+
+    def open_page(path="en/lab.html", **context):
+        opened.append(Lab(chromium, site, path, **context))
+        return opened[-1]
+
+    yield open_page
+    for lab in opened:
+        lab.context.close()
+
+
+@pytest.fixture(scope="module", params=WORDS)
+def live(request, visit):
+    """The page of labs in a language, with all of them running."""
+    lab = visit(f"{request.param}/lab.html").go()
+    lab.language, lab.before = request.param, len(lab.requests)
+    for kind in KINDS_OF_LABS:
+        lab.run(kind)
+    assert lab.failures == []
+    return lab
+
+
+@pytest.fixture(scope="module")
+def english(visit):
+    """The schedule lab of a chapter."""
+    return visit("en/06_gpipe.html").go().run()
+
+
+def test_nothing_is_fetched_before_a_click_and_nothing_from_elsewhere(live, site):
+    before, after = live.requests[: live.before], live.requests[live.before :]
+    of_labs = [url for url in before if "/lab/" in url or "pyodide" in url]
+    assert [Path(urlsplit(url).path).name for url in of_labs] == ["start.js"]
+    loaded = [one for one in after if one.startswith("GET") and "pyodide.asm.wasm" in one]
+    assert len(loaded) == 1, "one runtime for all labs"
+    addresses = [one.partition(" ")[2] for one in live.requests]
+    hosts = {urlsplit(url).netloc for url in addresses if not url.startswith("data:")}
+    assert hosts == {urlsplit(site).netloc}
+
+
+def test_a_page_weighs_no_more_before_a_click(built):
+    """Beside the picture: a script, some lines of the style sheet, the frame."""
+    page = (built / "en/06_gpipe.html").read_text()
+    [lab] = re.findall(r'<div id="lab-schedule".*?<div class="naranhi-lab-picture">', page, re.S)
+    style = (built / "en/_static/naranhi.css").read_text()
+    [rules] = re.findall(r"/\* ---- labs.*?(?=/\* ---- search)", style, re.S)
+    script = (built / "en/_static/lab/start.js").read_text()
+    assert len(lab) + len(rules) + len(script) < 5000
+
+
+def test_a_hundred_settings_are_answered_as_natively(english):
+    for values in drawn_settings(100):
+        schedule, line = simulated(values)
+        shown = english.change(**values, compare="")
+        assert (shown["state"], shown["message"]) == ("ready", ""), values
+        numbers = {name: json.loads(value) for name, value in shown["outputs"].items()}
+        assert numbers == {
+            "bubble_rate": line.bubble_rate,
+            "cost": line.cost,
+            "peak_activations": list(line.peak_activations),
+            "messages": sum(map(len, schedules.channels(schedule).values())),
+        }, values
+        expected = [
+            (str(rank), str(action), start, end)
+            for rank, row in enumerate(line)
+            for action, start, end in row
+        ]
+        assert expected == [
+            (box["rank"], box["action"], float(box["start"]), float(box["end"]))
+            for box in shown["boxes"]
+        ], values
+        assert_drawn_to_scale(shown["boxes"])
+
+
+def assert_drawn_to_scale(boxes):
+    """One line maps times to places; the colours are those of `show.timeline`."""
+    first = min(boxes, key=lambda box: float(box["start"]))
+    last = max(boxes, key=lambda box: float(box["start"]))
+    begun, end = float(first["start"]), float(last["start"])
+    scale = (last["x"] - first["x"]) / (end - begun) if end > begun else 0
+    for box in boxes:
+        place = first["x"] + (float(box["start"]) - begun) * scale
+        assert math.isclose(box["x"], place, abs_tol=0.01)
+        wide = (float(box["end"]) - float(box["start"])) * scale
+        assert not scale or wide - 1.01 <= box["width"] <= wide + 0.01
+        assert box["fill"] == KINDS[re.sub(r"[0-9@]", "", box["action"])][1]
+    assert len(COLORS) == 4
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        "0F0 0F1 0B0 0B1\n1F1 1F0 1B0 1B1",
+        "0F0 0B0\n1B0 1F0",
+        "0F0,0X0\n1F0,1B0",
+        "0F0,0F1,0B0\n1F0,1F1,1B0,1B1",
+    ],
+)
+def test_a_schedule_of_ones_own_hears_the_books_errors(english, own):
+    with pytest.raises(schedules.ScheduleError) as refused:
+        schedules.check(schedules.read_csv(own.replace(" ", ",").splitlines()))
+    english.change(**PLAIN)
+    shown = english.change(schedule="own", own=own)
+    assert shown["state"] == "error" and len(shown["boxes"]) == 8, "what was drawn stays"
+    assert shown["message"] == f"{WORDS['en']['texts']['package']} {refused.value}"
+    assert english.change(own="0F0 0B0\n1F0 1B0")["outputs"]["cost"] == "6"
+
+
+def test_who_begins_to_write_has_the_schedule_that_is_drawn(english):
+    english.change(own="")
+    english.change(schedule="zero_bubble_h1", stages="2", microbatches="3")
+    english.change(schedule="own")
+    typed = english.root().locator("[name=own]").input_value()
+    assert schedules.read_csv(typed.splitlines()) == schedules.zero_bubble_h1(2, 3)
+
+
+def test_two_schedules_share_an_axis(english):
+    shown = english.change(schedule="gpipe", compare="one_f_one_b", stages="4", microbatches="8")
+    assert shown["outputs"]["peak_activations"] == "[8,8,8,8]"
+    assert shown["outputs"]["compared_peak_activations"] == "[4,3,2,1]"
+    assert len(shown["boxes"]) == 2 * 64
+    english.change(compare="")
+
+
+def test_a_link_carries_the_settings(english, visit):
+    english.change(schedule="interleaved", stages="3", microbatches="6", latency="0.5", compare="")
+    again = visit("en/06_gpipe.html")
+    again.address += english.root().locator("a.naranhi-lab-link").get_attribute("href")
+    again.go().run()
+    shown = again.change(compare="")
+    assert shown["boxes"] == english.change(compare="")["boxes"]
+    assert again.root().locator("[name=latency]").input_value() == "0.5"
+
+
+def test_stepping_scrubbing_and_playing(english):
+    english.change(**PLAIN)
+    root, words = english.root(), WORDS["en"]["texts"]
+    later = root.locator("rect.later")
+    assert later.count() == 0
+    root.get_by_role("button", name=words["back"]).click()
+    said = root.locator(".naranhi-lab-player output")
+    assert said.inner_text() == "At 7: rank 0 runs 0B0, rank 1 runs 1B1."
+    scrub = root.get_by_label(words["scrub"])
+    scrub.fill("1")  # at time 1, when only the first forward has run
+    assert later.count() == 7
+    root.get_by_role("button", name=words["forward"]).click()
+    assert later.count() == 5
+    root.get_by_role("button", name=words["replay"]).click()
+    pause = root.get_by_role("button", name=words["pause"])
+    pause.click()
+    assert 0 < later.count() <= 8
+    scrub.fill(scrub.get_attribute("max"))
+    assert later.count() == 0
+
+
+def test_one_micro_batch_can_be_followed(english):
+    english.change(**PLAIN | {"microbatches": "3"})
+    root = english.root()
+    root.locator("rect[data-action='1F2']").hover()
+    assert {
+        box.get_attribute("data-microbatch")
+        for box in root.locator("rect[data-action]:not(.other)").all()
+    } == {"2"}
+    picture = root.locator("svg.naranhi-lab-timeline").first
+    picture.focus()
+    english.page.mouse.move(0, 0)
+    for key in ("ArrowRight", "ArrowRight", "ArrowDown"):
+        picture.press(key)
+    said = root.locator("figure output").first.inner_text()
+    assert said == "Rank 1, 1F0: forward of micro-batch 0, from 1 to 2."
+    picture.press("Escape")
+    assert root.locator("rect.other").count() == 0
+
+
+def test_the_same_numbers_are_in_a_table(english):
+    english.change(**PLAIN)
+    fold = english.root().locator("details", has_text=WORDS["en"]["texts"]["table"]).first
+    fold.locator("summary").click()
+    rows = [
+        row.all_inner_texts() for row in (r.locator("td") for r in fold.locator("tbody tr").all())
+    ]
+    assert len(rows) == 8 and rows[0] == ["0", "0F0", "0", "1"]
+    fold.locator("summary").click()
+
+
+def test_a_trace_stands_beside_its_simulation(english, tmp_path):
+    line = schedules.simulate(schedules.one_f_one_b(2, 4), 0.01, 0.02)
+    measure.write_trace(line, tmp_path / "trace.json")
+    root = english.root()
+    root.locator("input[type=file]").set_input_files(tmp_path / "trace.json")
+    root.locator("[data-output=file_cost]").wait_for()
+    value = float(root.locator("[data-output=file_cost]").get_attribute("data-value"))
+    assert value == pytest.approx(line.cost)
+    assert root.locator(".naranhi-lab-dropped rect").count() == 2 * 16
+    assert root.locator(".naranhi-lab-dropped details[open] tbody tr").count() == 16
+    schedules.write_csv(schedules.gpipe(2, 4), tmp_path / "own.csv")
+    root.locator("input[type=file]").set_input_files(tmp_path / "own.csv")
+    root.locator(".naranhi-lab-dropped", has_text="own.csv").wait_for()
+
+
+# --- both languages ------------------------------------------------------------------------------
+
+
+def test_calculators_answer_as_the_package_does(live):
+    for kind, values in {
+        "collectives": {"ranks": "6", "bytes": "1e7"},
+        "activations": {"heads": "16", "recompute": "selective"},
+        "zero": {"stage": "2", "parameters": "1.3e9"},
+        "planning": {"gpus": "16", "global_batch": "64"},
+    }.items():
+        native = json.loads(answers.answer(json.dumps({"lab": kind, "values": values})))["outputs"]
+        shown = live.change(kind, **values)["outputs"]
+        assert shown.keys() == native.keys()
+        for name, output in native.items():
+            value = output["value"]
+            same = shown[name] if isinstance(value, str) else json.loads(shown[name])
+            # The planner sums, and from Python 3.12 on `sum` rounds otherwise.
+            planned = kind == "planning" and isinstance(value, float)
+            assert same == (pytest.approx(value, rel=1e-12) if planned else value)
+
+
+def test_a_puzzle_is_judged_in_the_page(live):
+    shown = live.change("puzzle", own=str(schedules.zero_bubble_h1(4, 8)))
+    assert shown["outputs"]["passes"] == "false"
+    assert "takes 27, where 26 is the budget" in live.root("puzzle").inner_text()
+    shown = live.change("puzzle", own=str(schedules.zero_bubble_h1(4, 8)), cost="27")
+    assert shown["outputs"]["passes"] == "true"
+
+
+BAD = {
+    "stages": ("99", "out_of_range"),
+    "microbatches": ("many", "no_number"),
+    "latency": ("-1", "out_of_range"),
+    "forward": ("1 2", None),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_has_a_message_in_the_readers_language(live, name):
+    text, code = BAD[name]
+    live.change(schedule="gpipe", stages="4", microbatches="8", latency="0", forward="1")
+    shown = live.change(**{name: text})
+    words = WORDS[live.language]
+    begin = words["texts"]["package"] if code is None else words["errors"][code]
+    fixed = max(re.split(r"\{\w+\}", begin), key=len)
+    assert shown["state"] == "error" and fixed.strip() in shown["message"]
+    assert len(shown["boxes"]) == 64, "the picture stays"
+    before = len(live.requests)
+    assert live.change(**{name: "4" if name == "stages" else "1"})["state"] == "ready"
+    assert live.requests[before:] == [], "nothing is sent anywhere"
+
+
+def test_ten_thousand_actions_are_too_many(live):
+    live.change(schedule="gpipe", stages="10")
+    shown = live.change(microbatches="500")
+    begin = WORDS[live.language]["errors"]["too_many_actions"].partition("{")[0]
+    assert shown["state"] == "error" and shown["message"].startswith(begin)
+    assert "10,000" in shown["message"]
+    live.change(microbatches="8", stages="4")
+
+
+def test_a_file_that_is_no_trace(live, tmp_path):
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(range(256)))
+    root = live.root()
+    root.locator("input[type=file]").set_input_files(tmp_path / "picture.png")
+    live.page.wait_for_selector(".naranhi-lab[data-lab=schedule][data-state=error]")
+    end = WORDS[live.language]["errors"]["no_trace"].split("}")[1].split("{")[0].strip()
+    assert end in root.locator(".naranhi-lab-message").inner_text()
+    assert live.change(stages="4")["state"] == "ready"
+
+
+def test_every_control_can_be_reached_and_has_a_name(live):
+    found = live.page.evaluate(
+        """() => [...document.querySelectorAll(
+            ".naranhi-lab :is(button, input, select, textarea, summary, a, svg[tabindex])")]
+          .filter((one) => one.checkVisibility()).map((one) => ({
+            what: one.outerHTML.slice(0, 120), reached: one.tabIndex >= 0 && !one.disabled,
+            name: (one.ariaLabel ?? one.labels?.[0]?.textContent ?? one.textContent).trim() }))"""
+    )
+    assert len(found) > 60
+    assert [one["what"] for one in found if not (one["reached"] and one["name"])] == []
+
+
+def test_axe_has_no_serious_finding(live):
+    found = Axe().run(live.page, options={"resultTypes": ["violations"]}).response["violations"]
+    serious = [
+        (one["id"], [node["target"] for node in one["nodes"]][:3])
+        for one in found
+        if one["impact"] in ("serious", "critical")
+        and any("naranhi-lab" in str(node["html"]) + str(node["target"]) for node in one["nodes"])
+    ]
+    assert serious == []
+
+
+@pytest.mark.parametrize("language", WORDS)
+def test_a_phone_shows_it_without_scrolling_sideways(visit, language):
+    lab = visit(f"{language}/lab.html", viewport=PHONE).go()
+    for kind in KINDS_OF_LABS:
+        lab.run(kind)
+    assert lab.page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+
+
+def test_dark_pages_and_less_motion(visit):
+    lab = visit("en/06_gpipe.html", color_scheme="dark", reduced_motion="reduce").go().run()
+    ink = lab.page.evaluate("getComputedStyle(document.querySelector('.naranhi-lab text')).fill")
+    assert min(map(int, re.findall(r"\d+", ink)[:3])) > 150, "letters are light"
+    root, words = lab.root(), WORDS["en"]["texts"]
+    root.get_by_role("button", name=words["play"], exact=True).click()
+    lab.page.wait_for_timeout(300)
+    lines = [root.locator("line.now").first.get_attribute("x1")]
+    lab.page.wait_for_timeout(100)
+    lines.append(root.locator("line.now").first.get_attribute("x1"))
+    assert lines[0] == lines[1], "it goes from action to action"
+
+
+# --- without it ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("language", WORDS)
+def test_without_scripts_and_on_paper_the_picture_stands_there(visit, language):
+    lab = visit(f"{language}/06_gpipe.html", java_script_enabled=False).go()
+    lab.root().locator(".naranhi-lab-picture svg").wait_for()
+    assert lab.root().get_attribute("data-state") == "static"
+    assert not lab.root().locator("button[data-run]").is_visible()
+
+
+def test_paper_shows_the_picture_of_the_build(english):
+    english.page.emulate_media(media="print")
+    root = english.root()
+    assert root.locator(".naranhi-lab-picture svg").is_visible()
+    assert not root.locator("form").is_visible() and not root.locator("figure").first.is_visible()
+    english.page.emulate_media(media="screen")
+    assert not root.locator(".naranhi-lab-picture svg").is_visible()
+
+
+BROKEN = {
+    "no WebAssembly": ("delete globalThis.WebAssembly", None, "no_wasm"),
+    "no runtime": ("", "**/pyodide.asm.wasm", "runtime"),
+    "no modules": ("", "**/naranhi-*.zip", "runtime"),
+    "no catalogue": ("", "**/catalogue-*.json", "failed"),
+    "no script": ("", "**/lab/main.js", "failed"),
+}
+
+
+@pytest.mark.parametrize("language", WORDS)
+@pytest.mark.parametrize("what", BROKEN)
+def test_what_is_missing_is_said_and_the_page_stays(visit, language, what):
+    script, route, code = BROKEN[what]
+    lab = visit(f"{language}/06_gpipe.html")
+    lab.page.add_init_script(script)
+    if route:
+        lab.context.route(route, lambda one: one.fulfill(status=404, body=""))
+    lab.go().run(state="error")
+    said = lab.root().locator(".naranhi-lab-failed").inner_text()
+    fixed = max(re.split(r"\{\w+\}", WORDS[language]["errors"][code]), key=len)
+    assert fixed.strip() in said
+    assert lab.root().locator(".naranhi-lab-picture svg").is_visible()
+    assert lab.root().locator("button[data-run]").is_enabled(), "it can be tried again"
+
+
+def test_a_second_try_works(visit):
+    lab = visit("en/06_gpipe.html")
+    lab.context.route("**/pyodide.asm.wasm", lambda one: one.fulfill(status=404), times=1)
+    lab.go().run(state="error")
+    lab.run()
+    assert lab.root().locator(".naranhi-lab-failed").count() == 0
+
+
+def test_storage_that_is_switched_off_changes_nothing(visit):
+    lab = visit("en/06_gpipe.html")
+    lab.page.add_init_script(
+        """for (const name of ["localStorage", "sessionStorage", "indexedDB", "caches"])
+          Object.defineProperty(globalThis, name, { get() { throw new Error("off"); } });"""
+    )
+    lab.go().run()
+    assert lab.change(schedule="gpipe", stages="2", microbatches="2", compare="")["outputs"]["cost"]
+
+
+def test_from_a_folder_the_picture_stands_there(chromium, built):
+    page = chromium.new_page()
+    page.goto((built / "en/06_gpipe.html").as_uri())
+    assert page.locator(".naranhi-lab-picture svg").first.is_visible()
+    assert not page.locator("button[data-run]").first.is_visible()
+    page.close()
