@@ -66,7 +66,7 @@ def test_an_interrupted_restart_is_made_up_for_by_the_next_cell():
         ]
 
 
-def started(program=SAYS, timeout=60, **options):
+def started(program=SAYS, timeout=180, **options):
     """What a Python program prints, and its seconds."""
     start = time.monotonic()
     done = subprocess.run(

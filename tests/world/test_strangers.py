@@ -4,17 +4,19 @@ import contextlib
 import ctypes
 import datetime
 import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 import naranhi
-from naranhi.world import World, server
+from naranhi.world import World, leftovers, server
 from naranhi.world.lifeline import Lifelines
 
 
@@ -131,6 +133,44 @@ def test_a_busy_interpreter_takes_nobody_for_a_stranger(monkeypatch):
         busy.join()
         own.close()
     assert known, "each was connected, and its first line had been sent"
+
+
+HOLD = """
+import time
+from naranhi.world import lifeline
+
+def on_end(lost):
+    raise RuntimeError("nothing can be tidied up")
+
+lifeline.hold({}, on_end)
+time.sleep(60)
+"""
+
+
+def test_a_process_ends_with_its_notebook_though_it_cannot_tidy_up():
+    lifelines = Lifelines()
+    own = server.Server("127.0.0.1", lifeline=lifelines)
+    environment = os.environ | {server.ADDRESS: own.address}
+    command = [sys.executable, "-c", HOLD]
+    with subprocess.Popen(
+        command, env=environment, start_new_session=True, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            who = (socket.gethostname(), process.pid)
+            end = time.monotonic() + 20
+            while not lifelines.alive(who) and time.monotonic() < end:
+                time.sleep(0.05)
+            assert lifelines.alive(who)
+            own.close()  # as if the notebook had died
+            assert process.wait(20) == -signal.SIGKILL
+        finally:
+            process.kill()
+
+
+def test_two_tidy_up_at_once(tmp_path, monkeypatch):
+    """The controller and the ranks' parent: what one has found, the other may have removed."""
+    monkeypatch.setattr(Path, "exists", lambda path: True)
+    leftovers.tidy_up(tmp_path / "gone")
 
 
 def test_files_of_a_world_are_its_users_alone(world):

@@ -27,6 +27,7 @@ def main() -> None:
     folder = Path(os.environ[server.FOLDER])
     # No thread may run yet: a forked child has only the thread that called fork.
     import ipyparallel.engine.app  # noqa: F401
+    import torch._dynamo  # as an optimizer does when it is made, which takes a second
     import torch.distributed  # noqa: F401
 
     own, ranks = os.getpid(), set()

@@ -21,8 +21,11 @@ def tidy_up(folder: str | Path) -> None:
 
     A stopped process cannot notice by itself that the notebook is gone.
     """
-    pids = Path(folder, PIDS)
-    for pid in map(int, pids.read_text().split() if pids.exists() else ()):
+    try:
+        pids = Path(folder, PIDS).read_text()
+    except FileNotFoundError:  # the other one has been quicker
+        pids = ""
+    for pid in map(int, pids.split()):
         ours = processes.environment(pid).get(server.FOLDER) == str(folder)
         if ours and pid != os.getpid() and processes.is_stopped(pid):
             processes.kill(pid)

@@ -170,11 +170,14 @@ def hold(
                 command = b""
             if command in handlers:
                 handlers[command]()
-                connection.sendall(DONE)
+                with contextlib.suppress(OSError):  # the notebook is gone, which `recv` says next
+                    connection.sendall(DONE)
             else:  # KILL, or the end of file from a notebook that is gone
-                if on_end is not None:
-                    on_end(command == b"")
-                end_process_group()
+                try:
+                    if on_end is not None:
+                        on_end(command == b"")
+                finally:  # whatever is wrong there, nothing is left
+                    end_process_group()
 
     threading.Thread(target=obey, name="naranhi-lifeline", daemon=True).start()
 
