@@ -9,19 +9,21 @@ from matplotlib.patches import Circle, FancyBboxPatch, PathPatch
 from matplotlib.path import Path as Line
 
 from naranhi.show import COLORS, definitions
+from naranhi.show._blocks import canvas, rank_names
 from naranhi.show._collectives import (
-    canvas,
     draw_collective,
     draw_messages,
     draw_ring,
     draw_steps,
     draw_tree,
-    rank_names,
 )
 from naranhi.show._figure import INK, svg_file
 
 HERE = Path(__file__).resolve().parent
 RANKS = 4
+# Columns between two steps of a ring, and from the start of a step to that of the next.
+GAP = 2.0
+PITCH = RANKS + GAP
 
 # The strokes of 나란히, each syllable in a square of side 1, y counting down; a stroke is a line
 # through its points, and (x, y, radius) is a circle.
@@ -47,34 +49,46 @@ NARANHI = (
 
 
 def hero():
-    """The name, and a ring all-reduce with every message it sends."""
+    """The name, and a ring all-reduce with every message it sends, in a row."""
     steps = definitions.ring(definitions.example("all_reduce", RANKS))
-    gap, left, top = 2.0, 2.3, 5.9
-    pitch = RANKS + gap
-    fig, ax = canvas(left + pitch * len(steps) - gap + 0.1, top + RANKS + 0.3, 0.27)
+    fig, ax = canvas(2.3 + PITCH * len(steps) - GAP + 0.1, 5.9 + RANKS + 0.3, 0.27)
     write_name(ax, 0.25, 0.3, 2.4)
     ax.text(9.6, 2.62, "side by side", color=INK, fontsize=15)
-    rank_names(ax, RANKS, top, size=8.5)
-    for number, step in enumerate(steps):
-        x = left + pitch * number
-        if number in (0, RANKS):
-            ax.text(
-                x + 0.05,
-                top - 1.2,
-                "reduce-scatter" if number == 0 else "all-gather",
-                color=INK,
-                fontsize=9.5,
-                weight="bold",
-            )
-        ax.text(
-            x + 0.05, top - 0.3, f"step {number}" if number else "start", color=INK, fontsize=8.5
-        )
-        draw_steps(ax, x, top, step)
-        draw_messages(ax, x, top, gap, step)
+    draw_row(ax, steps, range(len(steps)), 2.3, 5.9, size=8.5)
     return fig, (
         f"나란히, side by side: a ring all-reduce on {RANKS} ranks in {len(steps) - 1} "
         "steps. Each rank begins with its own colour and ends with all of them."
     )
+
+
+def hero_narrow():
+    """The same for a phone: reduce-scatter above all-gather, with text that is large enough."""
+    steps = definitions.ring(definitions.example("all_reduce", RANKS))
+    left, tops = 4.2, (6.1, 13.8)
+    fig, ax = canvas(left + PITCH * RANKS - GAP + 0.1, tops[1] + RANKS + 0.3, 0.27)
+    write_name(ax, 0.25, 0.3, 2.4)
+    ax.text(9.6, 2.62, "side by side", color=INK, fontsize=15)
+    draw_row(ax, steps, range(RANKS), left, tops[0], size=15)
+    # The last step of the first row is where the second one begins.
+    draw_row(ax, steps, range(RANKS - 1, len(steps)), left, tops[1], size=15)
+    return fig, hero()[1]
+
+
+def draw_row(ax, steps, numbers, left, top, size):
+    """The ring's steps of these numbers, beside each other; a phase's name above its first."""
+    rank_names(ax, RANKS, top, size=size)
+    for i, number in enumerate(numbers):
+        x = left + PITCH * i
+        if number in (0, RANKS):
+            phase = "reduce-scatter" if number == 0 else "all-gather"
+            ax.text(
+                x + 0.05, top - 0.3 - size / 9.4, phase, color=INK, fontsize=size + 1, weight="bold"
+            )
+        label = f"step {number}" if number else "start"
+        ax.text(x + 0.05, top - 0.3, label, color=INK, fontsize=size)
+        draw_steps(ax, x, top, steps[number])
+        if i:
+            draw_messages(ax, x, top, GAP, steps[number])
 
 
 def write_name(ax, x, y, side):
@@ -121,6 +135,7 @@ def pictures():
     """The text of every picture by its file's name."""
     drawn = {
         "hero": hero(),
+        "hero-narrow": hero_narrow(),
         "mark": mark(),
         "ring": (draw_ring(RANKS), f"The steps of a ring all-reduce on {RANKS} ranks"),
         "tree": (draw_tree(RANKS), f"The rounds of a broadcast to {RANKS} ranks"),
