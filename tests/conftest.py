@@ -50,7 +50,7 @@ def five():
 @pytest.fixture(scope="module")
 def eight(request, tmp_path_factory):
     """`eight(ranks, function, *args)`: its results on a world of as many, of eight processes."""
-    with Ranks(8, 60.0, [request.module.__name__, *LATE, "datasets"]) as pool:
+    with Ranks(8, 180.0, [request.module.__name__, *LATE]) as pool:
 
         def call(ranks, function, *args):
             store = tempfile.mktemp(dir=tmp_path_factory.getbasetemp())
@@ -59,7 +59,7 @@ def eight(request, tmp_path_factory):
         yield call
 
 
-# What a folder's tests need; the longest first, so that no process is left with it in the end.
+# What a folder's tests need; after the chapters and the site, the longest first.
 FOLDERS = {
     "notebooks": "notebooks",
     "site": "browser",
@@ -69,14 +69,30 @@ FOLDERS = {
     "benchmarks": "ranks",
     "cluster": "slurm",
 }
-# What shares `_build`, or looks at all processes of the machine.
-TOGETHER = {"notebooks": "book", "site": "book", "world": "world", "cluster": "world"}
+# What shares `_build`, or looks at all processes of the machine: a file, or a folder.
+TOGETHER = {
+    "notebooks/test_same_twice.py": "book",
+    "site": "book",
+    "world": "world",
+    "cluster": "world",
+}
+# What holds measured times against others or against a bound close by: last, and beside nothing.
+QUIET = {
+    "distributed/test_paced_links.py",
+    "measure/test_hardware.py",
+    "measure/test_link_between_two.py",
+    "measure/test_timing.py",
+    "pipeline/test_bubble.py",
+}
 
 
 def pytest_collection_modifyitems(items):
-    """Mark each test by what it needs."""
-    folders = [*FOLDERS]
+    """Mark each test by what it needs, and order them."""
+    gone = [name for name in (*TOGETHER, *QUIET) if not (Path(__file__).parent / name).exists()]
+    assert not gone, f"tests/conftest.py names {gone}, which are not there"
+    folders, first_and_last = [*FOLDERS], {"book": 0, "quiet": 2}
     items.sort(key=lambda item: folders.index(name) if (name := folder(item)) in FOLDERS else 99)
+    items.sort(key=lambda item: first_and_last.get(group(item.path), 1))
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a GPU (`make gpu` on such a machine)"))
@@ -90,13 +106,39 @@ def folder(item):
     return item.path.parent.name
 
 
+def group(path):
+    """The name of what is run by one process: a file, if not more."""
+    folder, file = path.parts[-2:]
+    name = f"{folder}/{file}"
+    return "quiet" if name in QUIET else TOGETHER.get(name) or TOGETHER.get(folder, name)
+
+
 class InGroups(LoadScopeScheduling):
-    """A file's tests are run by one process, and so are those of folders that go together."""
+    """A file's tests are run by one process, and so are those of folders that go together.
+
+    The quiet ones are left to the process that is the last to have nothing else to do, and wait
+    until the others have ended.
+    """
 
     def _split_scope(self, nodeid):
-        file = nodeid.partition("::")[0]
-        return TOGETHER.get(Path(file).parent.name, file)
+        return group(Path(nodeid.partition("::")[0]))
+
+    def _reschedule(self, node):
+        others = [other for other in self.nodes if other is not node]
+        if not node.shutting_down and [*self.workqueue] == ["quiet"]:
+            if not all(other.shutting_down for other in others):
+                return node.shutdown()  # when it has done what it has
+            if any(self._pending_of(self.assigned_work[other]) for other in others):
+                return None
+        return super()._reschedule(node)
+
+    def mark_test_complete(self, node, *test):
+        super().mark_test_complete(node, *test)
+        for other in self.nodes:  # which may have waited for this node
+            if other is not node:
+                self._reschedule(other)
 
 
 def pytest_xdist_make_scheduler(config, log):
+    config.option.loadscopereorder = False  # the order is that of `pytest_collection_modifyitems`
     return InGroups(config, log)

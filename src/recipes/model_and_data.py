@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import sys
 from pathlib import Path
 
 import torch
@@ -94,10 +95,15 @@ def summed_loss(model, batch):
 
 def join():
     """Join the other ranks; return this rank's device, a GPU of its own where there are any."""
+    if "LOCAL_RANK" not in os.environ:
+        sys.exit("no rank: start it with torchrun --standalone --nproc-per-node RANKS SCRIPT")
     if not torch.cuda.is_available():
         dist.init_process_group("gloo")
         return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    number, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    if number >= gpus:
+        sys.exit(f"no GPU for local rank {number}: start no more than {gpus} ranks on this node")
+    device = torch.device("cuda", number)
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
     return device

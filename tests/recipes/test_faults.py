@@ -197,6 +197,17 @@ def test_a_wrong_address(tmp_path, name, word):
     assert printed.splitlines()[-1].endswith(f"{last}({name}, {port}).")
 
 
+def test_an_absent_node_is_counted(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    nodes = ["--nnodes=2", "--node-rank=0", "--master-addr=127.0.0.1", f"--master-port={port}"]
+    with Run(tmp_path, *TORCHRUN, *nodes, "--rdzv-conf=timeout=3", *SCRIPT, "exception") as run:
+        assert run.end(60) == 1
+        assert run.left() == []
+        assert "1/2 clients joined" in run.printed().splitlines()[-1]
+
+
 def test_an_unknown_fault_is_refused(tmp_path):
     with Run(tmp_path, *TORCHRUN[:1], RECIPES / "faults.py", "cosmic-ray") as run:
         assert run.end(10) == 2

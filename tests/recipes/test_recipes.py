@@ -1,4 +1,8 @@
-"""The recipes run as their readers run them, and print the losses of `single.py`."""
+"""The recipes run as their readers run them, and print the losses of `single.py`.
+
+Each is started by torchrun once. Other numbers of ranks, and runs that go on where others have
+stopped, are forked ones (`forked.py`), which saves minutes of importing.
+"""
 
 import importlib.util
 import json
@@ -10,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from datasets import load_dataset
+from forked import Forked
 
 from naranhi import data
 
@@ -21,41 +26,62 @@ SCRIPTS = sorted(path.name for path in RECIPES.glob("*.py"))
 ACCELERATE = RECIPES.parents[1] / "_build" / "accelerate"
 ENVIRONMENT = {**os.environ, "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 LINE = re.compile(r"step (\d+): loss ([\d.]+)")
-STEPS = 3
 # AdamW's steps are the same for gradients that are all too large by a factor.
-SGD = ["--optimizer", "sgd", "--lr", "0.1"]
+STEPS = ["--steps", "3", "--optimizer", "sgd", "--lr", "0.1"]
+IMPORTED = [
+    "datasets",
+    "deepspeed",
+    "torch._dynamo",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.tokenization_utils_tokenizers",
+]
 
 
-def losses(folder, command, steps=STEPS, **environment):
-    """What a recipe prints, as {step: loss}."""
-    done = subprocess.run(
-        [*command, *SGD, "--steps", str(steps)],
+def losses(done):
+    """What a recipe has printed, as {step: loss}."""
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {int(step): float(loss) for step, loss in LINE.findall(done.stdout)}
+
+
+def run(command, folder, **environment):
+    return subprocess.run(
+        command,
         cwd=folder,
         env=ENVIRONMENT | environment,
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return {int(step): float(loss) for step, loss in LINE.findall(done.stdout)}
 
 
-def torchrun(ranks, script):
-    return [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(ranks),
-        str(RECIPES / script),
-    ]
+def torchrun(ranks, script, *options, folder, **environment):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*launcher, "--nproc-per-node", str(ranks), str(RECIPES / script), *options]
+    return run(command, folder, **environment)
+
+
+@pytest.fixture(scope="module")
+def forked():
+    """`forked(ranks, script, *options, folder=)`: as `torchrun`, of which it has no process."""
+    with Forked(*IMPORTED, **ENVIRONMENT) as server:
+
+        def start(ranks, script, *options, folder):
+            return server.run(ranks, RECIPES / script, *options, folder=folder)
+
+        yield start
 
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory):
     """{step: loss} of one process."""
-    found = losses(tmp_path_factory.mktemp("single"), [sys.executable, RECIPES / "single.py"])
-    assert list(found) == list(range(STEPS))
+    folder = tmp_path_factory.mktemp("single")
+    found = losses(run([sys.executable, RECIPES / "single.py", *STEPS], folder))
+    assert list(found) == [0, 1, 2]
     assert found[0] - found[2] > 0.1, "or the weights' changes would not be told"
     return found
 
@@ -72,45 +98,68 @@ def single(tmp_path_factory):
         "deepspeed_pipeline.py",
     ],
 )
-def test_losses_are_those_of_one_process(tmp_path, single, script, ranks):
+def test_losses_are_those_of_one_process(tmp_path, single, forked, script, ranks):
     options = ["--tp", str(min(2, ranks))] if script == "fsdp_tp.py" else []
-    found = losses(tmp_path, [*torchrun(ranks, script), *options])
+    start = torchrun if ranks == 2 else forked
+    found = losses(start(ranks, script, *options, *STEPS, folder=tmp_path))
     assert found == pytest.approx(single, abs=5e-6), script
 
 
-def test_a_pipeline_of_stages_of_unequal_length(tmp_path, single):
-    assert losses(tmp_path, torchrun(3, "pipeline.py")) == pytest.approx(single, abs=5e-6)
+def test_a_pipeline_of_stages_of_unequal_length(tmp_path, single, forked):
+    found = losses(forked(3, "pipeline.py", *STEPS, folder=tmp_path))
+    assert found == pytest.approx(single, abs=5e-6)
 
 
-def test_ranks_that_tensor_parallelism_does_not_divide_are_refused(tmp_path):
-    command = [*torchrun(1, "fsdp_tp.py"), "--tp", "2"]
-    done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
+def test_ranks_that_tensor_parallelism_does_not_divide_are_refused(tmp_path, forked):
+    done = forked(1, "fsdp_tp.py", "--tp", "2", folder=tmp_path)
     assert done.returncode != 0
     assert "--tp 2 has to divide the number of ranks, which is 1" in done.stderr
 
 
+def test_without_a_launcher_it_says_how_to_start(tmp_path):
+    command = [sys.executable, RECIPES / "ddp.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.endswith(
+        "no rank: start it with torchrun --standalone --nproc-per-node RANKS SCRIPT\n"
+    )
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch):
+    """Asked as of the third rank of a node of two GPUs."""
+    monkeypatch.syspath_prepend(RECIPES)
+    import model_and_data
+
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    with pytest.raises(SystemExit, match="no GPU for local rank 2: start no more than 2 ranks"):
+        model_and_data.join()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.skipif(
     not ACCELERATE.is_dir() and not importlib.util.find_spec("accelerate"),
     reason="the Trainer needs accelerate, which the book does without: "
     "pip install --no-deps --target _build/accelerate accelerate",
 )
-def test_the_trainer_has_the_losses_of_one_process(tmp_path, single):
-    found = losses(tmp_path, torchrun(2, "trainer.py"), PYTHONPATH=str(ACCELERATE))
-    assert found == pytest.approx(single, abs=5e-6)
+def test_the_trainer_has_the_losses_of_one_process(tmp_path, single, ranks):
+    done = torchrun(ranks, "trainer.py", *STEPS, folder=tmp_path, PYTHONPATH=str(ACCELERATE))
+    assert losses(done) == pytest.approx(single, abs=5e-6)
 
 
 @pytest.mark.parametrize("script, fewer", [("fsdp.py", 1), ("deepspeed_zero.py", 2)])
-def test_a_saved_state_goes_on(tmp_path, single, script, fewer):
+def test_a_saved_state_goes_on(tmp_path, single, forked, script, fewer):
     """In each step the loss of a run that was never cut; FSDP's also on fewer ranks."""
-    save = ["--save", str(tmp_path / "state")]
-    before = losses(tmp_path, [*torchrun(2, script), *save], 2)
-    after = losses(tmp_path, [*torchrun(fewer, script), *save, "--resume"], STEPS)
+    save = [*STEPS, "--save", tmp_path / "state"]
+    before = losses(forked(2, script, *save, "--steps", 2, folder=tmp_path))
+    after = losses(forked(fewer, script, *save, "--resume", folder=tmp_path))
     assert (list(before), list(after)) == ([0, 1], [2])
     assert before | after == pytest.approx(single, abs=5e-6)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_deepspeed_goes_on_after_a_crash(tmp_path, stage):
+def test_deepspeed_goes_on_after_a_crash(tmp_path, forked, stage):
     """The losses of a run without a crash, to the last digit that is printed."""
     config = {
         "train_batch_size": 12,
@@ -121,11 +170,8 @@ def test_deepspeed_goes_on_after_a_crash(tmp_path, stage):
     (tmp_path / "config.json").write_text(json.dumps(config))
 
     def run(folder, *options):
-        script = torchrun(2, "deepspeed_resume.py")
-        command = [*script, "--deepspeed_config", "config.json", "--save", folder, *options]
-        done = subprocess.run(
-            command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True
-        )
+        more = ["--deepspeed_config", "config.json", "--save", folder, *options]
+        done = forked(2, "deepspeed_resume.py", *more, folder=tmp_path)
         return done, {int(step): float(loss) for step, loss in LINE.findall(done.stdout)}
 
     done, through = run("through")

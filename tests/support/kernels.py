@@ -2,10 +2,11 @@
 
 import contextlib
 import queue
+import tempfile
 import time
 from pathlib import Path
 
-from jupyter_client.manager import start_new_kernel
+from jupyter_client.manager import KernelManager
 
 START = "import naranhi\nworld = naranhi.World(4)"
 
@@ -22,7 +23,17 @@ class Notebook:
     """Runs cells; ``run`` returns what they print, and raises CellError where they fail."""
 
     def __init__(self):
-        self.manager, self.client = start_new_kernel()
+        # Not by TCP: ports are chosen before the kernel binds them, and another may be quicker.
+        self.sockets = tempfile.TemporaryDirectory()
+        self.manager = KernelManager(transport="ipc", ip=f"{self.sockets.name}/kernel")
+        self.manager.start_kernel()
+        self.client = self.manager.client()
+        self.client.start_channels()
+        try:
+            self.client.wait_for_ready(timeout=60)
+        except RuntimeError:
+            self.close()
+            raise
         self.pid = self.manager.provisioner.pid
 
     def run(self, cell, timeout=90):
@@ -63,6 +74,7 @@ class Notebook:
     def close(self):
         self.client.stop_channels()
         self.manager.shutdown_kernel(now=True)
+        self.sockets.cleanup()
 
 
 @contextlib.contextmanager
