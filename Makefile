@@ -2,9 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
-# With `make test BESIDE="-n 2 --no-loadscope-reorder"` two processes run tests beside each other. By
-# default one does: on two cores, tests of deadlines and of times fail now and then beside others.
-BESIDE ?=
+# Two processes run tests: chapters and the site, which wait much, beside everything else; last and
+# alone, what must not be disturbed (`tests/conftest.py`). `make test BESIDE=` has one.
+BESIDE ?= -n 2
 
 .PHONY: help book print test test-fast check types bench gpu lab images clean
 
@@ -12,7 +12,7 @@ help:
 	@echo "make book       execute the notebooks on this machine's ranks and render the site"
 	@echo "make print      the book as a PDF and an ePub of each language, in _build/print"
 	@echo "make test       pass every test"
-	@echo "make test-fast  pass those that need one process only, in two minutes"
+	@echo "make test-fast  pass those that need one process only, in a minute"
 	@echo "make check      style, layout, spelling, and which package may import which"
 	@echo "make types      every public name has a type; half a minute"
 	@echo "make bench      our kernels beside the production engines"
@@ -38,12 +38,14 @@ print: $(READY)
 	@$(BIN)/python book/build.py --print
 
 test: $(READY)
-	@echo "Testing: the kernels, real ranks, the notebooks, the site in a browser; most of an hour"
-	@$(MAKE) --no-print-directory check types
+	@echo "Testing: the kernels, real ranks, the notebooks, the site in a browser; half an hour or more"
+	@$(MAKE) --no-print-directory check
 	@$(BIN)/python -m pytest tests $(BESIDE)
 
+# Folders without such a test are not looked into, which takes seconds.
 test-fast: check
-	@$(BIN)/python -m pytest tests $(BESIDE) -m "not (ranks or notebooks or browser or slurm or slow)"
+	@$(BIN)/python -m pytest tests $(BESIDE) -m "not (ranks or notebooks or browser or slurm or slow)" \
+	-p no:nbmake $(foreach folder,benchmarks cluster notebooks recipes site train world,--ignore=tests/$(folder))
 
 # What is read, not run: style, layout, spelling, and which package may import which.
 check: $(READY)

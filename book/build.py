@@ -130,7 +130,9 @@ def rendered(*arguments) -> bool:
 def site(root: Path) -> bool:
     """Render the languages whose pages changed; whether the whole site now stands."""
     import render
+    import runtime
 
+    runtime.fetch(root)
     html = root / "_build" / "html"
     fresh = root / "_build" / "fresh"
     tasks = {}

@@ -23,6 +23,7 @@ import platform
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -176,7 +177,7 @@ def commit(root: Path) -> str | None:
 class _Executor(ExecutePreprocessor):
     """nbconvert's own preprocessor, telling how far it is and leaving no time stamps in cells."""
 
-    def __init__(self, name: str, cells: int, **kwargs):
+    def __init__(self, name: str, cells: int, sockets: str, **kwargs):
         started = last = time.monotonic()
         self.cell = None
 
@@ -193,8 +194,8 @@ class _Executor(ExecutePreprocessor):
 
         super().__init__(
             kernel_name="python3",
-            # By default the kernel warns, at length, that its loopback is not encrypted.
-            config=Config(KernelManager={"transport_encryption": "auto"}),
+            # Not by TCP: ports are chosen before the kernel binds them, and another may be quicker.
+            config=Config(KernelManager={"transport": "ipc", "ip": f"{sockets}/kernel"}),
             record_timing=False,
             timeout_func=lambda cell: max(1, SECONDS - int(time.monotonic() - started)),
             on_cell_start=progress,
@@ -231,7 +232,8 @@ def execute(source: Path, root: Path, jobs: int = 1):
         [str(root / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
     started = time.monotonic()
-    executor = _Executor(name, len(code_cells(notebook)))
+    sockets = tempfile.TemporaryDirectory()
+    executor = _Executor(name, len(code_cells(notebook)), sockets.name)
     notebook.cells.append(nbformat.v4.new_code_cell(BACKENDS))
     try:
         executor.preprocess(notebook, {"metadata": {"path": str(source.parent)}})
@@ -246,6 +248,7 @@ def execute(source: Path, root: Path, jobs: int = 1):
             f"(the outputs up to there: _build/failed/{source.name})"
         ) from error
     finally:
+        sockets.cleanup()
         if sys.stdout.isatty():
             print("\r\x1b[K", end="")
     executed["seconds"] = round(time.monotonic() - started)

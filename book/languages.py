@@ -21,6 +21,7 @@ class Language(NamedTuple):
         fold: the labels of folded cells (closed, open), by what is folded.
         not_found: what the page says that stands for an address without a page.
         recorded: the title of what another machine recorded; a format of its stamp.
+        predict: the words around a question whose answer the reader guesses first.
         config: values of Sphinx.
     """
 
@@ -34,6 +35,7 @@ class Language(NamedTuple):
     fold: dict[str, list[str]]
     not_found: str
     recorded: str
+    predict: dict[str, str | list[str]]
     config: dict[str, object]
 
 
@@ -55,6 +57,15 @@ LANGUAGES = (
         },
         not_found="There is no page at this address. The book begins here:",
         recorded="On {device} ({date}, torch {torch}, {commit})",
+        predict={
+            "guess": "Your guess",
+            "slider": "Your guess, on a scale",
+            "show": "Show",
+            "skip": "Show without a guess",
+            "range": "between {} and {}",
+            "columns": ["Chapter", "Questions", "Guessed", "Close"],
+            "clear": "Delete my guesses",
+        },
         config={},
     ),
     Language(
@@ -81,6 +92,15 @@ LANGUAGES = (
         },
         not_found="이 주소에는 페이지가 없습니다. 책의 첫 페이지로 가 보세요.",
         recorded="{device}에서 실행한 결과 ({date}, torch {torch}, {commit})",
+        predict={
+            "guess": "내 예상",
+            "slider": "눈금에서 고르는 예상",
+            "show": "답 보기",
+            "skip": "예상하지 않고 보기",
+            "range": "{}에서 {} 사이",
+            "columns": ["장", "질문", "예상한 것", "가깝게 맞힌 것"],
+            "clear": "내 예상 지우기",
+        },
         config={
             "language": "ko",
             "html_title": "나란히",

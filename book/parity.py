@@ -26,6 +26,7 @@ LINES = 25
 # What a reference points to; {term} is left out, since a term's name is a word of the language.
 ROLE = re.compile(r"\{(ref|numref|eq|doc|cite(?::\w+)?)\}`(?:[^`<]*<([^`>]+)>|([^`]+))`")
 LINK = re.compile(r"\]\((?!https?:|mailto:)([^)\s]+)\)")
+PREDICTION = re.compile(r"^% (name|range|scale|choices): *(.*)$", re.MULTILINE)
 LABEL = re.compile(r"^\(([^)\s]+)\)=\s*$|^\s*:(?:name|label): *(\S+)", re.MULTILINE)
 
 
@@ -84,10 +85,12 @@ def headings(text: str) -> list[str]:
 
 
 def references(text: str) -> Counter:
-    """Labels, and the targets of cross-references, citations and links within the book."""
+    """Labels, the targets of references, citations and links within the book, and predictions."""
     found = [(role, target or name) for role, target, name in ROLE.findall(text)]
     found += [("link", target) for target in LINK.findall(text)]
     found += [("label", one or other) for one, other in LABEL.findall(text)]
+    for key, value in PREDICTION.findall(text):
+        found.append((key, f"of {value.count('|') + 1}" if key == "choices" else value))
     return Counter(found)
 
 

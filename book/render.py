@@ -14,6 +14,7 @@ import execution
 import localize
 import nbformat
 import records
+import runtime
 import tables
 import yaml
 from execution import digest
@@ -158,9 +159,21 @@ def stage(language: str, root: Path) -> tuple[Path, str]:
     inputs = [(p, folder) for p in folder.rglob("*")] + [(root / "_config.yml", root)]
     code = [*HERE.glob("*.py"), *HERE.glob("_ext/**/*.p[oy]"), *HERE.glob("_[st]*/**/*")]
     inputs += [(p, HERE) for p in code]
+    if runtime.used(root):
+        inputs += [(p, HERE.parent) for p in lab_sources()]
+        inputs += [(root / "book" / language / "lab.yml", root)]
+        inputs += [(runtime.folder(root) / "manifest.json", root)]
     files = [(str(p.relative_to(top)), digest(p.read_bytes())) for p, top in inputs if p.is_file()]
     tools = sorted(f"{d.name}=={d.version}" for d in importlib.metadata.distributions())
     return folder, digest(json.dumps([sorted(files), tools, sys.version]))
+
+
+def lab_sources() -> list[Path]:
+    """What labs run and draw with (``_ext/naranhi_lab.py``)."""
+    package = HERE.parent / "src" / "naranhi"
+    folders = [HERE / "_lab", *(package / name for name in ("schedules", "costs", "planning"))]
+    files = [path for folder in folders for path in folder.rglob("*.*") if path.suffix != ".pyc"]
+    return [package / "__init__.py", *files, *(package / "show").glob("*.py")]
 
 
 def render(language: str, folder: Path, output: Path, root: Path) -> bool:

@@ -4,6 +4,7 @@ import importlib
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -24,6 +25,15 @@ def test_an_old_module_is_no_longer_there_and_its_error_names_the_new_one(name):
 def test_what_never_was_is_an_attribute_error():
     with pytest.raises(AttributeError, match="module 'naranhi' has no attribute 'nothing'"):
         _ = naranhi.nothing
+
+
+@pytest.mark.slow
+def test_every_public_name_has_a_type(needs):
+    """A test, so that it is made beside others; .venv stays as it is."""
+    command = [needs("make", "make"), "--old-file=.venv/.ready", "types"]
+    folder = Path(__file__).parents[1]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("module", ["world.lifeline", "world.leftovers", "distributed.processes"])

@@ -12,6 +12,7 @@ from typing import Any
 import naranhi_site  # noqa: F401 (it puts the book's modules in reach)
 import nbformat
 from docutils import nodes
+from languages import BY_CODE
 from nbformat.v4 import new_code_cell, new_markdown_cell
 from tables import TABLE, numbered
 
@@ -21,6 +22,7 @@ HOSTS = {"url": "", "doi": "https://doi.org/", "eprint": "https://arxiv.org/abs/
 ROLE = re.compile(r"\{(term|cite:[pt]|numref|eq|ref|doc)\}`([^`]+)`")
 LINK = re.compile(r"\[([^\]]*)\]\((\w+)\.(ipynb|md)(#[^)]*)?\)")
 BLOCK = re.compile(r"^(:{3,}|`{3,})\{(\w+)\} *([^\n]*)\n(.*?)^\1 *$", re.MULTILINE | re.DOTALL)
+COMMENT = re.compile(r"^% (\w+): *(.*)$", re.MULTILINE)
 FORMULA = re.compile(r"\$\$(.+?)\$\$ *\(([\w:-]+)\)", re.DOTALL)
 
 
@@ -68,10 +70,24 @@ class Resolver:
             body = body.replace(label[0], "") if label else body
             tag = f" \\tag{{{self._equation(label[1])}}}" if label else ""
             return f"$$\n{body.strip()}{tag}\n$$"
+        if kind == "lab":  # lives in the page only
+            return ""
         body = re.sub(r"\A(?::\w+:[^\n]*\n)+", "", body).strip()
         if kind == "dropdown":
             return f"<details><summary>{title}</summary>\n\n{body}\n\n</details>"
+        comments, body = re.fullmatch(r"((?:% [^\n]*\n)*)(.*)", body, re.DOTALL).groups()
+        body = body.strip() + self._limits(dict(COMMENT.findall(comments)))
         return "\n".join(f"> {line}".rstrip() for line in (f"**{title}**", "", *body.split("\n")))
+
+    def _limits(self, asked: dict[str, str]) -> str:
+        """Say between what the answer to a prediction lies, or what there is to choose from."""
+        if "choices" in asked:
+            return f" ({' / '.join(choice.strip() for choice in asked['choices'].split('|'))})"
+        if "range" not in asked:
+            return ""
+        words = BY_CODE[self.config.language].predict
+        between = words["range"].format(*asked["range"].split())
+        return f" ({between}, {asked['unit']})" if "unit" in asked else f" ({between})"
 
     def _equation(self, label: str) -> str:
         page, _ = self.env.get_domain("math").equations[label]

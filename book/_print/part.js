@@ -1,7 +1,8 @@
 // A page of the site as a part of one document: without what only a site has, its links leading to
 // the other parts. Python (printed.py) calls these functions in Chromium, which reads HTML as the
 // reader's browser does and writes XHTML without a slip.
-const SITE_ONLY = "a.headerlink, script, style, button, input, label";
+const SITE_ONLY = "a.headerlink, script, style, button, input, label, form"
+  + ", .naranhi-predictions, .naranhi-lab-start";
 // Words of code in its own colour: as elements they would be half of the PDF, which names each one.
 const PLAIN = ".highlight :is(span.n, span.nn, span.p, span.w)";
 const ADDRESS = {

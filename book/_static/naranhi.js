@@ -29,7 +29,8 @@ addEventListener("afterprint", () => opened.forEach((fold) => { fold.open = fals
 
 // What scrolls sideways can be reached by the keyboard, and shows at its edge that there is more.
 const scrolls = ".cell_output :is(pre, .text_html, .text_html > div), div.highlight pre, div.math"
-  + ", .pst-scrollable-table-container, .naranhi-record-table";
+  + ", .pst-scrollable-table-container, .naranhi-record-table, .naranhi-predictions"
+  + ", .naranhi-lab-picture, .naranhi-lab-picture > div";
 const name = { en: "Scrolls sideways", ko: "옆으로 넘겨 볼 수 있습니다" };
 function markScrolling(region) {
   const wider = region.scrollWidth > region.clientWidth + 1;

@@ -1,6 +1,6 @@
 """Our context parallelism beside DeepSpeed's Ulysses: forward and backward of causal attention.
 
-Two ranks share a sequence of 4096 tokens, 2 heads of 64 values. The ring and gathered keys and
+Two ranks share a sequence of 8192 tokens, 2 heads of 64 values. The ring and gathered keys and
 values have it in head-and-tail order, by which both ranks compute as much; Ulysses in plain order,
 as DeepSpeed has it. Each engine is given tensors in the layout that it wants. In single precision
 our products of blocks and those of the whole are not the same bits.
@@ -26,7 +26,7 @@ RANKS, HEADS, SIZE = 2, 2, 64
 
 
 def works():
-    return [Work("context parallel, 4096 tokens", RANKS, contenders, (4096,), memory=True)]
+    return [Work("context parallel, 8192 tokens", RANKS, contenders, (8192,), memory=True)]
 
 
 def contenders(group, length):

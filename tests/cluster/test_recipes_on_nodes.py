@@ -78,7 +78,7 @@ def test_two_hosts(hosts, alone, tmp_path):
             )
         )
     try:
-        printed = [process.communicate(timeout=150) for process in started]
+        printed = [process.communicate(timeout=280) for process in started]
     finally:
         for process in started:
             process.kill()

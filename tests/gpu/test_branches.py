@@ -29,7 +29,7 @@ VERIFIED = {
     "measure/recorder.py _message": KERNELS,
     "measure/timing.py best_seconds": ONE_GPU,
     "models/paced.py Paced.done": ONE_GPU,
-    "pipeline/channels.py new_groups": KERNELS,
+    "pipeline/groups.py new_groups": KERNELS,
     "pipeline/pipeline.py Pipeline.__init__": KERNELS,
     "pipeline/profiling.py _now": ONE_GPU,
     "pipeline/shape_inference.py infer_data": KERNELS,

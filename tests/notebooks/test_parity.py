@@ -19,8 +19,10 @@ sys.path.insert(0, str(REPOSITORY / "book"))
 import parity  # noqa: E402
 
 PROSE = {
-    "en": "# Ring\n\n(here)=\n## Cost\n\nSee {numref}`the figure <fig>`, {eq}`t`, {cite:p}`k1,k2`.",
-    "ko": "# 링\n\n(here)=\n## 비용\n\n{cite:p}`k1,k2`, {numref}`그림 <fig>`과 {eq}`t`를 보십시오.",
+    "en": "# Ring\n\n(here)=\n## Cost\n\n% range: 0 9\n\n"
+    "See {numref}`the figure <fig>`, {eq}`t`, {cite:p}`k1,k2`.",
+    "ko": "# 링\n\n(here)=\n## 비용\n\n% range: 0 9\n\n"
+    "{cite:p}`k1,k2`, {numref}`그림 <fig>`과 {eq}`t`를 보십시오.",
 }
 PAGE = {
     "en": "# Welcome\n\n[Ring](ring.ipynb) and [torch](https://pytorch.org).\n",
@@ -111,6 +113,7 @@ def test_code_cells_must_be_the_same(book, edit, complaint):
         ("<fig>", "<gif>", "the Korean side lacks numref fig"),
         ("k1,k2", "k1", "the Korean side lacks cite:p k1,k2"),
         ("(here)=\n", "", "the Korean side lacks label here"),
+        ("0 9", "1 9", "the Korean side lacks range 0 9"),
         ("링", "{doc}`errata`", "the English side lacks doc errata"),
     ],
 )

@@ -1,11 +1,17 @@
+import functools
+import shutil
 import subprocess
 import sys
+import threading
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from playwright.sync_api import sync_playwright
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(REPOSITORY / "book"))
+for place in ("book", "book/_ext", "book/_lab"):
+    sys.path.insert(0, str(REPOSITORY / place))
 
 
 @pytest.fixture(scope="session")
@@ -15,3 +21,28 @@ def built():
     result = subprocess.run(build, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     return REPOSITORY / "_build" / "html"
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture(scope="module")
+def site(built):
+    """The address of the site."""
+    handler = functools.partial(Quiet, directory=built)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    with sync_playwright() as playwright:
+        # The system's Chromium where there is one, else the one that Playwright installed.
+        where = shutil.which("chromium") or shutil.which("chromium-browser")
+        browser = playwright.chromium.launch(executable_path=where, args=["--no-sandbox"])
+        yield browser
+        browser.close()

@@ -1,11 +1,7 @@
 """The built site in a real browser: headless Chromium, the site served on loopback."""
 
-import functools
 import json
 import re
-import shutil
-import threading
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import execution
@@ -15,7 +11,6 @@ import pytest
 import render
 from axe_playwright_python.sync_playwright import Axe
 from particles import misfits
-from playwright.sync_api import sync_playwright
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NOTEBOOKS = REPOSITORY / "notebooks"
@@ -26,31 +21,6 @@ DESK = {"width": 1280, "height": 900}
 HANGUL = re.compile("[가-힣]")
 
 pytestmark = pytest.mark.timeout(1800)
-
-
-class Quiet(SimpleHTTPRequestHandler):
-    def log_message(self, *args):
-        pass
-
-
-@pytest.fixture(scope="module")
-def site(built):
-    """The address of the site."""
-    handler = functools.partial(Quiet, directory=built)
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-
-
-@pytest.fixture(scope="module")
-def chromium():
-    with sync_playwright() as playwright:
-        # The system's Chromium where there is one, else the one that Playwright installed.
-        where = shutil.which("chromium") or shutil.which("chromium-browser")
-        browser = playwright.chromium.launch(executable_path=where, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 def names(language: str) -> list[str]:
@@ -88,7 +58,8 @@ FACTS = """() => ({
   counted: document.querySelectorAll(":is(h2, h3, h4) .section-number").length,
   anchors: [...document.querySelectorAll("article section section[id]")].map((one) => one.id),
   unreachable: [...document.querySelectorAll(
-      ".cell_output :is(pre, .text_html, .text_html > div), div.highlight pre")]
+      ".cell_output :is(pre, .text_html, .text_html > div), div.highlight pre"
+      + ", .naranhi-predictions, .naranhi-lab-picture, .naranhi-lab-picture > div")]
     .filter((region) => region.checkVisibility() && region.scrollWidth > region.clientWidth + 1
       && ["auto", "scroll"].includes(getComputedStyle(region).overflowX)
       && !(region.tabIndex === 0 && region.ariaLabel
@@ -538,7 +509,9 @@ def chapters() -> list[str]:
     return sorted(path.stem for path in (REPOSITORY / "notebooks" / "en").glob("*.ipynb"))
 
 
-RAW = re.compile(r"\{(?:numref|ref|eq|term|cite\S*|doc)\}`|\[\]\(|^:::|^\([\w-]+\)=$", re.MULTILINE)
+RAW = re.compile(
+    r"\{(?:numref|ref|eq|term|cite\S*|doc)\}`|\[\]\(|^:::|^% \w+:|^\([\w-]+\)=$", re.MULTILINE
+)
 
 
 def test_a_chapter_downloads_as_its_executed_notebook(site, visits):
