@@ -1,12 +1,16 @@
 """A real Jupyter kernel, driven as a notebook drives it."""
 
 import contextlib
+import os
 import queue
+import signal
 import tempfile
 import time
 from pathlib import Path
 
 from jupyter_client.manager import KernelManager
+
+from naranhi.distributed import processes
 
 START = "import naranhi\nworld = naranhi.World(4)"
 
@@ -104,3 +108,9 @@ def wait_until(condition, seconds):
     while not condition():
         assert time.monotonic() < end, f"not within {seconds} s"
         time.sleep(0.05)
+
+
+def stop(pid):
+    """Stop a process, and wait until it stands: each of its threads first needs a core."""
+    os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: processes.is_stopped(pid), 10)

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import small_gpt2
 from forked import Forked
+from kernels import stop
 
 from naranhi import schedules, train
 from naranhi.train import trainer
@@ -171,7 +172,7 @@ def test_ctrl_c_leaves_a_readable_log_and_no_flood(endless):
 
 def test_ctrl_c_ends_a_rank_that_is_stopped_as_well(endless):
     launcher, log, pids = endless
-    os.kill(pids[1], signal.SIGSTOP)
+    stop(pids[1])
     start = time.monotonic()
     os.killpg(launcher.pid, signal.SIGINT)
     launcher.communicate(timeout=60)
@@ -199,7 +200,7 @@ def test_a_killed_rank_is_blamed_by_all_and_leaves_a_readable_log(endless, kille
 
 def test_a_stopped_rank_is_named_and_the_training_ends(endless):
     launcher, log, pids = endless
-    os.kill(pids[1], signal.SIGSTOP)
+    stop(pids[1])
     start = time.monotonic()
     _, stderr = launcher.communicate(timeout=100)
     assert time.monotonic() - start < 4 + 15
@@ -212,7 +213,7 @@ def test_a_stopped_rank_is_named_and_the_training_ends(endless):
 
 def test_ranks_end_with_their_launcher(endless):
     launcher, log, pids = endless
-    os.kill(pids[1], signal.SIGSTOP)  # one that could not notice by itself
+    stop(pids[1])  # one that could not notice by itself
     os.kill(launcher.pid, signal.SIGKILL)
     end = time.monotonic() + 10
     while any(Path(f"/proc/{pid}").exists() for pid in pids):

@@ -8,7 +8,7 @@ import sys
 import time
 
 import pytest
-from kernels import CellError, notebook, processes_of, wait_until
+from kernels import CellError, notebook, processes_of, stop, wait_until
 
 from naranhi.distributed import processes
 from naranhi.world import World, cluster
@@ -19,7 +19,7 @@ def test_close_with_a_stopped_rank_leaves_nothing():
     pids = [*other.run(os.getpid), *(launcher.pid for launcher in other._ranks._launchers())]
     folder = other._ranks.folder
     for pid in pids[1:]:  # the controller and the ranks' parent, too
-        os.kill(pid, signal.SIGSTOP)
+        stop(pid)
     start = time.monotonic()
     other.close()
     assert time.monotonic() - start < 10
@@ -51,7 +51,7 @@ def test_the_death_of_a_notebook_with_a_stopped_process_leaves_nothing(stopped):
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as started:
         *pids, folder = started.stdout.readline().split()
         pids = dict(zip(("controller", "parent", "other", "rank"), map(int, pids), strict=True))
-        os.kill(pids[stopped], signal.SIGSTOP)
+        stop(pids[stopped])
         started.kill()
     wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids.values()), 10)
     wait_until(lambda: not os.path.exists(folder), 5)
@@ -86,7 +86,7 @@ def test_all_stand_still_for_long_as_on_a_laptop_asleep(monkeypatch, capsys):
     controller = other._ranks._cluster.controller.pid
     ranks = [pid for pid in pids if pid != controller]
     for pid in ranks:
-        os.kill(pid, signal.SIGSTOP)
+        stop(pid)
     time.sleep(8)  # this is how long they sleep
     for pid in ranks:
         os.kill(pid, signal.SIGCONT)
