@@ -59,11 +59,15 @@ FACTS = """() => ({
   anchors: [...document.querySelectorAll("article section section[id]")].map((one) => one.id),
   unreachable: [...document.querySelectorAll(
       ".cell_output :is(pre, .text_html, .text_html > div), div.highlight pre"
+      + ", .pst-scrollable-table-container"
       + ", .naranhi-predictions, .naranhi-lab-picture, .naranhi-lab-picture > div")]
     .filter((region) => region.checkVisibility() && region.scrollWidth > region.clientWidth + 1
       && ["auto", "scroll"].includes(getComputedStyle(region).overflowX)
       && !(region.tabIndex === 0 && region.ariaLabel
         && getComputedStyle(region).boxShadow !== "none")).length,
+  names: Math.max(0, ...[
+    ...document.querySelectorAll(".pst-scrollable-table-container td:first-child")]
+    .map((cell) => cell.offsetWidth)),
   broken: document.querySelectorAll("mjx-merror, .problematic").length,
 })"""
 
@@ -342,6 +346,13 @@ def test_no_error_is_said(visits):
 def test_no_page_is_wider_than_a_phone(visits):
     wide = {where: facts["width"] for where, facts in visits.items()}
     assert {where: width for where, width in wide.items() if width > PHONE["width"]} == {}
+
+
+def test_the_names_of_rows_leave_room_for_what_they_name(visits):
+    """In a table of words, on a phone, the first column takes half of the screen at most."""
+    wide = {where: facts["names"] for where, facts in visits.items()}
+    assert any(wide.values())
+    assert {where: width for where, width in wide.items() if width > PHONE["width"] / 2} == {}
 
 
 def test_exactly_one_search_field(visits):
