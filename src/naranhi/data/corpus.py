@@ -93,7 +93,7 @@ def _squad():
     import datasets
 
     advice = (
-        "It was neither in the cache nor to be had from the hub. Where there is a connection, "
+        "Not cached, and the hub is unreachable. Where there is a connection, "
         "download train-v1.1.json from https://rajpurkar.github.io/SQuAD-explorer/, copy it here "
         "and give its path instead of the name: --corpus train-v1.1.json. Or copy the cache (the "
         "folder that HF_HOME names) from a machine that has loaded SQuAD before. Or do without: by "

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 def offline(name: str) -> str:
     """Return what to do if the model of that name cannot be fetched: a sentence or two."""
     return (
-        "It is no folder here, and was neither in the cache nor to be had from the hub. Where "
-        f"there is a connection, run `hf download {name} --local-dir FOLDER`; then copy the folder "
-        "here and give its path instead of the name."
+        "Not a local folder, not cached, and the hub is unreachable. Where there is a connection, "
+        f"run `hf download {name} --local-dir FOLDER`; then copy the folder here and give its path "
+        "instead of the name."
     )
 
 
