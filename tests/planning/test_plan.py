@@ -132,3 +132,15 @@ def test_dualpipe_needs_two_micro_batches_for_each_rank():
     plan = Plan(1, pp=4, schedule="dualpipe_v")
     with pytest.raises(PlanError, match="7 micro-batches are less than 2 pp = 8"):
         predict(MODEL, Cluster(4), plan, 1024, 7)
+
+
+def test_jobs_use_equally_many_gpus_of_each_rack():
+    """Of racks of 72, 64 are used for a power of two: whole trays of four."""
+    used = {gpus: Cluster(gpus, gpu="GB200").gpus_per_node for gpus in (8, 72, 144, 128, 256, 96)}
+    assert used == {8: 72, 72: 72, 144: 72, 128: 64, 256: 64, 96: 48}
+    with pytest.raises(ValueError, match="146 GPUs are not whole nodes of 72"):
+        Cluster(146, gpu="GB200")
+    with pytest.raises(ValueError, match="12 GPUs are not whole nodes of 8"):
+        Cluster(12, gpu="H100")
+    with pytest.raises(ValueError, match="128 GPUs are not whole nodes of 72"):
+        Cluster(128, 72, gpu="GB200")

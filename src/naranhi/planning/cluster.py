@@ -79,7 +79,9 @@ class Cluster:
 
     Args:
         gpus: The number of GPUs.
-        gpus_per_node: GPUs that NVLink joins; as this GPU is usually built in, if None.
+        gpus_per_node: GPUs that NVLink joins; as this GPU is usually built in, if None. Of racks
+            with more than eight, jobs use equally many in each, in whole trays: the most that
+            divide `gpus`, such as 64 of 72 for 128.
         gpu: Its name: A100, A100-40GB, A800, H100, H100-96GB, H800, H200, B200 or GB200.
         network: Gbit/s between nodes for each GPU; as this GPU is usually built in, if None.
         engine: What trains on it, one of `engines()`: it decides which kernels and which overlap.
@@ -106,7 +108,7 @@ class Cluster:
         if self.engine not in engines():
             raise ValueError(f"engine {self.engine!r} is unknown; choose one of {_list(engines())}")
         if self.gpus_per_node is None:
-            object.__setattr__(self, "gpus_per_node", self.sheet.gpus_per_node)
+            object.__setattr__(self, "gpus_per_node", _node(self.gpus, self.sheet.gpus_per_node))
         for name in ("gpus", "gpus_per_node"):
             value = getattr(self, name)
             if isinstance(value, bool) or not hasattr(value, "__index__"):
@@ -201,8 +203,17 @@ def nearest_efficiency(gpu: str, engine: str, table: dict[tuple[str, str], float
     raise ValueError("the table of efficiencies is empty")
 
 
+# GPUs of a box, which are used together, and of each tray of a larger NVLink domain.
+BOX, TRAY = 8, 4
 # GPUs with the same chip. (The H100 with 96 GB has another power limit, so other clocks.)
 FAMILIES = {"A100-40GB": "A100", "A800": "A100", "H800": "H100", "H200": "H100", "GB200": "B200"}
+
+
+def _node(gpus, most):
+    """Return how many GPUs of each node a job uses, where a node has `most`."""
+    if most <= BOX or not hasattr(gpus, "__index__") or gpus <= most:
+        return most
+    return next((used for used in range(most, 0, -TRAY) if gpus % used == 0), most)
 
 
 def _list(names):
