@@ -7,8 +7,9 @@ import pytest
 from naranhi.planning import Cluster, Model, Plan, predict
 from naranhi.planning import communication as comm
 from naranhi.planning import engine as engine_module
-from naranhi.planning.compute import attention_work
+from naranhi.planning.compute import Arithmetic, _add, _permuting_bytes, attention_work
 from naranhi.planning.engine import engines
+from naranhi.planning.model import Matmul
 from naranhi.planning.pipeline import pipeline_seconds
 from naranhi.planning.prediction import layer_times, stage_times
 
@@ -62,6 +63,63 @@ def test_a_token_goes_once_to_each_node_that_has_one_of_its_experts(changed):
     assert copies - once == pytest.approx(outside * (8 * 63 / 64 - visited) - more_inside)
     assert once - four == pytest.approx(outside * (visited - 4))
     assert hidden == pytest.approx(four * 0.1)  # the fixture's changes add up
+
+
+def test_buckets_grow_with_the_ranks_so_that_a_ring_stays_bound_by_its_bytes(changed):
+    """Of 4 billion fp32 gradients over 512 ranks: 8 messages of 2,048 MB, not 100 of 160 MB."""
+    cluster, plan = Cluster(2048), Plan(512, 4, zero=1)
+    link = comm.group_link(cluster, 512, 4)
+    reduce, _ = comm.gradient_seconds(cluster, plan, 4.096e9)
+    starts = comm.NETWORK_START + (link.nodes - 1) * link.latency
+    starts += (512 - link.nodes) * comm.NVLINK_LATENCY
+    bytes_sent = 4 * 4.096e9 * 511 / 512
+    assert reduce == pytest.approx(8 * starts + bytes_sent / link.bandwidth)
+    few = Plan(8, 4, zero=1)
+    same, _ = comm.gradient_seconds(changed(Cluster(32), bucket_rank_bytes=0.0), few, 4.096e9)
+    assert comm.gradient_seconds(Cluster(32, engine="deepseek"), few, 4.096e9)[0] == same
+
+
+def test_tensor_ranks_gather_the_copies_that_arrive_for_their_experts():
+    """Attention's half of the messages is that of a dense layer; the experts' is top_k as much."""
+    cluster = Cluster(32)
+    dense = comm.tensor_layer(SPARSE, cluster, Plan(8, 4), 4096)
+    held = comm.tensor_layer(SPARSE, cluster, Plan(8, 4), 4096, sparse=True)
+    split = comm.tensor_layer(SPARSE, cluster, Plan(8, 4, ep=8), 4096, sparse=True)
+    assert held == dense
+    # Half of a dense layer's messages run behind matmuls; those of experts have none to run behind.
+    assert split.forward == pytest.approx(dense.forward * (1 / 2 + 2 * 8 / 2))
+
+
+def test_copies_are_sorted_once_more_where_a_rank_has_several_experts():
+    def elementwise(ep, experts):
+        model = replace(SPARSE, experts=experts)
+        gpu = Arithmetic(Cluster(64), "bf16")
+        return _permuting_bytes(model, gpu, Plan(64, ep=ep), 4096, experts // ep)
+
+    token = 2 * 4096 * 1024
+    assert elementwise(8, 8) == elementwise(1, 64) == token * 2 * 9
+    assert elementwise(8, 64) == token * (2 * 9 + 4 * 8)
+
+
+def test_fp8_casts_what_no_norm_writes_in_kernels_of_their_own():
+    cluster = Cluster(8)
+    gpu, plain = Arithmetic(cluster, "fp8"), Arithmetic(cluster, "bf16")
+    assert gpu.cast(1e9) == pytest.approx(4e9 / (cluster.sheet.bandwidth * 0.85))
+    assert plain.cast(1e9) == 0
+    for split, inputs in (("columns", 0), ("rows", 512 * 1000)):
+        matmul = Matmul(1000, 2000, split)
+        forward, backward = _add(0.0, 0.0, gpu, cluster.runs, matmul, 512, 1)
+        assert forward == pytest.approx(gpu.matmul(512, 1000, 2000) + gpu.cast(inputs))
+        without = gpu.matmul(512, 1000, 2000) + gpu.matmul(512, 1000, 2000, 8 * 2e6)
+        assert backward == pytest.approx(without + gpu.cast(512 * 2000))
+
+
+def test_fp8_is_less_certain_than_the_precision_that_was_calibrated():
+    widths = []
+    for precision in ("bf16", "fp8"):
+        found = predict(LLAMA, Cluster(8), Plan(8, precision=precision), 4096, 64)
+        widths.append(found.high / found.low)
+    assert widths[1] > widths[0] + 0.03
 
 
 def test_a_stage_that_waits_for_its_messages_waits_with_each_neighbour(changed):

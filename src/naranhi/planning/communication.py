@@ -88,12 +88,19 @@ class Exposed(NamedTuple):
     recompute: float = 0.0
 
 
-def tensor_layer(model: Model, cluster: Cluster, plan: Plan, sequence_length: int) -> Exposed:
+def tensor_layer(
+    model: Model, cluster: Cluster, plan: Plan, sequence_length: int, sparse: bool = False
+) -> Exposed:
     """Return what tensor parallelism costs a layer: two all-reduces forward and two backward.
 
     With sequence parallelism, each all-reduce becomes an all-gather and a reduce-scatter; the
     all-gathers that the weights' gradients need once more run behind matmuls, and so does the part
     of the others that the engine overlaps. Full recomputation repeats those of the forward.
+
+    A sparse layer whose experts are on several ranks gathers not its tokens but the copies that
+    have arrived for its experts, `top_k` for each, and reduces as many (Megatron-Core,
+    `transformer/moe/token_dispatcher.py`). These messages wait for the all-to-all, not for a matmul
+    behind which they could run.
     """
     if plan.tp == 1:
         return Exposed()
@@ -106,8 +113,10 @@ def tensor_layer(model: Model, cluster: Cluster, plan: Plan, sequence_length: in
         once += 2 * seconds("reduce_scatter", whole, plan.tp, link)
     else:
         once = 2 * seconds("all_reduce", whole, plan.tp, link)
-    once *= 1 - cluster.runs.tensor_overlap
-    return Exposed(once, once, once if plan.recompute == "full" else 0.0)
+    exposed = once * (1 - cluster.runs.tensor_overlap)
+    if sparse and plan.ep > 1:  # half of them are the attention's
+        exposed = exposed / 2 + model.top_k * once / 2
+    return Exposed(exposed, exposed, exposed if plan.recompute == "full" else 0.0)
 
 
 def context_layer(
@@ -206,7 +215,7 @@ def gradient_seconds(cluster: Cluster, plan: Plan, parameters: float) -> tuple[f
     """
     if plan.replicas == 1 or (plan.zero == 3 and not plan.kept_whole):
         return 0.0, 0.0
-    bucket = cluster.runs.bucket_bytes
+    bucket = _bucket(cluster, plan)
     gradients = cluster.runs.gradient_bytes * parameters
     if plan.zero == 0:
         link = group_link(cluster, plan.replicas, plan.tp)
@@ -224,9 +233,17 @@ def _between_groups(cluster, plan, gradients):
     """Return the seconds of summing a shard's gradients over the groups that each have it whole."""
     groups = plan.replicas // plan.zero_group
     link = group_link(cluster, groups, plan.tp * plan.zero_group)
-    return seconds(
-        "all_reduce", gradients / plan.zero_group, groups, link, cluster.runs.bucket_bytes
-    )
+    return seconds("all_reduce", gradients / plan.zero_group, groups, link, _bucket(cluster, plan))
+
+
+def _bucket(cluster, plan):
+    """Return the bytes of gradients, or of parameters, that are sent in one message.
+
+    Megatron-Core (`core/distributed/distributed_data_parallel.py`) puts 40 million parameters in a
+    bucket, or a million for each data parallel rank: a ring starts once for each rank.
+    """
+    engine = cluster.runs
+    return max(engine.bucket_bytes, engine.bucket_rank_bytes * plan.replicas)
 
 
 def between_nodes(cluster: Cluster, plan: Plan) -> bool:

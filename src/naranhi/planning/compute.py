@@ -50,14 +50,23 @@ class Arithmetic:
     def matmul(self, tokens: float, rows: float, columns: float, more: float = 0.0) -> float:
         """Return the seconds of (tokens x rows) times (rows x columns), with `more` bytes moved."""
         moved = self.value * (tokens * rows + rows * columns + tokens * columns)
-        if self.casts:  # weights are cast once a step; inputs are read, written and read in 8 bits
-            moved = 4 * tokens * rows + rows * columns + self.value * tokens * columns
+        if self.casts:  # the factors have 8 bits
+            moved = tokens * rows + rows * columns + self.value * tokens * columns
         arithmetic = 2 * tokens * rows * columns / self.rate
         return _together(arithmetic, (moved + more) / self.bandwidth)
 
     def move(self, moved: float) -> float:
         """Return the seconds of reading and writing that many bytes in all."""
         return moved / self.bandwidth
+
+    def cast(self, elements: float) -> float:
+        """Return the seconds in which matrices of that many elements are cast to fp8, if any are.
+
+        Kernels of their own read 16 bits and write 8 bits twice, because a matrix is multiplied
+        along its rows once and along its columns once (Transformer Engine, performance
+        considerations: handling transposes). Weights are cast once a step, which is not counted.
+        """
+        return self.move((2 + 2 * 1) * elements) if self.casts else 0.0
 
 
 def layer_work(
@@ -79,12 +88,13 @@ def layer_work(
             for _ in range(model.shared_experts):
                 forward, backward = _add(forward, backward, gpu, engine, matmul, tokens, plan.tp)
         widths = (model.top_k + model.shared_experts) * model.expert_ffn
-        permuted = 2 * model.top_k  # each token's copies are gathered and scattered
+        permuted = _permuting_bytes(model, gpu, plan, tokens, held)
     else:
         for matmul in model.mlp():
             forward, backward = _add(forward, backward, gpu, engine, matmul, tokens, plan.tp)
-        widths, permuted = model.ffn, 0
-    moved = gpu.move(_elementwise_bytes(model, gpu, engine, plan, tokens, widths, permuted))
+        widths, permuted = model.ffn, 0.0
+    elementwise = _elementwise_bytes(model, gpu, engine, plan, tokens, widths)
+    moved = gpu.move(elementwise + engine.elementwise * permuted)
     forward += scores.forward + moved
     backward += scores.backward + 2 * moved
     again = {"none": 0.0, "selective": engine.selective * forward, "full": forward}[plan.recompute]
@@ -147,7 +157,9 @@ def _add(forward, backward, gpu, engine, matmul, tokens, tp):
     once = gpu.matmul(tokens, rows, columns)
     # The weight's gradient is added to the sum of the micro-batches before: read and written.
     with_sum = gpu.matmul(tokens, rows, columns, 2 * engine.gradient_bytes * rows * columns)
-    return forward + once, backward + once + with_sum
+    # A matmul that is split by columns follows a norm, which writes its output in fp8.
+    given = 0.0 if matmul.split == "columns" else gpu.cast(tokens * rows)
+    return forward + given + once, backward + gpu.cast(tokens * columns) + once + with_sum
 
 
 def _together(arithmetic, moving):
@@ -155,11 +167,26 @@ def _together(arithmetic, moving):
     return (arithmetic**OVERLAPPING + moving**OVERLAPPING) ** (1 / OVERLAPPING)
 
 
-def _elementwise_bytes(model, gpu, engine, plan, tokens, widths, permuted):
+def _permuting_bytes(model, gpu, plan, tokens, held):
+    """Return the bytes that sorting tokens by their experts reads and writes, there and back.
+
+    A token is read once and its copies are written, and the copies are read again for their sum.
+    On a rank with several experts, what arrives from other ranks is in the order of these ranks:
+    all copies are sorted once more, and back, after tensor parallel ranks have gathered theirs
+    (Megatron-Core, `transformer/moe/token_dispatcher.py`: `sort_chunks_by_idxs`).
+    """
+    shared = plan.tp if plan.sequence_parallel else 1
+    passes = 2 * (1 + model.top_k) / shared
+    if plan.ep > 1 and held > 1:
+        passes += 4 * model.top_k
+    return gpu.value * tokens * passes * model.hidden
+
+
+def _elementwise_bytes(model, gpu, engine, plan, tokens, widths):
     """Return the bytes that norms, residuals and activations of a forward read and write."""
     shared = plan.tp if plan.sequence_parallel else 1
     each = gpu.value * tokens
-    hidden = 2 * 2 + 2 * 3 + model.dropout + permuted  # two norms, two residuals, masks
+    hidden = 2 * 2 + 2 * 3 + model.dropout  # two norms, two residuals, masks
     inner = (3 if model.gated else 2) * widths / plan.tp
     rotary = 0 if model.positions else 2 * (model.heads + model.kv_heads) * model.head_dim / plan.tp
     return engine.elementwise * each * (hidden * model.hidden / shared + inner + rotary)

@@ -39,6 +39,8 @@ class Engine(NamedTuple):
         update_cached_bytes: Bytes for each of them in blocks freed just before that are too small
             to be used again, where the optimizer's tensors are flat: copies of the gradients.
         bucket_bytes: Bytes of gradients, or of parameters, that are sent in one message.
+        bucket_rank_bytes: The same for each rank of the group, where that is more: a ring's message
+            is cut into as many pieces, which have to stay large.
         overlap: The part of the last backward behind which gradients can be reduced.
         gather_overlap: The part of the first forward behind which parameters can be gathered.
         tensor_overlap: The part of tensor parallel messages that runs behind matmuls.
@@ -79,6 +81,7 @@ class Engine(NamedTuple):
     update_bytes: int
     update_cached_bytes: int
     bucket_bytes: float
+    bucket_rank_bytes: float
     overlap: float
     gather_overlap: float
     tensor_overlap: float
@@ -115,6 +118,7 @@ def engines() -> dict[str, Engine]:
             int(row["update_bytes"]),
             int(row["update_cached_bytes"]),
             float(row["bucket_mb"]) * 1e6,
+            float(row["bucket_rank_mb"]) * 1e6,
             float(row["overlap"]),
             float(row["gather_overlap"]),
             float(row["tensor_overlap"]),

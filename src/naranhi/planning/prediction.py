@@ -22,8 +22,10 @@ from naranhi.planning.stages import StageTimes, cut
 # A step waits for its slowest rank: the part by which it is longer, for each doubling of the nodes.
 STRAGGLERS = 0.003
 # Relative uncertainty of a forecast, as a standard deviation: of all of it, with and without a run
-# of this GPU and engine to calibrate it; and of each part besides.
+# of this GPU and engine to calibrate it; and of each part besides. All runs that calibrate are in
+# bf16: of the peak in fp8, twice as high, matmuls may reach another part.
 CALIBRATED, UNCALIBRATED = 0.07, 0.18
+FP8_COMPUTING = 0.1
 UNCERTAIN = {
     "attention": 0.3,
     "recomputing": 0.1,
@@ -112,7 +114,7 @@ def forecast(
     nodes = max(1, cluster.gpus / cluster.gpus_per_node)
     parts["stragglers"] = STRAGGLERS * log2(nodes) * sum(parts.values())
     step = sum(parts.values())
-    spread = _spread(parts, step, cluster.calibrated)
+    spread = _spread(parts, step, cluster.calibrated, plan.precision)
     tokens = global_batch * sequence_length / cluster.gpus
     flops = model.flops_per_token(sequence_length) * tokens / step
     return Forecast(
@@ -168,7 +170,7 @@ def layer_times(
 ) -> StageTimes:
     """Return the seconds of one layer for one micro-batch, on a rank, with its messages."""
     work = layer_work(model, cluster, plan, sequence_length, sparse)
-    tensor = comm.tensor_layer(model, cluster, plan, sequence_length)
+    tensor = comm.tensor_layer(model, cluster, plan, sequence_length, sparse)
     scores = attention_work(model, cluster, plan, sequence_length)
     context = comm.context_layer(model, cluster, plan, sequence_length, scores.forward)
     expert = comm.Exposed()
@@ -226,8 +228,9 @@ def _longer(times, waits):
     return tuple(time + wait for time, wait in zip(times, waits, strict=True))
 
 
-def _spread(parts, step, calibrated):
+def _spread(parts, step, calibrated, precision):
     """Return the part of the step within which nine of ten are expected, below and above it."""
     own = CALIBRATED if calibrated else UNCALIBRATED
-    shares = (UNCERTAIN.get(name, 0.0) * time / step for name, time in parts.items())
+    uncertain = UNCERTAIN | ({"computing": FP8_COMPUTING} if precision == "fp8" else {})
+    shares = (uncertain.get(name, 0.0) * time / step for name, time in parts.items())
     return NINE_IN_TEN * sqrt(own**2 + sum(share**2 for share in shares))
