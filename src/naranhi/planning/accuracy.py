@@ -87,14 +87,16 @@ def compare(run: Run) -> Comparison:
 @lru_cache(maxsize=1)
 def comparisons() -> tuple[Comparison, ...]:
     """Return all runs beside their forecasts, without those that calibrate, and the sweep's."""
-    fitted = {(row["source"], row["run"]) for row in rows("calibrations.csv")}
-    return tuple(compare(run) for run in runs() if (run.source, run.name) not in fitted)
+    return tuple(compare(run) for run in runs() if not _calibrates(run))
 
 
 @lru_cache(maxsize=1)
 def independent_comparisons() -> tuple[Comparison, ...]:
-    """Return the runs by which nothing was chosen beside their forecasts."""
-    return tuple(map(compare, independent()))
+    """Return the runs by which nothing was chosen beside their forecasts.
+
+    That is all runs of `independent()` but those that calibrate.
+    """
+    return tuple(compare(run) for run in independent() if not _calibrates(run))
 
 
 @lru_cache(maxsize=1)
@@ -236,6 +238,15 @@ def table() -> str:
             + ("failed" if choice.picked.failed else f"{choice.regret:+.1%}")
         )
     return "\n".join(lines)
+
+
+def _calibrates(run):
+    return (run.source, run.name) in _calibrating()
+
+
+@lru_cache(maxsize=1)
+def _calibrating():
+    return {(row["source"], row["run"]) for row in rows("calibrations.csv")}
 
 
 def _counted(memory, what):

@@ -26,7 +26,10 @@ def sweep() -> tuple[Run, ...]:
 
 @lru_cache(maxsize=1)
 def independent() -> tuple[Run, ...]:
-    """Return runs of other sources, in which nothing was chosen by how near forecasts come."""
+    """Return runs of other sources, in which nothing was chosen by how near forecasts come.
+
+    One of them calibrates an efficiency, as `calibrations.csv` says.
+    """
     data = files("naranhi.planning").joinpath("data", "independent_runs.json")
     return tuple(map(_independent, json.loads(data.read_text(encoding="utf-8"))))
 

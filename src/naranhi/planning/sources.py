@@ -209,7 +209,7 @@ def _llama_3(row, given):
     plan = Plan(
         given["dp"], given["tp"], given["pp"], given["cp"], chunks=8, schedule="interleaved", zero=1
     )
-    cluster = Cluster(given["gpus"], 8, "H100", engine="megatron")
+    cluster = Cluster(given["gpus"], 8, "H100", engine="llama-3")
     batch, sequence = given["global_batch"], given["seq"]
     # Model operations with causal attention counted once.
     dense = 6 * (model.active_parameters - model.embedding_parameters)
