@@ -93,6 +93,15 @@ def test_runs_that_ran_are_forecast_to_fit():
     assert accuracy.held(accuracy.comparisons()) == 1 - len(wrong) / len(ran)
 
 
+def test_runs_by_which_nothing_was_chosen_are_forecast_to_fit():
+    """Exceptions: Nemotron-4 340B with only two data parallel ranks, by 7 GiB; DeepSeek-V3, which
+    recomputes norms and up-projections, and keeps activations in fp8 and moments in bf16."""
+    compared = accuracy.independent_comparisons()
+    wrong = [c.run.name for c in compared if not c.forecast.fits]
+    assert len(compared) > 30
+    assert wrong == ["671B on 2048", "Nemotron-4 340B bf16 on 128", "Nemotron-4 340B fp8 on 128"]
+
+
 def test_every_source_has_its_bound(errors):
     # The sweep's seconds are judged by what they choose: a tenth of its runs took ten times too
     # long, which nothing in its table explains.

@@ -162,6 +162,17 @@ def test_late_micro_batches_are_in_the_upper_end_only(changed):
     assert one_node.high / one_node.step_seconds < 2
 
 
+def test_nemo_keeps_gradients_in_bf16_and_shares_the_kernels_of_megatron():
+    ours, theirs = Cluster(8, engine="nemo"), Cluster(8)
+    assert ours.matmul_efficiency == theirs.matmul_efficiency
+    assert ours.calibrated and theirs.calibrated and not Cluster(8, gpu="B200").calibrated
+    plan = Plan(8, zero=1)
+    less = predict(LLAMA, theirs, plan, 1024, 8).memory[0].gradients
+    less -= predict(LLAMA, ours, plan, 1024, 8).memory[0].gradients
+    assert less == pytest.approx(2 * LLAMA.parameters, rel=1e-4)  # without the last norm
+    assert comm.gradient_seconds(ours, plan, 4e9)[0] < comm.gradient_seconds(theirs, plan, 4e9)[0]
+
+
 def test_an_engine_has_its_own_headroom():
     for name, row in engines().items():
         cluster = Cluster(8, engine=name)

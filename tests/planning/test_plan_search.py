@@ -211,3 +211,10 @@ def test_torchtitan_is_told_the_name_of_a_v():
     assert '"ZBVZeroBubble"' in commands.torchtitan(plan, 4096, 256)
     with pytest.raises(ValueError, match="Megatron-LM has no argument for the schedule"):
         commands.megatron(LLAMA, plan, 4096, 256)
+
+
+def test_a_search_refuses_arguments_of_another_class():
+    with pytest.raises(TypeError, match="cluster is a Cluster, such as"):
+        search(Model(2, 128, 2), 8, 128, 8)
+    with pytest.raises(TypeError, match="model is a Model, such as"):
+        search("llama", Cluster(8), 128, 8)

@@ -148,3 +148,14 @@ def test_one_group_of_zero_is_the_default():
     assert whole == predict(LLAMA, Cluster(16), Plan(16, zero=3, zero_group=16), 4096, 64)
     hybrid = predict(LLAMA, Cluster(16), Plan(16, zero=3, zero_group=8), 4096, 64)
     assert hybrid.memory[0].optimizer == pytest.approx(2 * whole.memory[0].optimizer)
+
+
+def test_arguments_of_another_class_are_refused():
+    plan = Plan(8)
+    for name, arguments in (
+        ("model", ({}, Cluster(8), plan)),
+        ("cluster", (LLAMA, 8, plan)),
+        ("plan", (LLAMA, Cluster(8), "dp8")),
+    ):
+        with pytest.raises(TypeError, match=f"{name} is a .*, such as"):
+            predict(*arguments, 1024, 8)

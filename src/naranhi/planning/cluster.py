@@ -134,7 +134,7 @@ class Cluster:
     @property
     def calibrated(self) -> bool:
         """Whether a run of this GPU and engine says what its matmuls reach."""
-        return (self.gpu, self.engine) in calibrations()
+        return (self.gpu, KERNELS.get(self.engine, self.engine)) in calibrations()
 
     @property
     def sheet(self) -> Gpu:
@@ -177,8 +177,9 @@ def _efficiency(gpu, engine):
 def nearest_efficiency(gpu: str, engine: str, table: dict[tuple[str, str], float]) -> float:
     """Return what is calibrated for a GPU and an engine, or for those that are nearest.
 
-    These are, in turn: the engine on GPUs of the same family, the family's engines, the engine on
-    all GPUs, all of them; of several, the median.
+    An engine with the kernels of another one counts as that one. Nearest are, in turn: the engine
+    on GPUs of the same family, the family's engines, the engine on all GPUs, all of them; of
+    several, the median.
 
     Args:
         gpu: A GPU's name.
@@ -188,6 +189,7 @@ def nearest_efficiency(gpu: str, engine: str, table: dict[tuple[str, str], float
     Raises:
         ValueError: If the table is empty.
     """
+    engine = KERNELS.get(engine, engine)
     if (gpu, engine) in table:
         return table[gpu, engine]
     family = FAMILIES.get(gpu, gpu)
@@ -203,6 +205,8 @@ def nearest_efficiency(gpu: str, engine: str, table: dict[tuple[str, str], float
     raise ValueError("the table of efficiencies is empty")
 
 
+# Engines with the kernels of another one, whose run calibrates both: Megatron-Core's.
+KERNELS = {"megatron": "nemo"}
 # GPUs of a box, which are used together, and of each tray of a larger NVLink domain.
 BOX, TRAY = 8, 4
 # GPUs with the same chip. (The H100 with 96 GB has another power limit, so other clocks.)

@@ -10,7 +10,7 @@ from naranhi.planning.forecast import Forecast
 from naranhi.planning.memory import stage_memory
 from naranhi.planning.model import Model
 from naranhi.planning.plan import Plan, PlanError
-from naranhi.planning.prediction import forecast
+from naranhi.planning.prediction import check_classes, forecast
 
 MARGIN = 0.05  # of the capacity: memory is forecast, not known
 SIMULATED = 40  # plans whose schedule is simulated exactly, of those that look best
@@ -73,9 +73,10 @@ def search(
         precision: As of `Plan`.
 
     Raises:
-        TypeError: If a number is not a whole number.
+        TypeError: If a number is not a whole number, or an argument is of another class.
         PlanError: If no plan divides the GPUs, the model and the batch.
     """
+    check_classes(model=model, cluster=cluster)
     tried, fit, nearest = 0, [], None
     refusal = None
     for plan in plans(model, cluster, sequence_length, precision):

@@ -56,12 +56,25 @@ def predict(
         global_batch: Sequences of a step, over all ranks.
 
     Raises:
-        TypeError: If a number is not a whole number.
+        TypeError: If a number is not a whole number, or an argument is of another class.
         PlanError: If the plan cannot cut this model, cluster or batch. A plan that only does not
             fit is no error: see `Forecast.verdict`.
     """
+    check_classes(model=model, cluster=cluster, plan=plan)
     plan.check(model, cluster, sequence_length, global_batch)
     return forecast(model, cluster, plan, sequence_length, global_batch)
+
+
+def check_classes(**arguments: object) -> None:
+    """Raise TypeError, in words, if a model, cluster or plan is none.
+
+    Raises:
+        TypeError: If an argument is of another class than its name says.
+    """
+    for name, value in arguments.items():
+        kind, example = _CLASSES[name]
+        if not isinstance(value, kind):
+            raise TypeError(f"{name} is a {kind.__name__}, such as {example}, not {value!r}")
 
 
 def forecast(
@@ -212,6 +225,11 @@ def _gradient_seconds(cluster, plan, parameters):
     return comm.gradient_seconds(cluster, plan, parameters)
 
 
+_CLASSES = {
+    "model": (Model, "Model(32, 4096, 32) or Model.from_config(path)"),
+    "cluster": (Cluster, "Cluster(64, gpu='H100')"),
+    "plan": (Plan, "Plan(dp=8, tp=8)"),
+}
 _ON_STAGES = (
     "computing",
     "attention",
