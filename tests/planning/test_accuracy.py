@@ -131,6 +131,46 @@ def test_the_sweep_fits_or_fails_as_forecast():
     assert accuracy.fits_right(accuracy.sweep_comparisons()) >= 0.935
 
 
+def test_failures_that_no_memory_explains_come_in_a_block():
+    """Of the 1B on 2 to 8 nodes, all pipelines over data parallel ranks failed that have 16 or more
+    micro-batches of one sequence and ZeRO-0, at 2 to 29 GB; with ZeRO-1, or on one node, all ran.
+    No code of the engine that would explain it was found: they are not forecast to fail."""
+
+    def block(zero, nodes):
+        return [
+            c.run.failed
+            for c in accuracy.sweep_comparisons()
+            if c.forecast
+            and c.run.model.layers == 16
+            and c.run.cluster.gpus // 8 in nodes
+            and c.run.plan.pp > 1
+            and c.run.plan.dp > 1
+            and (c.run.plan.microbatch, c.run.plan.zero) == (1, zero)
+            and c.run.global_batch // c.run.plan.dp >= 16
+        ]
+
+    assert block(0, (2, 4, 8)) == [True] * 24
+    assert block(1, (2, 4, 8)) == [False] * 26
+    assert block(0, (1,)) == [False] * 3
+
+
+def test_no_single_limit_of_memory_would_be_right_much_more_often():
+    """Some limit on the bytes in use at the fullest moment is right in 94.0%; the limit by the
+    engine's headroom in 93.7%. What is missing to 95% is not in that number."""
+    known = [
+        (max(m.total for m in c.forecast.memory), c.run.failed)
+        for c in accuracy.sweep_comparisons()
+        if c.forecast
+    ]
+    refused = sum(c.run.failed for c in accuracy.sweep_comparisons() if c.forecast is None)
+    right = refused + sum(failed for _, failed in known)
+    best = right
+    for _, failed in sorted(known):
+        right += -1 if failed else 1
+        best = max(best, right)
+    assert 0.937 < best / len(sweep()) < 0.945
+
+
 def test_what_the_forecasts_choose_is_among_the_best():
     """Of 14 choices none failed, and 12 are within a tenth of the best. The other two are those on
     512 GPUs, where nearly all runs took a second longer for each micro-batch, whatever its size."""
