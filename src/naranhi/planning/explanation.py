@@ -83,8 +83,8 @@ def _next(found, place):
     other, later = found[place + 1]
     more = later.step_seconds - forecast.step_seconds
     yield (
-        f"The next best, {describe(other)}, would take {more / forecast.step_seconds:+.1%} "
-        f"({later.step_seconds:.3g} s)"
+        f"The next best, {describe(other)}, would take {more / forecast.step_seconds:.1%} "
+        f"longer ({later.step_seconds:.3g} s)"
         + (
             ": the forecasts' intervals overlap, so measure both."
             if later.low < forecast.high
@@ -126,6 +126,6 @@ def _reasons(found, plan: Plan):
             2: "gradients and optimizer state sharded over them",
             3: "parameters, gradients and optimizer state sharded over them",
         }[plan.zero]
-        yield f"dp x cp {plan.replicas}: as many GPUs have the same layers, with {sharded}."
+        yield f"dp x cp {plan.replicas}: {plan.replicas} GPUs hold the same layers, with {sharded}."
     if plan.recompute != "none":
         yield f"{plan.recompute} recomputation: without it, the plan would not fit, or be slower."

@@ -71,7 +71,7 @@ class Forecast(NamedTuple):
         most = max(fullest._fields[:-1], key=lambda name: getattr(fullest, name))
         return (
             f"does not fit, by {(fullest.total - self.capacity) / GIB:.1f} GiB: {where} would hold "
-            f"{held}, most of it {MEMORY[most]} ({getattr(fullest, most) / GIB:.1f} GiB)"
+            f"{held}, the largest part {MEMORY[most]} ({getattr(fullest, most) / GIB:.1f} GiB)"
         )
 
 
