@@ -95,7 +95,7 @@ def executed(source: Path, root: Path, here: dict, jobs: int) -> str | None:
         missed = execution.missed(notebook)
         # The machine may have been busy for a while. Beside another notebook it would be again.
         if missed and jobs == 1:
-            print(f"  {source.stem}: once more, since times are not as it says", flush=True)
+            print(f"  {source.stem}: once more, because measured times contradict it", flush=True)
             again = execution.execute(source, root, jobs)
             if len(execution.missed(again)) > len(missed):
                 execution.save(notebook, execution.place(source.stem, root))

@@ -193,8 +193,7 @@ def test_a_killed_rank_is_blamed_by_all_and_leaves_a_readable_log(endless, kille
     assert "naranhi/train/" not in stderr, "no stack of ours"
     for line in told(stderr):  # none, when the launcher was faster
         assert line.startswith(
-            f"naranhi.train: rank {1 - killed} ends as a consequence, for it "
-            f"has lost rank {killed}: "
+            f"naranhi.train: rank {1 - killed} ends, because it has lost rank {killed}: "
         )
 
 

@@ -119,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         gone = others.gone()
         lost = f"lost rank {', '.join(map(str, gone))}" if gone else "lost another rank"
         cause = str(error).strip().partition("\n")[0].partition(". ")[0]
-        end(f"rank {dist.get_rank()} ends as a consequence, for it has {lost}: {cause}", others)
+        end(f"rank {dist.get_rank()} ends, because it has {lost}: {cause}", others)
     dist.destroy_process_group()
 
 
