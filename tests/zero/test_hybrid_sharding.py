@@ -149,10 +149,11 @@ def test_only_a_shard_of_the_gradients_leaves_the_group_and_once_a_step(five):
 def refusals():
     """What each kind of mistake raises on this rank."""
     axes, rank = mesh(2), dist.get_rank()
+    crossed = [dist.new_group(ranks) for ranks in ((0, 3), (1, 2))]
     if not axes:
         return None
     group, replicas, everyone = axes
-    messages = {}
+    across, messages = crossed[rank in (1, 2)], {}
 
     def attempt(name, function):
         try:
@@ -162,6 +163,7 @@ def refusals():
         dist.barrier(everyone)
 
     attempt("twice", lambda: Zero(torch.nn.Linear(4, 4), 3, group=group, replicas=everyone))
+    attempt("other shard", lambda: Zero(torch.nn.Linear(4, 4), 3, group=group, replicas=across))
     attempt(
         "other shape",
         lambda: Zero(torch.nn.Linear(4, 4 + (rank == 3)), 3, group=group, replicas=replicas),
@@ -194,6 +196,8 @@ def both(axes):
 def test_a_mistake_in_one_copy_is_an_error_on_every_rank(five):
     expected = {
         "twice": r"ValueError: group and replicas have to be two axes of a mesh: .* twice",
+        "other shard": r"ValueError: on rank 0, 3: replicas have to hold the same shard, one in each "
+        r"group, but rank 0 has shard 0, rank 3 has shard 1",
         "other shape": r"ValueError: parameter weight has shape .* on rank 0 and \(5, 4\) .*3",
         "other stage": "ValueError: stage: 3 on rank 0, 2 on rank 2",
         "gradient": "RuntimeError: parameter 1.weight has a gradient on rank 0, 1, 2, but none .*3",

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from naranhi.collectives import all_gather
-from naranhi.distributed import from_all_ranks
+from naranhi.distributed import from_all_ranks, raise_on_all
 from naranhi.distributed.agreement import Axes, groups_of
 
 if TYPE_CHECKING:
@@ -27,7 +27,8 @@ def axes_of(group: dist.ProcessGroup, replicas: dist.ProcessGroup | None) -> Axe
         replicas: The ranks with the same shard of other copies; None for one copy.
 
     Raises:
-        ValueError: On every rank, if the two are not axes of a mesh: a rank meets another in both.
+        ValueError: On every rank, if the two are not axes of a mesh: a rank meets another in both,
+            or those in `replicas` have different places in their groups, and so different shards.
     """
     if replicas is None:
         return [group]
@@ -38,6 +39,17 @@ def axes_of(group: dist.ProcessGroup, replicas: dist.ProcessGroup | None) -> Axe
             f"group and replicas have to be two axes of a mesh: together they reach ranks {ranks}, "
             "some of them twice"
         )
+    shards = from_all_ranks((dist.get_rank(), dist.get_rank(group)), replicas)
+
+    def require_one_shard():
+        if len({shard for _, shard in shards}) > 1:
+            places = ", ".join(f"rank {rank} has shard {shard}" for rank, shard in shards)
+            raise ValueError(
+                f"replicas have to hold the same shard, one in each group, but {places}: make both "
+                "of one mesh, such as init_device_mesh's"
+            )
+
+    raise_on_all(require_one_shard, axes, kind=ValueError)
     return axes
 
 
