@@ -1,6 +1,8 @@
 """`naranhi.train --save --resume`: killed at random, the losses of a run that never was."""
 
+import errno
 import json
+import os
 import subprocess
 import sys
 
@@ -10,6 +12,7 @@ import torch.distributed as dist
 import trained
 
 from naranhi import train
+from naranhi.checkpoint import storage
 from naranhi.checkpoint.storage import Storage
 from naranhi.train.log import Log
 
@@ -73,6 +76,33 @@ def test_a_schedule_that_cannot_be_is_refused_on_every_rank(eight, small):
     answers = eight(2, losses_of, [*small, "--schedule", "DualPipeV"])
     assert answers[0] == answers[1]
     assert "DualPipeV takes at least two micro-batches for each rank: 4 for 2" in answers[0]
+
+
+def without_room(full, options):
+    """What is told where the disk has no room for the checkpoint of a step."""
+    room = storage.write
+
+    def write(path, data):
+        if path.parent.name == f"step-{full:08d}.part":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        room(path, data)
+
+    storage.write = write
+    try:
+        return losses_of(options)
+    finally:
+        storage.write = room
+
+
+def test_the_step_that_is_not_saved_is_named(eight, small, tmp_path):
+    """A save in the background fails while the next steps run, or after the last one."""
+    for full in 2, 4:
+        folder = tmp_path / str(full)
+        options = [*small, "--steps", "4", "--save-every", "2", "--save", str(folder)]
+        for told in eight(2, without_room, full, options):
+            assert (
+                told == f"step {full} is not saved: on rank 0: [Errno 28] No space left on device"
+            )
 
 
 def test_another_run_is_not_resumed(eight, small, tmp_path):

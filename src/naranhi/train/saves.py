@@ -34,6 +34,7 @@ class Saves:
     def __init__(self, options: argparse.Namespace, settings: dict[str, Any]) -> None:
         self.folder, self.every, self.settings = options.save, options.save_every, settings
         self.start, self.about, self._checkpoints, self._steps = 0, None, None, []
+        self._begun = None
         if self.folder is not None:
             self._checkpoints = raise_on_all(lambda: Checkpoints(self.folder, options.keep))
             self._or_close(lambda: self._begin(options.resume))
@@ -102,10 +103,13 @@ class Saves:
             UsageError: on every rank, if this save, or the one before, has failed.
         """
         if self._checkpoints is not None and (steps % self.every == 0 or last):
+            failing = self._begun  # until it is known how that save, in the background, has ended
             try:
+                self._checkpoints.wait()
+                failing = self._begun = steps
                 self._checkpoints.save_async(steps, pipeline, optimizer, settings=self.settings)
             except CheckpointError as error:
-                raise UsageError(f"step {steps} is not saved: {error}") from None
+                raise UsageError(f"step {failing} is not saved: {error}") from None
 
     def __enter__(self) -> Self:
         return self
@@ -116,4 +120,4 @@ class Saves:
             try:
                 self._checkpoints.__exit__(kind, error, traceback)
             except CheckpointError as failed:
-                raise UsageError(f"the last save has failed: {failed}") from None
+                raise UsageError(f"step {self._begun} is not saved: {failed}") from None
