@@ -82,6 +82,25 @@ REFUSED = {  # what is passed, and the message
         lambda: (tensors(), {"documents": [4, 4]}),
         "documents of [4, 4] tokens do not make a sequence of 12",
     ),
+    "documents as a tensor": (
+        lambda: (tensors(), {"documents": torch.tensor([5, 7])}),
+        "documents must be lengths, such as [5, 3], or such a list for each row, whole numbers and "
+        "no tensor, not tensor([5, 7])",
+    ),
+    "documents that are no whole numbers": (
+        lambda: (tensors(), {"documents": [5.0, 7.0]}),
+        "whole numbers and no tensor, not [5.0, 7.0]",
+    ),
+    "a length for documents": (lambda: (tensors(), {"documents": 12}), "no tensor, not 12"),
+    "positions that are no tensor, on one rank": (
+        lambda: (tensors(), {"positions": only_rank_1([6, 7, 8, 9, 10, 11], None)}),
+        "on rank 1: positions must be a tensor, not <class 'list'>",
+    ),
+    "no query on one rank": (
+        lambda: ([only_rank_1(None, tensors()[0]), *tensors()[1:]], {}),
+        "on rank 1: query must be a tensor of shape (batch, heads, sequence, head size), not "
+        "<class 'NoneType'>",
+    ),
     "heads over key-value heads": (
         lambda: (tensors(heads=4, kv_heads=3), {}),
         "3 key-value heads do not divide 4 heads",
@@ -92,7 +111,7 @@ REFUSED = {  # what is passed, and the message
     ),
     "three dimensions": (
         lambda: ([x[0] for x in tensors()], {}),
-        "query must be (batch, heads, sequence, head size), not (4, 6, 4)",
+        "query must be a tensor of shape (batch, heads, sequence, head size), not (4, 6, 4)",
     ),
     "key and value": (
         lambda: ([*tensors()[:2], tensors(length=4)[2]], {}),

@@ -45,6 +45,7 @@ def made(differs, changes):
         ({"capacity_factor": 0}, "with capacity_factor=0 an expert has no capacity"),
         ({"capacity_factor": -1.0}, "with capacity_factor=-1.0 an expert has no capacity"),
         ({"capacity_factor": float("nan")}, "with capacity_factor=nan an expert has no capacity"),
+        ({"capacity_factor": "1"}, "capacity_factor must be a number or None, not '1'"),
         ({"hidden": 4.0}, "hidden must be a whole number of at least 1, not 4.0"),
         ({"ffn": True}, "ffn must be a whole number of at least 1, not True"),
     ],
@@ -89,6 +90,10 @@ def test_copies_that_are_not_equal(five):
 TOKENS = {
     "nan": (lambda x: x * float("nan"), "on rank 1: tokens, or the router's weights, are NaN"),
     "infinite": (lambda x: x / 0, "on rank 1: tokens, or the router's weights, are NaN"),
+    "nothing": (
+        lambda x: None,
+        "on rank 1: tokens must be a tensor of shape (tokens, 4), not <class 'NoneType'>",
+    ),
     "hidden": (lambda x: x[:, :3], "on rank 1: tokens must have shape (tokens, 4), not (3, 3)"),
     "sequence": (lambda x: x[None], "on rank 1: tokens must have shape (tokens, 4), not (1, 3, 4)"),
     "dtype": (

@@ -114,7 +114,7 @@ def is_a_shape(x: torch.Tensor) -> bool:
 
     What attention returns has the shape of the query then, and nothing is sent.
     """
-    return isinstance(x, FakeTensor) or x.is_meta
+    return isinstance(x, torch.Tensor) and (isinstance(x, FakeTensor) or x.is_meta)
 
 
 def _described(tensor):
@@ -147,8 +147,10 @@ def _compared(function, things, group, device):
 def _require_shapes(query, key, value):
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, torch.Tensor) or tensor.dim() != 4:
-            shape = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else tensor
-            raise ValueError(f"{name} must be (batch, heads, sequence, head size), not {shape!r}")
+            found = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor)
+            raise ValueError(
+                f"{name} must be a tensor of shape (batch, heads, sequence, head size), not {found}"
+            )
     if not query.is_floating_point():
         raise TypeError(f"attention is for floating point, not {query.dtype}")
     if not query.numel() or not key.numel():
@@ -164,6 +166,8 @@ def _require_positions(positions, own, order):
     if positions is None:
         return
     expected = [position for run in own for position in range(run.start, run.start + run.length)]
+    if not isinstance(positions, torch.Tensor):
+        raise ValueError(f"positions must be a tensor, not {type(positions)}")
     if positions.tolist() != expected:
         raise ValueError(
             f"the positions are not those of {order!r} order on this rank, which are "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from numbers import Integral
 from typing import NamedTuple
 
 from naranhi.context_parallel.order import Run
@@ -31,17 +32,32 @@ def spans(
     """Return [(rows, [(begin, end) of each document])]; without documents, one for all rows.
 
     Raises:
-        ValueError: the documents of a row are not positive lengths that sum to the length of the
-            whole sequence, or there are not as many rows.
+        ValueError: the documents are neither lengths nor lists of lengths; those of a row are not
+            positive or do not sum to the length of the whole sequence; or there are not as many
+            rows.
     """
-    documents = [length] if documents is None else list(documents)
-    if all(isinstance(count, int) for count in documents):
+    documents = [length] if documents is None else documents
+    if not _are_lengths(documents):
+        raise ValueError(
+            "documents must be lengths, such as [5, 3], or such a list for each row, whole numbers "
+            f"and no tensor, not {documents!r}"
+        )
+    documents = list(documents)
+    if all(isinstance(count, Integral) for count in documents):
         return [(slice(None), _ends(documents, length))]
     if len(documents) != rows:
         raise ValueError(f"documents of {len(documents)} rows for a batch of {rows}")
     return [
         (slice(row, row + 1), _ends(list(counts), length)) for row, counts in enumerate(documents)
     ]
+
+
+def _are_lengths(documents, of_rows=True):
+    if not isinstance(documents, Sequence) or isinstance(documents, str):
+        return False
+    if all(isinstance(count, Integral) for count in documents):
+        return True
+    return of_rows and all(_are_lengths(counts, False) for counts in documents)
 
 
 def _ends(counts, length):

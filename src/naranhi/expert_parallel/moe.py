@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Real
 
 import torch
 import torch.distributed as dist
@@ -115,7 +116,8 @@ class MoE(ShardedModule):
                 shape or dtype than the layer, or is NaN or infinite; or ranks differ in dtype, or
                 in whether tokens, or else experts, need a gradient.
         """
-        if isinstance(tokens, FakeTensor) or tokens.is_meta:  # a shape only: nothing is sent
+        shape_only = isinstance(tokens, torch.Tensor) and tokens.is_meta
+        if shape_only or isinstance(tokens, FakeTensor):  # nothing is sent
             return tokens.clone(), tokens.sum()
         axes = self.group, self.replicas
         if problem := _problem(tokens, self.up):
@@ -207,6 +209,8 @@ def _require(ranks, capacity_factor, **sizes):
         raise ValueError(f"top_k={top_k} experts for a token, but the layer has {experts}")
     if experts % ranks:
         raise ValueError(f"{ranks} ranks do not divide {experts} experts")
+    if capacity_factor is not None and not isinstance(capacity_factor, Real):
+        raise ValueError(f"capacity_factor must be a number or None, not {capacity_factor!r}")
     if capacity_factor is not None and not 0 < capacity_factor < math.inf:
         raise ValueError(
             f"with capacity_factor={capacity_factor} an expert has no capacity, or no limit: it "
@@ -217,6 +221,8 @@ def _require(ranks, capacity_factor, **sizes):
 def _problem(tokens, weight):
     """Return what is wrong with a rank's tokens, or None."""
     hidden = weight.shape[1]
+    if not isinstance(tokens, torch.Tensor):
+        return f"tokens must be a tensor of shape (tokens, {hidden}), not {type(tokens)}"
     if tokens.dim() != 2 or tokens.shape[1] != hidden:
         return f"tokens must have shape (tokens, {hidden}), not {tuple(tokens.shape)}"
     if (tokens.dtype, tokens.device) != (weight.dtype, weight.device):
