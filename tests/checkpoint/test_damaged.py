@@ -144,6 +144,10 @@ def test_what_is_damaged_is_named_and_the_one_before_is_loaded(five, tmp_path):
         f"{good / 'step-00000020'} was saved in format 2 by a newer version of naranhi; this one "
         "reads format 1: use the version that saved it"
     ), "not the one before, as if this one were damaged"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": "2.0"}))
+    assert (
+        "was saved in format 2.0 by another version of naranhi" in five.call(loaded, str(good))[2]
+    )
     half = tmp_path / "half"
     half.mkdir()
     shutil.copytree(good / "step-00000010", half / "step-00000010.part")

@@ -183,7 +183,9 @@ class Storage:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DamagedError(f"{path} is not as it was written ({error})") from error
         if version != FORMAT:
-            age = "a newer" if version > FORMAT else "an older"
+            age = "another"
+            if isinstance(version, int):
+                age = "a newer" if version > FORMAT else "an older"
             raise CheckpointError(
                 f"{path.parent} was saved in format {version} by {age} version of naranhi; this "
                 f"one reads format {FORMAT}: use the version that saved it"
