@@ -196,8 +196,8 @@ def both(axes):
 def test_a_mistake_in_one_copy_is_an_error_on_every_rank(five):
     expected = {
         "twice": r"ValueError: group and replicas have to be two axes of a mesh: .* twice",
-        "other shard": r"ValueError: on rank 0, 3: replicas have to hold the same shard, one in each "
-        r"group, but rank 0 has shard 0, rank 3 has shard 1",
+        "other shard": "ValueError: on rank 0, 3: replicas have to hold the same shard, one in "
+        "each group, but rank 0 has shard 0, rank 3 has shard 1",
         "other shape": r"ValueError: parameter weight has shape .* on rank 0 and \(5, 4\) .*3",
         "other stage": "ValueError: stage: 3 on rank 0, 2 on rank 2",
         "gradient": "RuntimeError: parameter 1.weight has a gradient on rank 0, 1, 2, but none .*3",
