@@ -392,3 +392,12 @@ def test_a_result_that_may_hide_a_tensor_is_refused_by_name():
     (model,) = splittable([nn.Sequential(Odd())])
     with pytest.raises(TypeError, match=r"layer 0.0 \(Odd\) returned set, not a tensor or tensors"):
         model(torch.randn(2, WIDTH))
+
+
+def test_a_group_norm_with_which_torch_would_crash_is_refused():
+    """Here nobody runs a backward, which would end this process."""
+    (layer,), x = splittable([nn.GroupNorm(1, 3)]), torch.randn(2, 3, 4, 4)
+    with pytest.raises(ValueError, match=r"GroupNorm.* in channels_last that needs no gradient"):
+        layer(x.to(memory_format=torch.channels_last))
+    split_backward_of(layer(x).square().sum(), layer)
+    assert layer.weight.grad.any()

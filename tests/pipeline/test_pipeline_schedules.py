@@ -1,5 +1,7 @@
 """Every schedule on real ranks: gradients to the bit, weights of any age, and what is refused."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -371,3 +373,31 @@ def test_a_linear_layer_is_split_to_the_bit(shape, bias):
         for one, gradient in zip(found, expected, strict=True):
             assert torch.equal(one, gradient)
             assert one.grad_fn is None
+
+
+def group_norms():
+    """On a rank: whether gradients are one process's, of group norms in channels_last."""
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return pipeline.join_group_creation()
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Conv2d(3, 3, 1), nn.GroupNorm(1, 3), nn.ReLU()) for _ in range(4)]
+    layers = [block.to(memory_format=torch.channels_last) for block in blocks]
+    alone, x = nn.Sequential(*copy.deepcopy(layers)), torch.randn(6, 3, 4, 4)
+    for part in x.chunk(3):
+        squared_error(alone(part), part).backward()
+    options = {"group": group, "balance": [2, 2]}
+    layers = splittable(layers)
+    with pipeline.Pipeline(layers, schedules.zero_bubble_h1(2, 3), squared_error, **options) as own:
+        own.step(x, x, 1)
+        dist.barrier(group)
+        given = nn.ModuleList(layers).parameters()
+        pairs = [
+            pair for pair in zip(given, alone.parameters(), strict=True) if pair[0].grad is not None
+        ]
+        return len(pairs), all(torch.equal(one.grad, other.grad) for one, other in pairs)
+
+
+def test_a_split_backward_of_a_group_norm_in_channels_last(five):
+    """With which torch crashes where it is asked for the gradients of the weights alone."""
+    assert five.call(group_norms)[:2] == [(8, True)] * 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -120,22 +120,3 @@ def _leaves(value):
     if not isinstance(value, tuple | list):
         return [value]
     return [leaf for item in value for leaf in _leaves(item)]
-
-
-def find_stranger(
-    nodes: Iterable[torch.autograd.graph.Node],
-    known: Iterable[torch.Tensor],
-) -> torch.Tensor | None:
-    """Return a leaf of the graph behind these nodes that is not in `known`, or None.
-
-    A leaf is a tensor that requires a gradient and was not computed.
-    """
-    known, nodes = {id(tensor) for tensor in known}, list(nodes)
-    seen = set(nodes)
-    while nodes:
-        node = nodes.pop()
-        if node.name().endswith("AccumulateGrad") and id(node.variable) not in known:
-            return node.variable
-        nodes += (new := {parent for parent, _ in node.next_functions if parent} - seen)
-        seen |= new
-    return None

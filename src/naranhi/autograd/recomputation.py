@@ -20,7 +20,8 @@ import torch
 from torch import nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from naranhi.autograd.calls import Call, find_stranger
+from naranhi.autograd.calls import Call
+from naranhi.autograd.graph import find_stranger
 from naranhi.autograd.parameter_hooks import at_rest, wait_where_none
 from naranhi.autograd.wrapper import Wrapper
 

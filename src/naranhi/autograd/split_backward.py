@@ -26,7 +26,8 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from naranhi.autograd.calls import Call, find_stranger
+from naranhi.autograd.calls import Call
+from naranhi.autograd.graph import find_stranger, has_group_norm
 from naranhi.autograd.module_hooks import is_compiled
 from naranhi.autograd.parameter_hooks import at_rest, wait_where_none
 from naranhi.autograd.weight_gradients import Later, Sharing
@@ -188,8 +189,12 @@ def _refuse_old_hooks(layer):
 
 
 def _refuse_open_graph(ctx):
-    """Raise ValueError if a gradient would bypass the layer's node, and so be lost."""
+    """Raise ValueError if a gradient would bypass the layer's node, and so be lost.
+
+    Also where torch would crash; where it would in two parts, the graph is traversed once.
+    """
     nodes = [edge.node for edge in ctx.edges if edge]
+    ctx.once |= has_group_norm(nodes, ctx.layer._path)
     stranger = find_stranger(nodes, [*ctx.inputs, *ctx.weights]) if nodes else None
     if stranger is not None:
         raise ValueError(
