@@ -1,5 +1,7 @@
 """ZeRO goes on from a checkpoint, on any number of ranks, with what is not trained."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -130,3 +132,59 @@ def test_what_is_not_trained_is_saved_too(five, tmp_path, stage, precision):
     kinds = [(stage, precision), (2, precision)]
     kinds += [("recompute",), ("ddp",), (3, "fp32")] if precision == "fp32" else []
     five.call(with_frozen, str(tmp_path / "state"), kinds)
+
+
+class Scaled(nn.Linear):
+    """Has a parameter without dimensions."""
+
+    def __init__(self):
+        super().__init__(3, 3)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+class Odd(nn.Module):
+    """Has a parameter without elements, which is alone in its unit."""
+
+    def __init__(self, dims):
+        super().__init__()
+        self.scaled, self.nothing = Scaled(), nn.Parameter(torch.zeros(*dims))
+
+    def forward(self, x):
+        return self.scaled(x) + self.nothing.sum()
+
+
+def with_empty(folder, kind, dims):
+    """On a rank: what is trained in four steps, and in two and two from a checkpoint."""
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return None
+
+    def trained(first, last):
+        torch.manual_seed(first)
+        model = Odd(dims)
+        state = model if kind is None else Zero(model, kind, group=group)
+        params = state.param_groups if kind else model.parameters()
+        optimizer = torch.optim.Adam(params, lr=0.1)
+        with Checkpoints(folder, group=group) as checkpoints:
+            if first:
+                checkpoints.load(state, optimizer)
+            for step in range(first, last):
+                model.zero_grad()
+                model(torch.ones(2, 3)).square().sum().backward()
+                state.step(optimizer) if kind else optimizer.step()
+                if step == 1:
+                    checkpoints.save(2, state, optimizer)
+        with state.gathered() if kind else nullcontext():
+            return [param.tolist() for param in model.parameters()]
+
+    return trained(0, 4), trained(2, 4)
+
+
+@pytest.mark.parametrize("dims", [(0,), (0, 3)])
+@pytest.mark.parametrize("kind", [None, 1, 3])
+def test_adam_goes_on_with_a_parameter_without_elements(five, tmp_path, kind, dims):
+    for whole, resumed in five.call(with_empty, str(tmp_path / "state"), kind, dims)[:2]:
+        assert resumed == whole

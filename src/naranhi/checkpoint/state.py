@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 import torch
@@ -75,7 +76,8 @@ class State:
                     self.tensors[f"optimizer.{key}.{part.name}"] = part.boxes(run)
                 return
         for part, _ in of.parts:
-            if part.values.numel():
+            # Of a shard, the ranks that have elements of it say this; of an empty parameter, all.
+            if part.values.numel() or not prod(part.shape):
                 self.scalars.setdefault(part.name, {})[key] = (
                     value.detach().cpu() if torch.is_tensor(value) else value
                 )
