@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from naranhi import data_parallel
 from naranhi.collectives.buckets import buckets
 from naranhi.data_parallel import DDP, all_reduce_bucketed, all_reduce_gradients, global_count
+from naranhi.zero import Zero
 
 SMALL = 3000  # bytes of a bucket: several, of several parameters each
 
@@ -237,6 +238,40 @@ def test_parameters_without_a_gradient_and_buffers(five):
     five.call(no_gradient_anywhere)
 
 
+class Growing(nn.Linear):
+    """Keeps a row of each batch in a buffer."""
+
+    def __init__(self):
+        super().__init__(3, 3)
+        self.register_buffer("seen", torch.zeros(0, 3))
+
+    def forward(self, x):
+        self.seen = torch.cat([self.seen, x[:1].detach()])
+        return super().forward(x)
+
+
+def other_buffers(listener):
+    """On a rank: errors, of buffers that grow on all ranks alike, and then on one alone."""
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return None
+    model = nn.Sequential(Growing(), nn.BatchNorm1d(3))
+    parallel = Zero(model, 2, group=group) if listener == "Zero" else DDP(model, group)
+    x = torch.full((2, 3), 1.0 + rank)
+    model(x).sum().backward()
+    assert torch.equal(model[0].seen, torch.ones(1, 3))
+    model.zero_grad() if listener == "DDP" else parallel.zero_grad()
+    if rank == 1:
+        model(x)
+    return message(model(x).sum().backward)
+
+
+@pytest.mark.parametrize("listener", ["DDP", "Zero"])
+def test_buffers_that_differ_are_told_on_every_rank(five, listener):
+    words = "ValueError: buffer 0.seen has shape (2, 3) on rank 0 and (3, 3) on rank 1"
+    assert five.call(other_buffers, listener)[:2] == [words] * 2
+
+
 def layouts(way):
     """A convolution in channels_last, and complex weights of which the conjugate is used: a fused
     optimizer reads the memory of both, whatever the strides."""
@@ -418,6 +453,62 @@ def beside_torch():
 
 def test_gradients_are_those_of_distributed_data_parallel(five):
     five.call(beside_torch)
+
+
+class Thrice(nn.Module):
+    """Three layers with one weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4, dtype=torch.float64) for _ in range(3))
+        for layer in self.layers:
+            layer.weight = self.layers[0].weight
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+def tied_thrice():
+    """On rank 0, by what trains it: how far a weight used thrice is from one process's."""
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return None
+    torch.manual_seed(0)
+    start, batch = Thrice(), torch.randn(2, 6, 4, dtype=torch.float64)
+    ways = {
+        "one process": lambda model: None,
+        "torch": lambda model: DistributedDataParallel(model, process_group=group),
+        "DDP": lambda model: DDP(model, group),
+        **{f"Zero {stage}": partial(Zero, stage=stage, group=group) for stage in (1, 2, 3)},
+    }
+    weights = {}
+    for name, make_way in ways.items():
+        model = copy.deepcopy(start)
+        way, is_zero = make_way(model), name.startswith("Zero")
+        x, y = batch if name == "one process" else batch[:, rank::2]
+        params = way.param_groups if is_zero else model.parameters()
+        optimizer = torch.optim.SGD(params, lr=0.02, momentum=0.9)
+        for _ in range(30):
+            model.zero_grad()
+            output = way(x) if name == "torch" else model(x)
+            loss = (output - y).square().sum()
+            (2 * loss if name == "torch" else loss).backward()  # torch takes the mean
+            way.step(optimizer) if is_zero else optimizer.step()
+        with way.gathered() if is_zero else nullcontext():
+            weights[name] = model.layers[0].weight.detach().clone()
+    moved = (weights["one process"] - start.layers[0].weight).abs().max().item()
+    expected = weights.pop("one process")
+    return moved, {name: (one - expected).abs().max().item() for name, one in weights.items()}
+
+
+def test_a_weight_used_thrice_is_that_of_one_process(five):
+    """In float64, where rounding cannot be taken for another gradient: 30 steps of SGD in float32
+    may carry it anywhere, torch's own as ours."""
+    moved, apart = five.call(tied_thrice)[0]
+    assert moved > 0.1
+    assert all(distance < 1e-12 for distance in apart.values()), apart
 
 
 def test_buckets_are_cut_by_size_from_the_last():

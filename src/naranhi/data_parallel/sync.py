@@ -8,6 +8,7 @@ is the same.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from hashlib import sha256
 
 import torch
 import torch.distributed as dist
@@ -34,16 +35,24 @@ def broadcast_parameters(model: nn.Module, group: Axes = None) -> None:
             parameters or buffers, or in a shape, dtype or `requires_grad`; it names the first
             difference.
     """
-    tensors = [("parameter", *named) for named in model.named_parameters()]
-    tensors += [("buffer", *named) for named in model.named_buffers()]
-    local = {
-        f"{kind} {name}": (tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad)
-        for kind, name, tensor in tensors
+    tensors = {f"parameter {name}": param for name, param in model.named_parameters()}
+    tensors |= {f"buffer {name}": buffer for name, buffer in model.named_buffers()}
+    _require_same_kinds(_kinds(tensors), group)
+    _broadcast(list(tensors.values()), group)
+
+
+def _kinds(tensors):
+    return {
+        name: (tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad)
+        for name, tensor in tensors.items()
     }
+
+
+def _require_same_kinds(local, group):
+    """Raise ValueError on every rank unless all ranks have the same names, shapes and dtypes."""
     gathered = from_all_ranks(local, group)
     for rank, other in enumerate(gathered):
         _compare(gathered[0], other, rank)
-    _broadcast([tensor for _, _, tensor in tensors], group)
 
 
 def _compare(first, other, rank):
@@ -70,10 +79,26 @@ def broadcast_buffers(model: nn.Module, group: Axes = None) -> None:
     share).
 
     Args:
-        model: This rank's replica.
+        model: This rank's replica. It has buffers on every rank or on none.
         group: The process group, or several axes; None for the default group.
+
+    Raises:
+        ValueError: On every rank, before anything is changed, if the models differ in their
+            buffers, or in a shape or dtype, because a forward has changed them; it names the first
+            difference.
     """
-    _broadcast(list(model.buffers()), group)
+    buffers = {f"buffer {name}": buffer for name, buffer in model.named_buffers()}
+    if not buffers:
+        return
+    kinds = _kinds(buffers)
+    # One number a step, which is the smallest and the largest of all ranks' if they are the same.
+    digest = int.from_bytes(sha256(repr(kinds).encode()).digest()[:7])
+    extremes = next(iter(buffers.values())).new_tensor([digest, -digest], dtype=torch.int64)
+    for axis in groups_of(group):
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=axis)
+    if extremes.sum().item():
+        _require_same_kinds(kinds, group)
+    _broadcast(list(buffers.values()), group)
 
 
 def _broadcast(tensors, group):
