@@ -140,6 +140,39 @@ def test_one_parameter_under_two_names_has_versions(five, ranks, each, updates, 
 # --- copies on several ranks ---------------------------------------------------------------------
 
 
+class Product(nn.Module):
+    """Multiplies by a matrix, or by its conjugate, whose gradient is a conjugated view."""
+
+    def __init__(self, matrix, conjugated):
+        super().__init__()
+        self.matrix, self.conjugated = matrix, conjugated
+
+    def forward(self, x):
+        return x @ (self.matrix.mH if self.conjugated else self.matrix)
+
+
+def tied_complex(conjugated):
+    """On a rank: how far the gradient of a tied matrix is from one process's."""
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return pipeline.join_group_creation()
+    torch.manual_seed(0)
+    x, matrix = torch.randn(2, 4, 4, dtype=torch.complex128)
+    given = nn.Parameter(matrix.clone()), nn.Parameter(matrix.clone())
+    alone, layers = ([Product(one, flag) for flag in conjugated] for one in given)
+    squared_error(alone[1](alone[0](x)).abs(), 0.0).backward()
+    loss_of = lambda output, _: squared_error(output.abs(), 0.0)  # noqa: E731
+    with pipeline.Pipeline(layers, schedules.gpipe(2, 2), loss_of, group=group) as pipe:
+        pipe.step(x, x, 1)
+        dist.barrier(group)
+    return (given[1].grad - given[0].grad).abs().max().item()
+
+
+@pytest.mark.parametrize("conjugated", [(False, True), (True, True)])
+def test_a_tied_matrix_may_be_conjugated(five, conjugated):
+    assert max(five.call(tied_complex, conjugated)[:2]) < 1e-12
+
+
 def no_seed(what):
     """On a rank: the error where ranks have made their layers differently."""
     rank = dist.get_rank()

@@ -114,6 +114,8 @@ class TiedWeight:
             return
         if self.parameter.grad is None:
             self.parameter.grad = torch.zeros_like(self.parameter)
+        # Autograd conjugates by a flag, which no message has.
+        self.parameter.grad = self.parameter.grad.resolve_conj().resolve_neg()
         dist.all_reduce(self.parameter.grad, group=self.group)
         if self.before is not None:
             self.parameter.grad += self.before
