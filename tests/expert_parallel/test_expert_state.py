@@ -1,5 +1,7 @@
 """A model with experts as a whole: the norm of its gradients, its state, its checkpoints."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,6 +10,7 @@ from gloo_ranks import first_ranks
 
 from naranhi.checkpoint import Checkpoints
 from naranhi.data_parallel import DDP
+from naranhi.expert_parallel import ExpertsMLP, MoE
 from naranhi.tensor_parallel import clip_grad_norm_, full_state_dict
 from naranhi.zero import Zero
 
@@ -126,3 +129,19 @@ def test_ranks_with_other_experts_are_no_replicas(five, listener):
             "MoE 2.block.mlp.moe has other shards on rank 1, 2, 3: replicas are ranks that hold "
             "the same shards"
         ), rank
+
+
+def copied():
+    """On a rank: whether a copy made after a forward computes the same, from no forward."""
+    torch.manual_seed(0)
+    mlp = ExpertsMLP(MoE(4, 8, 5, 2))
+    x = torch.randn(2, 3, 4)
+    expected = mlp(x)
+    copy = deepcopy(mlp)
+    assert copy.auxiliary is None and mlp.auxiliary is not None
+    assert mlp.moe.up is not copy.moe.up
+    return torch.equal(copy(x), expected)
+
+
+def test_a_layer_is_copied_after_a_forward(five):
+    assert five.call(copied) == [True] * 5

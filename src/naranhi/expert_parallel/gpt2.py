@@ -6,6 +6,7 @@ Source: Lepikhin et al., "GShard" (2021), section 2.2, for experts in every seco
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,6 +49,10 @@ class ExpertsMLP(nn.Module):
     ) -> None:
         super().__init__()
         self.moe, self.coefficient, self.tensor, self.auxiliary = moe, coefficient, tensor, None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy has, or a pickle: not the last forward's loss, which has a graph."""
+        return self.__dict__ | {"auxiliary": None}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the output of all tokens, (batch, sequence, hidden) in and out."""
