@@ -1,5 +1,7 @@
 """What data parallelism and ZeRO refuse to train, before anything is sent and on all ranks."""
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -205,3 +207,28 @@ def test_sparse_gradients_are_refused_by_name(five):
             * 2,
             *[f"parameter weight has a gradient of layout torch.sparse_coo, {end}"] * 3,
         ]
+
+
+def create_graph(listener):
+    """On a rank: what is said of a backward with a graph; that of one without is right after."""
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return None
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    way, x = LISTENERS[listener](model, group), torch.ones(2, 3, requires_grad=True)
+    with pytest.raises(RuntimeError) as told:
+        model(x).sum().backward(create_graph=True)
+    way.zero_grad() if "Zero" in listener else model.zero_grad()
+    if listener != "Zero 3":  # the derivative of a derivative, as both allow it
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        slope.square().sum().backward()
+    return str(told.value)
+
+
+@pytest.mark.parametrize("listener", LISTENERS)
+def test_a_gradient_with_a_graph_is_refused(five, listener):
+    freed = r"a backward with create_graph=True goes through parameters that stage 3 frees"
+    kept = r"the gradient of parameter 2\.\w+ has a graph, from backward\(create_graph=True\)"
+    for told in five.call(create_graph, listener)[:2]:
+        assert re.match(freed if listener == "Zero 3" else kept, told)

@@ -128,13 +128,20 @@ def require_gradient(name: str, gradient: torch.Tensor | None) -> None:
         gradient: Its `.grad`.
 
     Raises:
-        RuntimeError: If the gradient is None, because a hook has removed it.
+        RuntimeError: If the gradient is None, because a hook has removed it, or has a graph, which
+            the sum over the ranks would not have.
         TypeError: If the gradient is not dense.
     """
     if gradient is None:
         raise RuntimeError(
             f"the gradient of parameter {name} is gone: a hook on it has set grad "
             "to None before it could be summed over the ranks"
+        )
+    if gradient.requires_grad:
+        raise RuntimeError(
+            f"the gradient of parameter {name} has a graph, from backward(create_graph=True), "
+            "which the sum over the ranks would not have: compute what is to be differentiated "
+            "again by torch.autograd.grad(..., create_graph=True), then call backward()"
         )
     if gradient.layout is not torch.strided:
         raise TypeError(

@@ -161,6 +161,11 @@ class Hooks:
         if self._backward.running:
             return
         self._require_end()
+        if self.stage == 3 and torch.is_grad_enabled():
+            raise RuntimeError(
+                "a backward with create_graph=True goes through parameters that stage 3 frees at "
+                "its end, before what it computes is differentiated again: use stage 1 or 2"
+            )
         if self._sync and self._phase is not Phase.REDUCED:  # the last backward of the step
             require_same_parameters(self.model, self.names, "Zero")
             if self._phase is not Phase.ANNOUNCED:  # its forward was in no_sync()
