@@ -4,6 +4,7 @@ Each program is some steps and what stands between them; every step is compared 
 """
 
 import copy
+import time
 
 import pytest
 import torch
@@ -376,3 +377,26 @@ def closed():
 
 def test_a_closed_pipeline_says_so(five):
     five.call(closed)
+
+
+def closed_by_one():
+    """On a rank: what a step says that the middle rank takes no part in, and how long it waits."""
+    group, rank = first_ranks(3), dist.get_rank()
+    if rank >= 3:
+        return pipeline.join_group_creation()
+    inputs, targets = batch()
+    own = [nn.Linear(WIDTH, WIDTH) for _ in range(3)]
+    pipe = pipeline.Pipeline(own, schedules.gpipe(3, PARTS), squared_error, group=group)
+    if rank == 1:
+        pipe.close()
+    start = time.monotonic()
+    with pytest.raises(RuntimeError) as told:
+        pipe.step(inputs, targets, 12)
+    pipe.close()
+    return str(told.value), time.monotonic() - start
+
+
+def test_the_others_hear_of_a_rank_that_has_closed_the_pipeline(five):
+    for rank, (message, seconds) in enumerate(five.call(closed_by_one)[:3]):
+        assert message.startswith("this Pipeline is closed" if rank == 1 else "another rank has")
+        assert seconds < 20, "not the deadline of a message"

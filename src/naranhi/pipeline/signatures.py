@@ -8,6 +8,7 @@ it is known, the ranks know what will be sent.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from itertools import chain
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from naranhi.pipeline.sharding import ShardedStages
     from naranhi.pipeline.stage import Stage
     from naranhi.pipeline.tied_weights import TiedWeight
+
+
+CLOSED = re.compile("closed by peer|reset by peer|[Bb]roken pipe")  # as gloo says it
 
 
 class StageSignatures:
@@ -144,7 +148,15 @@ class StageSignatures:
         numbers = torch.zeros(self.ranks, dtype=torch.int64, device="cpu")
         numbers[self.rank] = number
         if self.ranks > 1:
-            dist.all_reduce(numbers, group=self.group)
+            try:
+                dist.all_reduce(numbers, group=self.group)
+            except RuntimeError as error:
+                if not CLOSED.search(str(error)):
+                    raise
+                raise RuntimeError(
+                    "another rank has closed the pipeline, or ended, and takes no part in this "
+                    f"step ({str(error).partition('. ')[0]})"
+                ) from error
         return tuple(numbers.tolist())
 
     def _require_same(self, common, error):
