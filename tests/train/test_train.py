@@ -18,6 +18,7 @@ from forked import Forked
 from kernels import stop
 
 from naranhi import schedules, train
+from naranhi.distributed import processes
 from naranhi.train import trainer
 from naranhi.train.log import Log
 from naranhi.train.options import RATE, schedule_names
@@ -208,6 +209,24 @@ def test_a_stopped_rank_is_named_and_the_training_ends(endless):
     assert first.startswith("naranhi.train: rank 0 ends the training: rank 1 on ")
     assert f"was silent for 4 s: its process {pids[1]} is stopped" in first
     assert re.search(r"rank +: 1 ", stderr[stderr.index("Root Cause") :])
+
+
+def test_a_silent_store_is_blamed_on_the_launcher_that_keeps_it(endless):
+    launcher, _, pids = endless
+    os.kill(launcher.pid, signal.SIGSTOP)
+    end = time.monotonic() + 60
+    while not all(map(processes.is_gone, pids)):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    os.kill(launcher.pid, signal.SIGCONT)
+    _, stderr = launcher.communicate(timeout=60)
+    lines = [line for line in told(stderr) if "ends the training" in line]
+    assert lines
+    keeper = r"the store of the ranks at 127\.0\.0\.1:\d+, which torchrun keeps,"
+    for line in lines:
+        assert re.search(
+            rf"{keeper} was silent for 4 s: its process {launcher.pid} is stopped", line
+        )
 
 
 def test_ranks_end_with_their_launcher(endless):

@@ -86,26 +86,42 @@ class Peers:
                 self._give_up(f"the store of the ranks is gone, with the one that kept it: {cause}")
 
     def _watch_the_store(self):
-        """Give up on rank 0 if `_beat` hangs: a store whose host is gone or stopped is silent."""
+        """Give up if `_beat` hangs: a store whose keeper or host is gone or stopped is silent."""
         last, silent = None, 0.0
         while not self._stopped.wait(BEAT):
             silent = 0.0 if self._looks != last else silent + BEAT
             last = self._looks
             if silent >= self._silence + 2 * BEAT:
-                self._name(0)
+                # Beside torchrun, no rank keeps the store.
+                if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+                    self._name_agent()
+                else:
+                    self._name(0)
                 return
 
     def _name(self, rank):
+        host, namespace, pid = self._places[rank]
+        self._blame(f"rank {rank} on {host}", pid if namespace == processes.namespace() else None)
+
+    def _name_agent(self):
+        """Name the process that started the ranks, where it is this host's."""
+        place = "{MASTER_ADDR}:{MASTER_PORT}".format(**os.environ)
+        alone = os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]
+        self._blame(
+            f"the store of the ranks at {place}, which torchrun keeps,",
+            os.getppid() if alone else None,
+        )
+
+    def _blame(self, who, pid):
+        """Give up on a process; `pid` is None if it is on another host."""
         if self._stopped.is_set():
             return
-        host, namespace, pid = self._places[rank]
         state = "it answers nobody"
-        if namespace == processes.namespace():
-            if processes.is_stopped(pid):
-                state = f"its process {pid} is stopped; kill -CONT {pid} would have woken it"
-            elif processes.is_gone(pid):
-                state = f"its process {pid} has ended"
-        self._give_up(f"rank {rank} on {host} was silent for {self._silence:g} s: {state}")
+        if pid is not None and processes.is_stopped(pid):
+            state = f"its process {pid} is stopped; kill -CONT {pid} would have woken it"
+        elif pid is not None and processes.is_gone(pid):
+            state = f"its process {pid} has ended"
+        self._give_up(f"{who} was silent for {self._silence:g} s: {state}")
 
 
 def on_signals(numbers: Iterable[int], function: Callable[[], object]) -> None:
