@@ -2,6 +2,7 @@
 
 import math
 import shlex
+from contextlib import contextmanager
 
 import pytest
 import small_gpt2
@@ -265,10 +266,11 @@ def test_pipelines_that_do_not_fit_together_are_refused_on_every_rank(eight, cas
         assert words in told
 
 
-def tried_again():
-    """On a rank: whether a step that was refused for its gradients can be done after all."""
+@contextmanager
+def two_by_two():
+    """On a rank: its pipeline of two, which has a replica, and a batch."""
     torch.manual_seed(0)
-    layers, (x, y) = models.mlp(4, 8), torch.randn(2, 4, 8)
+    layers, batch = models.mlp(4, 8), torch.randn(2, 4, 8)
     with (
         Mesh(data=2, pipeline=2) as mesh,
         Pipeline(
@@ -279,6 +281,12 @@ def tried_again():
             replicas=mesh.data,
         ) as pipe,
     ):
+        yield pipe, *batch
+
+
+def tried_again():
+    """On a rank: whether a step that was refused for its gradients can be done after all."""
+    with two_by_two() as (pipe, x, y):
         found = []
         for _ in range(2):
             for one in pipe.parameters():
@@ -296,18 +304,7 @@ def test_a_step_that_was_refused_for_its_gradients_leaves_nothing_behind(eight):
 
 def evaluated_before_the_update():
     """On a rank: whether a step without gradients leaves those of the step before as they are."""
-    torch.manual_seed(0)
-    layers, (x, y) = models.mlp(4, 8), torch.randn(2, 4, 8)
-    with (
-        Mesh(data=2, pipeline=2) as mesh,
-        Pipeline(
-            layers,
-            schedules.one_f_one_b(2, 2),
-            squared_error,
-            group=mesh.pipeline,
-            replicas=mesh.data,
-        ) as pipe,
-    ):
+    with two_by_two() as (pipe, x, y):
         pipe.step(x, y, 1)
         before = [param.grad.clone() for param in pipe.parameters()]
         with torch.no_grad():
