@@ -13,7 +13,7 @@ from torch import nn
 from naranhi.pipeline.groups import AGREEMENT, key_of
 from naranhi.pipeline.partition import check_kinds, check_layers, cut
 from naranhi.pipeline.sharding import check_sharding
-from naranhi.pipeline.tied_weights import copies, tied_parameters
+from naranhi.pipeline.tied_weights import check_memory, copies, tied_parameters
 from naranhi.schedules import Schedule, channels, check, check_versions
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ def prepared(
         )
         check_kinds(schedule, parts, optimizer, several)
         check_layers(layers)
+        check_memory(parts, schedule.placement)
         check_sharding(schedule, parts, sharding, replicas, trial)
         if versions is not None:
             check_versions(schedule, versions)

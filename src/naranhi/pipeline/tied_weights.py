@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from naranhi.autograd.shared_memory import sharing_memory
 from naranhi.autograd.wrapper import unwrapped_name
 from naranhi.distributed import fingerprint
 from naranhi.expert_parallel import expert_parameters
@@ -33,6 +34,23 @@ def tied_parameters(
         for name, tensor, ranks in _users(parts, placement)
         if len(ranks) > 1 and isinstance(tensor, nn.Parameter)
     ]
+
+
+def check_memory(parts: Sequence[Sequence[nn.Module]], placement: Sequence[int]) -> None:
+    """Raise ValueError if parameters of different ranks share memory, as they could not there.
+
+    Args:
+        parts: the layers of each stage.
+        placement: the rank of each stage.
+    """
+    found = _users(parts, placement)
+    users = {name: ranks for name, _, ranks in found}
+    for name, other in sharing_memory((name, tensor) for name, tensor, _ in found):
+        if users[name] != users[other]:
+            raise ValueError(
+                f"parameters {name} and {other} share memory, and are on different ranks: make "
+                "them one parameter, which is tied then, or give each its own memory"
+            )
 
 
 def copies(

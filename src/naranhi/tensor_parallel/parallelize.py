@@ -29,6 +29,7 @@ from fnmatch import fnmatchcase
 import torch.distributed as dist
 from torch import nn
 
+from naranhi.autograd.shared_memory import sharing_memory
 from naranhi.distributed import fingerprint, from_all_ranks
 from naranhi.tensor_parallel.attention import ParallelAttention
 from naranhi.tensor_parallel.layer_checks import require_layers_of_tokens, require_slow_path
@@ -104,6 +105,12 @@ def _new_layers(module, plan, group, sequence):
             raise type(error)(f"{name}: {error}") from error
         new[name].train(layers[name].training)
     _tie(layers, new)
+    for name, other in sharing_memory(module.named_parameters()):
+        if {name.rpartition(".")[0], other.rpartition(".")[0]} & new.keys():
+            raise ValueError(
+                f"parameters {name} and {other} share memory, and their shards would not: make "
+                "them one parameter, or give each its own memory"
+            )
     return new
 
 

@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from naranhi.autograd.shared_memory import sharing_memory
 from naranhi.collectives import all_gather
 from naranhi.distributed import from_all_ranks, raise_on_all
 from naranhi.distributed.agreement import Axes, groups_of
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from naranhi.zero.flat_param import FlatParam
 
 # Optimizers, from torch and elsewhere, that use more of a parameter than single elements.
@@ -141,3 +144,21 @@ def require_own(optimizer: torch.optim.Optimizer, flats: Iterable[FlatParam]) ->
             "this optimizer does not work on the shards of this model: make it "
             "after Zero, of its param_groups"
         )
+
+
+def require_own_memory(model: nn.Module, axes: Axes) -> None:
+    """Raise ValueError on every rank if parameters share memory, which their shards would not.
+
+    Args:
+        model: The model, before it is sharded.
+        axes: Every axis of its ranks.
+    """
+
+    def check():
+        for name, other in sharing_memory(model.named_parameters()):
+            raise ValueError(
+                f"parameters {name} and {other} share memory, and their shards would not: make "
+                "them one parameter, or give each its own memory"
+            )
+
+    raise_on_all(check, axes, kind=ValueError)

@@ -16,7 +16,7 @@ from naranhi.tensor_parallel.gradient_norm import norm_of_parts, norm_power, sca
 from naranhi.zero.hooks import Hooks
 from naranhi.zero.memory import held
 from naranhi.zero.phase import Phase
-from naranhi.zero.step_checks import axes_of, require_own
+from naranhi.zero.step_checks import axes_of, require_own, require_own_memory
 from naranhi.zero.units import cut
 
 if TYPE_CHECKING:
@@ -100,6 +100,7 @@ class Zero(Hooks):
         if not self.names:
             raise ValueError("no parameter of this model requires a gradient")
         require_supported(model, self.axes)
+        require_own_memory(model, self.axes)
         broadcast_parameters(model, self.axes)
         agree(self.axes, buffers=buffers, check_finite=check_finite)
         units, self._options = cut(model, units, param_groups, stage, precision, self.axes)
