@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from naranhi.divergence.axes import Axes
+from naranhi.divergence.axes import ROWS, Axes
 
 
 class Held(NamedTuple):
@@ -121,15 +121,23 @@ def _disagreement(held, axes, axis):
 
 
 def _axis_of(wrong, held, axes):
-    """Return the only axis on which the wrong ranks are told from the others, or None."""
+    """Return the only axis on which the wrong ranks are told from the others, or None.
+
+    Where all ranks are wrong, it is the only axis whose ranks compute the tensor together.
+    """
     if len(wrong) == len(held):
-        return None
+        together = [axis for axis in axes.sizes if axis not in ROWS and _several(held, axes, axis)]
+        return together[0] if len(together) == 1 else None
     for axis in axes.sizes:
         places = {axes.places[rank][axis] for rank in wrong}
         others = {axes.places[rank][axis] for rank in held if rank not in wrong}
         if not places & others:
             return axis
     return None
+
+
+def _several(held, axes, axis):
+    return any(sum(rank in held for rank in line) > 1 for line in axes.neighbours(axis))
 
 
 def _list(ranks):

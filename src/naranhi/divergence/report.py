@@ -15,7 +15,8 @@ class Divergence:
         microbatch: its number, on each rank; 0 for what exists once in a step.
         ranks: the ranks where it is wrong.
         axis: the axis of the mesh along which ranks differ, or over which a factor or a missing sum
-            points; None if it is not one axis's.
+            points, or whose ranks, all wrong, compute the tensor together; None if it is not one
+            axis's.
         what: how the ranks differ, in words.
         error: the largest distance of an element from one process.
         allowed: the largest distance that rounding explains.

@@ -125,7 +125,7 @@ FUSED_COLUMNS = Bug(
     wrong=concatenate,
     right=concatenate_each,
     make=fused_case,
-    expected=Expected("forward", "0.qkv", None),
+    expected=Expected("forward", "0.qkv", "tensor"),
     reports=(
         "https://github.com/ndif-team/nnsight/pull/719",
         "https://github.com/awslabs/slapo/pull/46",

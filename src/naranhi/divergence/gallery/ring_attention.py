@@ -147,7 +147,7 @@ STALE_BLOCKS = Bug(
     wrong=saved_blocks,
     right=around_the_ring,
     make=ring_case,
-    expected=Expected("backward", "1.k", None),
+    expected=Expected("backward", "1.k", "context"),
     reports=(
         "https://github.com/huggingface/diffusers/issues/14265",
         "https://github.com/NVIDIA-NeMo/Automodel/pull/3157",
