@@ -163,6 +163,36 @@ def test_hooks_and_parametrizations_are_those_of_one_process(five, ranks, name, 
     assert five.call(beside_one_process, ranks, schedule, wrap)[:ranks] == [{}] * ranks
 
 
+def halve(param):
+    param.grad.mul_(0.5)
+
+
+def with_versions(hooked):
+    """On a rank: weights after some updates; with hooks that halve gradients at twice the rate."""
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        pipeline.join_group_creation()
+        return None
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
+    for layer in layers if hooked else []:
+        layer.weight.register_hook(lambda grad: grad * 0.5)
+        layer.bias.register_post_accumulate_grad_hook(halve)
+    with pipeline.Pipeline(
+        layers,
+        schedules.pipedream(2, MICROBATCHES),
+        squared_error,
+        group=group,
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.02 if hooked else 0.01),
+    ) as pipe:
+        pipe.step(*batch(), 7)
+        return [param.tolist() for param in pipe.parameters()]
+
+
+def test_hooks_of_parameters_that_have_versions(five):
+    assert five.call(with_versions, True) == five.call(with_versions, False)
+
+
 # --- what is refused, on every rank, before anything is sent -------------------------------------
 
 

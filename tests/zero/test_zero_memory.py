@@ -39,14 +39,19 @@ def watched(ranks, stage, precision, kind):
     model, row = nn.Sequential(*models.mlp(BLOCKS, 64, 512)), torch.ones(1, 64)
     samples, sent, told = [], [], []
     unit = sum(one.numel() for one in model[0].parameters())
-    for one in model.parameters():  # comes before the hook of Zero's: the gradient is new
-        one.register_post_accumulate_grad_hook(lambda _: samples.append(alive()))
+
+    def sample(*event):
+        samples.append(alive())
+        told.append(event)
+
+    for name, one in model.named_parameters():  # before the hook of Zero's: the gradient is new
+        one.register_post_accumulate_grad_hook(lambda _, block=name[0]: sample("gradient", block))
     zero = Zero(
         model,
         stage,
         group=group,
         precision=precision,
-        on_event=lambda *event: (samples.append(alive()), told.append(event)),
+        on_event=sample,
     )
     optimizer = OPTIMIZERS[kind](zero.param_groups, lr=1e-3)
     casts = []
@@ -105,6 +110,15 @@ def test_bytes_are_those_of_the_formulas(five, ranks, stage, precision, kind):
     assert found["peak"] <= found["between"] + 4 * unit * value + 2**15
     assert found["sent"] == costs.zero_bytes_sent(parameters, ranks, stage, precision)
     assert found["flags"] < 2**10
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_flat_gradients_are_freed_when_the_next_unit_has_its_first_gradient(five, stage):
+    """On two ranks, whose reduction is one message: no later, or two units' were held at once."""
+    told = five.call(watched, 2, stage, "fp32", "adam")[0]["told"]
+    for one, other in pairwise(reversed([str(i) for i in range(BLOCKS)])):
+        gradients = [i for i, event in enumerate(told) if event == ("gradient", other)]
+        assert gradients[0] < told.index(("reduced", one)) < gradients[1]
 
 
 def test_the_order_of_events_at_stage_3(five):
