@@ -39,6 +39,7 @@ import nbformat
 import outputs
 import parity
 import yaml
+from alone import CannotBuild, alone, refuse_full
 from languages import BY_CODE, EXECUTED
 
 
@@ -116,6 +117,7 @@ def rendered(*arguments) -> bool:
     """Return what `render.render` returns.
 
     Raises:
+        CannotBuild: the disk is full.
         RuntimeError: with the traceback of what it raised: some of Sphinx's exceptions cannot be
             sent to another process, and would end the pool of workers without a word.
     """
@@ -123,7 +125,8 @@ def rendered(*arguments) -> bool:
 
     try:
         return render.render(*arguments)
-    except Exception:
+    except Exception as error:
+        refuse_full(error, arguments[2])
         raise RuntimeError(traceback.format_exc()) from None
 
 
@@ -158,8 +161,8 @@ def site(root: Path) -> bool:
         shutil.rmtree(html / language, ignore_errors=True)
         (fresh / language).rename(html / language)
     first = yaml.safe_load((root / "_toc.yml").read_text())["root"]
-    (html / "index.html").write_text(render.landing(first))
-    (html / "404.html").write_text(render.not_found(first))
+    execution.write(html / "index.html", render.landing(first))
+    execution.write(html / "404.html", render.not_found(first))
     return True
 
 
@@ -193,7 +196,11 @@ def main() -> int:
         return 1 if missing else 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no process is left behind
     try:
-        return build(root, options)
+        with alone(root / "_build"):
+            return build(root, options)
+    except CannotBuild as refused:
+        print(refused, file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("Interrupted: the old pages stay; the next build goes on from here", file=sys.stderr)
         return 130

@@ -321,6 +321,75 @@ def parent(pid):
         return None
 
 
+def test_a_second_build_at_once_is_refused(book):
+    """While another renders the same pages; its lock ends with it, however it ends."""
+    (book / "stubborn.py").write_text(STUBBORN)
+    config = book / "_config.yml"
+    extension = f"local_extensions:\n    stubborn: {book}\n"
+    config.write_text(config.read_text().replace("local_extensions:\n", extension))
+    command = [sys.executable, BOOK / "build.py", "--root", book]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as building:
+        try:
+            while (line := building.stdout.readline()) != "begun\n":
+                assert line
+            second = build(book)
+        finally:
+            os.killpg(building.pid, signal.SIGKILL)
+    assert second.returncode == 1 and second.stdout == ""
+    assert second.stderr.startswith(f"{book}/_build is in use: process {building.pid} on ")
+    assert build(book, "--execute-only").returncode == 0
+
+
+def under(line: str, book: Path, *, user=()) -> subprocess.CompletedProcess:
+    """A build in a namespace of mounts in which a shell line has changed some."""
+    program = [sys.executable, BOOK / "build.py", "--root", book]
+    # After it, on the same mounts: whether the pages of before are there.
+    script = f'{line} && cd / && "$@"; status=$?; cat "$0"/html/*.html >&2; exit $status'
+    command = ["unshare", "--mount", "sh", "-c", script, book / "_build", *user, *program]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+
+
+def test_a_disk_that_fills_up_is_named_and_the_old_pages_stay(book, needs):
+    needs("unshare", "util-linux", as_root=True)
+    page = book / "book/en/welcome.md"
+    page.write_text(page.read_text() + "\nMore.\n")
+    built = book.with_name("built")
+    (book / "_build").rename(built)
+    (book / "_build").mkdir()
+    files = [path.stat().st_size for path in built.rglob("*") if path.is_file()]
+    pages = sum(-(-size // 4096) + 1 for size in files) + 16  # of memory, with those of folders
+    mount = (
+        f"mount -t tmpfs -o size={pages * 4}k none {book}/_build && cp -r {built}/. {book}/_build"
+    )
+    result = under(mount, book)
+    assert result.returncode == 1
+    assert "no room is left for" in result.stderr, result.stderr
+    assert "make room on its disk and build again; the old pages stay" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert (built / "html/index.html").read_text() in result.stderr
+
+
+@pytest.mark.parametrize("who", ["read-only", "another user"])
+def test_a_book_that_cannot_be_written_is_refused_in_a_sentence(book, needs, who):
+    """The other user may read everything, so that it does not matter where Python is."""
+    needs("setpriv", "util-linux", as_root=True)
+    may = "+dac_read_search"
+    nobody = ["setpriv", "--reuid=65534", "--clear-groups", f"--inh-caps={may}"]
+    nobody += [f"--ambient-caps={may}"]
+    read_only = f"mount --bind {book} {book} && mount -o remount,ro,bind {book}"
+    if who == "read-only":
+        result, reason = under(read_only, book), "Read-only file system"
+    else:
+        result, reason = under("true", book, user=nobody), "Permission denied"
+    assert result.returncode == 1 and result.stdout == ""
+    told = f"{book}/_build cannot be written ({reason}): build in a copy that is yours\n"
+    assert result.stderr == told + "".join(
+        (book / "_build/html" / name).read_text() for name in ("404.html", "index.html")
+    )
+
+
 def test_provenance_tells_of_the_execution(built, tmp_path):
     root = shutil.copytree(built, tmp_path / "book", ignore=shutil.ignore_patterns("_build"))
     (root / ".gitignore").write_text("_build\n")
