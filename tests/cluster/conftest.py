@@ -1,5 +1,6 @@
-"""A real Slurm cluster of one node, set up for these tests and taken down after them."""
+"""Real Slurm clusters of one and two nodes, set up for these tests and taken down after them."""
 
+import contextlib
 import os
 import pwd
 import secrets
@@ -17,27 +18,27 @@ CONFIGURATION = """
 ClusterName=naranhi
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ctld_port}
-SlurmdPort={slurmd_port}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge/socket
 CredType=cred/munge
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
+SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd.log
+SlurmdLogFile={folder}/slurmd-%n.log
 ProctrackType=proctrack/pgid
 TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 MpiDefault=none
 ReturnToService=2
-NodeName={host} NodeAddr=127.0.0.1 CPUs={cores} State=UNKNOWN
-PartitionName=all Nodes={host} Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:4
+{nodes}
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:4
 """
+NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.{number} Port={port} CPUs={cores}"
 
 
 def _free_port():
@@ -65,29 +66,45 @@ def _munge(folder):
 
 @pytest.fixture(scope="session")
 def slurm(needs):
-    """The environment in which srun and sbatch find the cluster."""
+    """The environment in which srun and sbatch find a cluster of one node, this host."""
+    with _cluster(needs, [socket.gethostname().split(".")[0]]) as environment:
+        yield environment
+
+
+@pytest.fixture
+def two_nodes(needs):
+    """The environment of a cluster of two nodes, which are both this host."""
+    with _cluster(needs, ["node1", "node2"]) as environment:
+        yield environment
+
+
+@contextlib.contextmanager
+def _cluster(needs, names):
     for program, package in (("slurmctld", "slurm-wlm"), ("slurmd", "slurm-wlm")):
         needs(program, package, as_root=True)
     needs("munged", "munge", as_root=True)
     folder = Path(tempfile.mkdtemp(prefix="naranhi-slurm-"))
     folder.chmod(0o755)  # munge's user must reach its socket
     (folder / "state").mkdir()
-    host = socket.gethostname().split(".")[0]
+    host, cores = socket.gethostname().split(".")[0], os.cpu_count()
+    nodes = [
+        NODE.format(name=name, host=host, number=number, port=_free_port(), cores=cores)
+        for number, name in enumerate(names, 1)
+    ]
     configuration = folder / "slurm.conf"
     configuration.write_text(
         CONFIGURATION.format(
-            host=host,
-            folder=folder,
-            ctld_port=_free_port(),
-            slurmd_port=_free_port(),
-            cores=os.cpu_count(),
+            host=host, folder=folder, ctld_port=_free_port(), nodes="\n".join(nodes)
         )
     )
     environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")}
     environment["SLURM_CONF"] = str(configuration)
     daemons = [_munge(folder)]
     try:
-        for command in (["slurmctld", "-D", "-i"], ["slurmd", "-D"]):
+        for command in (
+            ["slurmctld", "-D", "-i"],
+            *(["slurmd", "-D", "-N", name] for name in names),
+        ):
             daemons.append(
                 subprocess.Popen(
                     command,
@@ -115,17 +132,17 @@ def slurm(needs):
 def _wait_until_idle(environment, folder, seconds=60):
     end = time.monotonic() + seconds
     state = None
-    while state != "idle":
+    while state != {"idle"}:
         if time.monotonic() > end:
             logs = "".join(log.read_text()[-2000:] for log in folder.glob("*.log"))
-            raise TimeoutError(f"the node is {state!r} after {seconds} s\n{logs}")
+            raise TimeoutError(f"the nodes are {state} after {seconds} s\n{logs}")
         time.sleep(0.3)
         asked = subprocess.run(
-            ["sinfo", "-h", "-o", "%T"],
+            ["sinfo", "-h", "-N", "-o", "%T"],
             env=environment,
             capture_output=True,
             text=True,
             timeout=30,
             check=False,
         )
-        state = asked.stdout.strip()
+        state = set(asked.stdout.split())

@@ -87,13 +87,17 @@ def test_no_process_outlives_the_notebook_of_an_allocation(slurm, tmp_path, end)
     script.write_text(PROGRAM.format(python=sys.executable, then=f"print(os.getpid())\n{end}"))
     printed = batch(slurm, script, tmp_path)
     assert "[0, 1, 2, 3]" in printed
-    deadline = time.monotonic() + 10
-    while left := _ranks():
+    wait_until_no_ranks()
+
+
+def wait_until_no_ranks(seconds=10):
+    deadline = time.monotonic() + seconds
+    while left := ranks():
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
 
 
-def _ranks():
+def ranks():
     """Processes of a World that Slurm started."""
     found = []
     for entry in Path("/proc").iterdir():

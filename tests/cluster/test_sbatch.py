@@ -2,10 +2,11 @@
 
 import json
 import shutil
+import time
 
 import nbformat
 import pytest
-from test_launchers import ROOT, batch
+from test_launchers import ROOT, batch, ranks, run, wait_until_no_ranks
 
 CELLS = [
     "import naranhi\nworld = naranhi.World(2)",
@@ -47,3 +48,26 @@ def test_notebooks_executed_in_an_allocation(slurm, project):
     printed = batch(slurm, script, project)
     assert "ZeroDivisionError" in printed
     assert executed.read_bytes() == good
+
+
+def test_an_execution_that_is_cancelled_leaves_nothing(slurm, project):
+    """And the next one finds the folder free, though the killed one could not say a word."""
+    write(project, [*CELLS[:2], "%%ranks\nimport time\ntime.sleep(600)"])
+    script, output = ROOT / "book" / "execute.sbatch", project / "output"
+    command = ["sbatch", "--parsable", f"--chdir={project}", f"--output={output}", script]
+    job = run(command, env=slurm).strip()
+    end = time.monotonic() + 120
+    while not ranks():
+        assert time.monotonic() < end, output.read_text()
+        time.sleep(0.3)
+    run(["scancel", job], env=slurm)
+    end = time.monotonic() + 60
+    while run(["squeue", "--noheader", f"--jobs={job}", "--states=PD,R,CG"], env=slurm).strip():
+        assert time.monotonic() < end, output.read_text()
+        time.sleep(0.3)
+    wait_until_no_ranks()
+    assert not (project / "_build" / "executed").exists()
+
+    write(project, CELLS)
+    printed = batch(slurm, script, project)
+    assert "Executed notebooks:" in printed, printed

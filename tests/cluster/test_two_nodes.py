@@ -1,0 +1,40 @@
+"""A World whose ranks are on two nodes of one allocation, of which one is drained meanwhile."""
+
+import sys
+
+from test_launchers import batch, wait_until_no_ranks
+
+PROGRAM = """#!{python}
+import os, subprocess
+import naranhi
+from naranhi.world import launch
+launch.START_SECONDS = 180  # of a machine that tests other things as well
+world = naranhi.World(4, timeout=20)
+world.execute("x = torch.ones(1); dist.all_reduce(x); print(x.item())")
+print(world.run(lambda: (os.environ["SLURMD_NODENAME"], int(os.environ["SLURM_PROCID"]))))
+subprocess.run(["scontrol", "update", "nodename=node2", "state=drain", "reason=test"], check=True)
+try:
+    world.execute("import os\\nif rank == 3: os.kill(os.getpid(), 9)\\ndist.barrier()")
+except naranhi.RankError as error:
+    print(str(error).splitlines()[0])
+world.execute("x = torch.ones(1); dist.all_reduce(x); print(x.item())")
+world.close()
+"""
+
+
+def test_a_world_over_two_nodes_of_which_one_is_drained(two_nodes, tmp_path):
+    """A node that is drained keeps what it runs, and takes the restarted ranks of the job."""
+    script = tmp_path / "script.py"
+    script.write_text(PROGRAM.format(python=sys.executable))
+    printed = batch(two_nodes, script, tmp_path, "-N2")
+    lines = printed.splitlines()
+    assert lines[:2] == [
+        "[ranks 0-3] 4.0",
+        "[('node1', 0), ('node1', 1), ('node2', 2), ('node2', 3)]",
+    ], printed
+    assert lines[2].startswith("rank 3 died ("), printed
+    assert lines[3:] == [
+        "ranks 0-3 restarted; the variables of earlier cells are lost",
+        "[ranks 0-3] 4.0",
+    ], printed
+    wait_until_no_ranks()
