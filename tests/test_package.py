@@ -1,5 +1,6 @@
 """The package as a whole: what it is imported as, and what was called otherwise."""
 
+import ast
 import importlib
 import re
 import subprocess
@@ -10,6 +11,8 @@ import pytest
 
 import naranhi
 
+WALL_CLOCK = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datetime.today"}
+WALL_CLOCK |= {"date.today", "datetime.datetime.now", "datetime.date.today"}
 PURE = "import sys, naranhi.{}; sys.exit('torch' in sys.modules)"
 
 
@@ -39,3 +42,13 @@ def test_every_public_name_has_a_type(needs):
 @pytest.mark.parametrize("module", ["world.lifeline", "world.leftovers", "distributed.processes"])
 def test_helper_processes_import_no_torch(module):
     assert subprocess.run([sys.executable, "-c", PURE.format(module)], timeout=60).returncode == 0
+
+
+def test_no_time_is_of_the_wall_clock():
+    """Which jumps. What is waited or measured is monotonic; words for a reader may have a date."""
+    for path in (Path(__file__).parents[1] / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            read = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+            if isinstance(node, ast.ImportFrom):
+                read = " ".join(f"{node.module}.{name.name}" for name in node.names)
+            assert not WALL_CLOCK & {*read.split()}, f"{path}:{node.lineno} reads {read}"
