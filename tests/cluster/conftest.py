@@ -10,13 +10,14 @@ import socket
 import subprocess
 import tempfile
 import time
+import uuid
 from pathlib import Path
 
 import pytest
 
 CONFIGURATION = """
 ClusterName=naranhi
-SlurmctldHost={host}(127.0.0.1)
+SlurmctldHost={host}({address})
 SlurmctldPort={ctld_port}
 SlurmUser=root
 SlurmdUser=root
@@ -38,7 +39,7 @@ ReturnToService=2
 {nodes}
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:4
 """
-NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.{number} Port={port} CPUs={cores}"
+NODE = "NodeName={name} NodeHostname={host} NodeAddr={address} Port={port} CPUs={cores}"
 
 
 def _free_port():
@@ -67,19 +68,41 @@ def _munge(folder):
 @pytest.fixture(scope="session")
 def slurm(needs):
     """The environment in which srun and sbatch find a cluster of one node, this host."""
-    with _cluster(needs, [socket.gethostname().split(".")[0]]) as environment:
+    name = socket.gethostname().split(".")[0]
+    with _cluster(needs, {name: ("127.0.0.1", [])}) as environment:
         yield environment
 
 
 @pytest.fixture
 def two_nodes(needs):
-    """The environment of a cluster of two nodes, which are both this host."""
-    with _cluster(needs, ["node1", "node2"]) as environment:
-        yield environment
+    """The environment of a cluster of two nodes: this host, and a network namespace beside it."""
+    needs("ip", "iproute2", as_root=True)
+    mark = uuid.uuid4().hex[:6]
+    name, device = f"naranhi{mark}", f"v{mark}"  # which is called so at both ends
+
+    def ip(*words):
+        subprocess.run(["ip", *words], check=True)
+
+    ip("netns", "add", name)
+    try:
+        ip("link", "add", device, "type", "veth", "peer", "name", device, "netns", name)
+        for number, where in enumerate(([], ["-n", name]), 1):
+            ip(*where, "addr", "add", f"10.78.0.{number}/24", "dev", device)
+            ip(*where, "link", "set", device, "up")
+        ip("-n", name, "link", "set", "lo", "up")
+        enter = ["nsenter", f"--net=/run/netns/{name}"]  # ip would hide the cgroups
+        nodes = {"node1": ("10.78.0.1", []), "node2": ("10.78.0.2", enter)}
+        with _cluster(needs, nodes) as environment:
+            yield environment | {"GLOO_SOCKET_IFNAME": device}
+    finally:
+        # The namespace lasts as long as a process in it; the cable must not last as long.
+        subprocess.run(["ip", "link", "del", device], check=False)
+        ip("netns", "del", name)
 
 
 @contextlib.contextmanager
-def _cluster(needs, names):
+def _cluster(needs, wanted):
+    """wanted: {node: (its address, what a command that is to run there begins with)}."""
     for program, package in (("slurmctld", "slurm-wlm"), ("slurmd", "slurm-wlm")):
         needs(program, package, as_root=True)
     needs("munged", "munge", as_root=True)
@@ -88,23 +111,25 @@ def _cluster(needs, names):
     (folder / "state").mkdir()
     host, cores = socket.gethostname().split(".")[0], os.cpu_count()
     nodes = [
-        NODE.format(name=name, host=host, number=number, port=_free_port(), cores=cores)
-        for number, name in enumerate(names, 1)
+        NODE.format(name=name, host=host, address=address, port=_free_port(), cores=cores)
+        for name, (address, _) in wanted.items()
     ]
     configuration = folder / "slurm.conf"
     configuration.write_text(
         CONFIGURATION.format(
-            host=host, folder=folder, ctld_port=_free_port(), nodes="\n".join(nodes)
+            host=host,
+            address=next(iter(wanted.values()))[0],
+            folder=folder,
+            ctld_port=_free_port(),
+            nodes="\n".join(nodes),
         )
     )
     environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")}
     environment["SLURM_CONF"] = str(configuration)
     daemons = [_munge(folder)]
     try:
-        for command in (
-            ["slurmctld", "-D", "-i"],
-            *(["slurmd", "-D", "-N", name] for name in names),
-        ):
+        slurmds = [[*enter, "slurmd", "-D", "-N", name] for name, (_, enter) in wanted.items()]
+        for command in (["slurmctld", "-D", "-i"], *slurmds):
             daemons.append(
                 subprocess.Popen(
                     command,
@@ -126,7 +151,18 @@ def _cluster(needs, names):
                 daemon.wait(15)
             except subprocess.TimeoutExpired:
                 daemon.kill()
+        _kill_step_daemons(configuration)
         shutil.rmtree(folder)
+
+
+def _kill_step_daemons(configuration):
+    """Kill those of a cluster, which would go on reporting to daemons that are gone."""
+    mark = f"SLURM_CONF={configuration}\0".encode()
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has just ended
+            is_one = (entry / "comm").read_text() == "slurmstepd\n"
+            if is_one and mark in (entry / "environ").read_bytes():
+                os.kill(int(entry.name), signal.SIGKILL)
 
 
 def _wait_until_idle(environment, folder, seconds=60):
