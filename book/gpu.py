@@ -64,6 +64,8 @@ def machine(rehearse: bool) -> dict:
     }
     facts["smi"] = _smi("name,memory.total,memory.free,driver_version", "gpu")
     facts["driver"] = facts["smi"][0][3] if facts["smi"] else None
+    if not facts["smi"] and not rehearse:
+        return facts  # says `problems` at once: importing torch takes seconds
     busy = _smi("gpu_uuid,pid", "compute-apps")  # before torch makes this process one of them
     if importlib.util.find_spec("torch") is None:
         return facts
@@ -100,6 +102,8 @@ def _smi(fields, kind):
 
 def problems(facts: dict) -> list[str]:
     """Return what stands in the way, each with what to do about it; empty if nothing does."""
+    if not facts["smi"] and not facts["rehearse"]:  # then nothing else is worth mending
+        return ["no GPU: nvidia-smi is missing or lists none. make book needs no GPU"]
     found = []
     if facts["missing"]:
         names = " ".join(facts["missing"])
@@ -117,9 +121,7 @@ def problems(facts: dict) -> list[str]:
         found.append(f"torch is {facts['torch']}; the book runs on {low} to {high}")
     if facts["rehearse"]:
         return found
-    if not facts["smi"]:
-        found.append("no GPU: nvidia-smi is missing or lists none. make book needs no GPU")
-    elif facts["cuda"] is None:
+    if facts["cuda"] is None:
         found.append(
             f"torch {facts['torch']} is built without CUDA; name a Python whose torch has it: "
             "make PYTHON=... gpu"

@@ -77,6 +77,19 @@ def test_all_problems_are_named_at_once():
     assert len(gpu.problems(facts)) == 4
 
 
+def test_without_a_gpu_nothing_else_is_asked_for():
+    """Packages and torch are not worth installing for it."""
+    facts = {**FINE, "smi": [], "gpus": [], "torch": None, "missing": ["ipykernel"]}
+    [problem] = gpu.problems(facts)
+    assert problem.startswith("no GPU")
+
+
+def test_without_a_gpu_torch_is_not_imported(monkeypatch):
+    monkeypatch.setattr(gpu, "_smi", lambda fields, kind: [])
+    assert gpu.machine(rehearse=False)["torch"] is None
+    assert gpu.machine(rehearse=True)["torch"] == torch.__version__
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path):
     command = [sys.executable, ROOT / "book/gpu.py", "--into", tmp_path / "new"]
