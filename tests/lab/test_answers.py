@@ -156,6 +156,7 @@ def test_what_cannot_be_an_input_has_words_of_the_page():
     assert code("schedule", schedule="own", own=" \n")["code"] == "nothing_typed"
     assert code("planning", model="config.json", config="{")["code"] == "no_config"
     assert code("planning", model="config.json", config="[1]")["code"] == "no_config"
+    assert code("planning", model="config.json", config="[" * 100_000)["code"] == "no_config"
     assert "is not a family" in code("planning", model="config.json", config="{}")["text"]
 
 
@@ -262,6 +263,8 @@ def test_a_schedules_file_stands_beside_the_chosen_schedule(tmp_path):
         ('[{"ph": "X", "name": "GC", "tid": 0, "ts": 0, "dur": 1}]', "'GC' is no action"),
         ('[{"ph": "X", "name": "0F0", "tid": 0, "ts": "a", "dur": 1}]', "no tid, ts and dur"),
         ('[{"ph": "X", "name": "0F0", "tid": 1, "ts": 0, "dur": 1}]', "none is 0"),
+        ('[{"ph": "X", "name": "0F0", "tid": 0, "ts": 1e308, "dur": 1}]', "infinity"),
+        ("[" * 100_000, "recursion"),
         ("\x89PNG\r\n", ""),
         ("", ""),
     ],

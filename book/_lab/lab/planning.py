@@ -88,7 +88,7 @@ def configuration(model: str, config: str) -> dict[str, Any]:
         return MODELS[model]
     try:
         pasted = json.loads(config)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError("no_config", why=str(error)) from None
     if not isinstance(pasted, dict):
         raise InputError("no_config", why=type(pasted).__name__)
