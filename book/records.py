@@ -137,11 +137,11 @@ def _expanded(match, root, language):
     try:
         if kind == "steps":
             stamp = json.loads((folder / "stamp.json").read_text(encoding="utf-8"))
-            chapters = [(path, json.loads(path.read_text())) for path in _chapters(folder)]
-            lines = [f"{step['step']:24}{step['result']}" for step in stamp["steps"]]
-            lines += [
-                f"{path.stem:24}passed, {it['executed']['seconds']} s" for path, it in chapters
-            ]
+            ended = {step["step"]: step["result"] for step in stamp["steps"]}
+            for path in _chapters(folder):  # which may be of an earlier run
+                seconds = json.loads(path.read_text())["executed"]["seconds"]
+                ended.setdefault(path.stem, f"passed, {seconds} s")
+            lines = [f"{name:24}{result}" for name, result in ended.items()]
             return _fenced("\n".join(lines))
         chapter, cell = where
         content = json.loads((folder / f"{chapter}.json").read_text(encoding="utf-8"))

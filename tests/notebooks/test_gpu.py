@@ -289,6 +289,24 @@ def test_a_page_quotes_a_record_and_nothing_else(root):
         records.expand("%recorded moon 01_one time", root, "en")
 
 
+def test_a_list_of_steps_names_each_once(root):
+    """A chapter is a step of the run that recorded it, and may have been one of an earlier run."""
+    path = root / records.FOLDER / "cpu/stamp.json"
+    stamp = json.loads(path.read_text())
+    stamp["steps"] = [
+        {"step": "tests", "result": "passed", "seconds": 61},
+        {"step": "01_one", "result": "stopped: the time was over", "seconds": 9},
+    ]
+    path.write_text(json.dumps(stamp))
+    shutil.copy(path.with_name("01_one.json"), path.with_name("02_two.json"))
+    lines = records.expand("%steps cpu", root, "en").splitlines()[1:-1]
+    assert [line.split(maxsplit=1) for line in lines] == [
+        ["tests", "passed"],
+        ["01_one", "stopped: the time was over"],
+        ["02_two", "passed, 9 s"],
+    ]
+
+
 TABLE = """How long
 operation  it took
 ---------  -------
