@@ -249,6 +249,11 @@ def main() -> int:
     if options.chapter:
         chapter(options.chapter, options.into)
         return 0
+    if not options.minutes > 0:
+        parser.error(f"--minutes {options.minutes:g}: there has to be time for a step")
+    unknown = [name for name in options.only if name not in chapters([])]
+    if unknown:
+        parser.error(f"no chapter is called {', '.join(unknown)}: {', '.join(chapters([]))}")
     facts = machine(options.rehearse)
     found = problems(facts)
     if found:

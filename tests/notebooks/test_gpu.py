@@ -100,6 +100,22 @@ def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "options, words",
+    [
+        (["--minutes", "0"], "--minutes 0: there has to be time"),
+        (["--minutes", "nan"], "--minutes nan: there has to be time"),
+        (["--only", "04_overlap", "4_overlap"], "no chapter is called 4_overlap: 04_overlap, 01"),
+    ],
+)
+def test_wrong_options_are_refused_before_a_record_is_touched(options, words, tmp_path):
+    command = [sys.executable, ROOT / "book/gpu.py", "--rehearse", "--into", tmp_path / "new"]
+    done = subprocess.run([*command, *options], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
     "gpus, name",
     [
         (["NVIDIA H100 80GB HBM3"], "h100"),
