@@ -213,14 +213,33 @@ def test_two_schedules_share_an_axis(english):
     english.change(compare="")
 
 
-def test_a_link_carries_the_settings(english, visit):
-    english.change(schedule="interleaved", stages="3", microbatches="6", latency="0.5", compare="")
+# The chapter's lab begins with GPipe and 4 micro-batches, where a lab usually has 1F1B and 8.
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"schedule": "interleaved", "stages": "3", "microbatches": "6", "latency": "0.5"},
+        {"schedule": "one_f_one_b", "stages": "4", "microbatches": "8", "latency": "0"},
+    ],
+)
+def test_a_link_carries_the_settings(english, visit, values):
+    drawn = english.change(**values, compare="")["boxes"]
+    link = english.root().locator("a.naranhi-lab-link").get_attribute("href")
     again = visit("en/06_gpipe.html")
-    again.address += english.root().locator("a.naranhi-lab-link").get_attribute("href")
+    again.address += link
     again.go().run()
-    shown = again.change(compare="")
-    assert shown["boxes"] == english.change(compare="")["boxes"]
-    assert again.root().locator("[name=latency]").input_value() == "0.5"
+    assert again.change(compare="")["boxes"] == drawn
+    assert again.root().locator("[name=latency]").input_value() == values["latency"]
+
+
+def test_a_link_that_is_followed_on_the_page_carries_all_settings(visit):
+    """Also those that are as at the beginning, and have been changed meanwhile."""
+    lab = visit("en/06_gpipe.html").go().run()
+    lab.change(stages="3", latency="2")
+    lab.page.evaluate("location.hash = 'lab-schedule&stages=2'")
+    root = lab.root()
+    latency, stages = (root.locator(f"[name={name}]") for name in ("latency", "stages"))
+    lab.page.wait_for_function("input => input.value === '2'", arg=stages.element_handle())
+    assert latency.input_value() == "0"
 
 
 def test_stepping_scrubbing_and_playing(english):
@@ -357,6 +376,22 @@ def test_a_file_that_is_no_trace(live, tmp_path):
     live.page.wait_for_selector(".naranhi-lab[data-lab=schedule][data-state=error]")
     end = WORDS[live.language]["errors"]["no_trace"].split("}")[1].split("{")[0].strip()
     assert end in root.locator(".naranhi-lab-message").inner_text()
+    assert live.change(stages="4")["state"] == "ready"
+
+
+def test_a_folder_is_no_trace(live):
+    """Chromium lets a reader drop one, and fails to read it."""
+    live.change(stages="4")
+    live.root().locator(".naranhi-lab-drop").evaluate(
+        """place => {
+          const text = () => Promise.reject(new Error("it cannot be read"));
+          const files = [{ name: "runs", size: 4096, text }];
+          place.dispatchEvent(Object.assign(new Event("drop"), { dataTransfer: { files } }));
+        }"""
+    )
+    live.page.wait_for_selector(".naranhi-lab[data-lab=schedule][data-state=error]")
+    said = live.root().locator(".naranhi-lab-message").inner_text()
+    assert "runs" in said and "it cannot be read" in said
     assert live.change(stages="4")["state"] == "ready"
 
 

@@ -16,13 +16,21 @@ export function make(lab, form) {
   async function take(file) {
     shown.replaceChildren();
     if (!file) return;
-    if (file.size > MOST) {
+    const refuse = (code, values) => {
       lab.root.dataset.state = "error";
-      const size = written(file.size / 1e6);
-      lab.complain({ code: "too_large", values: { name: file.name, size } });
+      lab.complain({ code, values: { name: file.name, ...values } });
+    };
+    if (file.size > MOST) {
+      refuse("too_large", { size: written(file.size / 1e6) });
       return;
     }
-    const text = await file.text();
+    let text;
+    try {
+      text = await file.text();
+    } catch (error) { // a folder, for example
+      refuse("no_trace", { why: error.message });
+      return;
+    }
     lab.ask("trace", { ...form.values, file: text, file_name: file.name }, (answer) => {
       shown.replaceChildren(...drawn(answer, file.name, catalogue));
     });

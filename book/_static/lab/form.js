@@ -6,7 +6,8 @@ export class Form {
     Object.assign(this, { id, fields, catalogue });
     this.element = element("form", { class: "naranhi-lab-form", "aria-label": catalogue.texts.settings });
     this.inputs = {};
-    for (const field of fields) this.add(field, values[field.name] ?? field.default);
+    this.beginning = Object.fromEntries(fields.map(({ name, default: usual }) => [name, values[name] ?? usual]));
+    for (const field of fields) this.add(field, this.beginning[field.name]);
     this.element.addEventListener("submit", (event) => event.preventDefault());
     this.element.addEventListener("input", (event) => {
       this.follow(event.target);
@@ -94,9 +95,8 @@ export class Form {
     this.show();
   }
 
-  // What differs from the beginning, for a link.
+  // What differs from the beginning, which a page may have set otherwise than usual, for a link.
   get changed() {
-    return this.fields.filter((field) => this.inputs[field.name].value !== field.default)
-      .map((field) => [field.name, this.inputs[field.name].value]);
+    return Object.entries(this.values).filter(([name, value]) => value !== this.beginning[name]);
   }
 }

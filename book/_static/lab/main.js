@@ -87,18 +87,18 @@ export async function open(root) {
   const lab = new Lab(root, catalogue);
   const body = element("div", { class: "naranhi-lab-live" });
   const link = element("a", { class: "naranhi-lab-link" }, catalogue.texts.link);
-  const values = { ...JSON.parse(root.dataset.values), ...inLink(root) };
   const shown = view.make(lab, body);
   const asked = (name) => {
     link.href = `#${root.id}&${new URLSearchParams(form.changed)}`;
     shown.changed?.(form, name);
     lab.ask(lab.kind, form.values, (answer) => shown.show(answer, form));
   };
-  const form = new Form(root.id, fields, values, catalogue, asked);
+  const form = new Form(root.id, fields, JSON.parse(root.dataset.values), catalogue, asked);
+  form.set(inLink(root));
   addEventListener("hashchange", () => {
     const found = inLink(root);
     if (!Object.keys(found).length) return;
-    form.set(found);
+    form.set({ ...form.beginning, ...found });
     asked();
   });
   root.querySelector(".naranhi-lab-start").remove();
