@@ -27,7 +27,10 @@ def arguments():
     options = parser(__doc__)
     options.add_argument("--microbatches", type=int, default=4)
     options.add_argument("--local_rank", type=int, help="given by DeepSpeed's launcher")
-    return options.parse_args()
+    given = options.parse_args()
+    if given.microbatches < 1 or given.batch % given.microbatches:
+        options.error(f"--microbatches {given.microbatches} has to divide --batch {given.batch}")
+    return given
 
 
 class Embedding(torch.nn.Module):

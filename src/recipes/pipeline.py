@@ -22,7 +22,10 @@ from torch.utils.data import DataLoader, RandomSampler
 def arguments():
     options = parser(__doc__)
     options.add_argument("--microbatches", type=int, default=4)
-    return options.parse_args()
+    given = options.parse_args()
+    if given.microbatches < 1 or given.batch % given.microbatches:
+        options.error(f"--microbatches {given.microbatches} has to divide --batch {given.batch}")
+    return given
 
 
 class Stage(torch.nn.Module):

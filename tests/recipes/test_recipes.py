@@ -116,6 +116,17 @@ def test_ranks_that_tensor_parallelism_does_not_divide_are_refused(tmp_path, for
     assert "--tp 2 has to divide the number of ranks, which is 1" in done.stderr
 
 
+@pytest.mark.parametrize("microbatches", ["3", "0"])
+@pytest.mark.parametrize("script", ["pipeline.py", "deepspeed_pipeline.py"])
+def test_micro_batches_that_do_not_divide_the_batch_are_refused(
+    tmp_path, forked, script, microbatches
+):
+    """DeepSpeed would make four of 2 rows for three, and train on rows of the next step."""
+    done = forked(1, script, *STEPS, "--microbatches", microbatches, folder=tmp_path)
+    assert done.returncode != 0
+    assert f"--microbatches {microbatches} has to divide --batch 8" in done.stderr
+
+
 def test_without_a_launcher_it_says_how_to_start(tmp_path):
     command = [sys.executable, RECIPES / "ddp.py"]
     done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
