@@ -30,6 +30,13 @@ def test_what_never_was_is_an_attribute_error():
         _ = naranhi.nothing
 
 
+def test_a_module_fits_into_300_lines():
+    package = Path(naranhi.__file__).parent
+    lengths = {path: len(path.read_text().splitlines()) for path in package.rglob("*.py")}
+    long = {str(path.relative_to(package)): n for path, n in lengths.items() if n > 300}
+    assert not long
+
+
 @pytest.mark.slow
 def test_every_public_name_has_a_type(needs):
     """A test, so that it is made beside others; .venv stays as it is."""

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from naranhi import models
 from naranhi.autograd import Recompute, Splittable, splittable
-from naranhi.autograd.split_backward import not_splittable
+from naranhi.autograd.splitting import not_splittable
 
 WIDTH = 4
 

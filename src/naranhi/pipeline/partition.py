@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from naranhi.autograd.split_backward import not_splittable
+from naranhi.autograd.splitting import not_splittable
 from naranhi.pipeline.tied_weights import tied_parameters
 from naranhi.schedules import Schedule
 from naranhi.schedules.balance import uniform

@@ -206,12 +206,9 @@ class Pipeline:
         if self.sharded:
             return self.sharded.clip_grad_norm_(max_norm, norm_type, [self.group])
         later_copies = [tied.parameter for tied in self.tied if dist.get_rank(tied.group)]
+        model = nn.ModuleList(self.stages.values())
         return clip_grad_norm_(
-            nn.ModuleList(self.stages.values()),
-            max_norm,
-            norm_type,
-            groups=[self.group],
-            counted_elsewhere=later_copies,
+            model, max_norm, norm_type, groups=[self.group], counted_elsewhere=later_copies
         )
 
     def step(
@@ -291,11 +288,8 @@ class Pipeline:
                 inputs, targets, count, self.schedule.microbatches, self.last in self.stages
             )
             first = batch.first()
-            if (
-                (self.replicas or any(self._experts.values()))
-                and torch.is_grad_enabled()
-                and any(param.grad is not None for param in self.parameters())
-            ):
+            sums = (self.replicas or any(self._experts.values())) and torch.is_grad_enabled()
+            if sums and any(param.grad is not None for param in self.parameters()):
                 raise RuntimeError(
                     "a parameter still has a gradient of an earlier step, and that is a sum over "
                     "the replicas already: call zero_grad() first"

@@ -28,7 +28,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional as F
 
 from naranhi.autograd import Splittable
-from naranhi.autograd.split_backward import as_kind
+from naranhi.autograd.splitting import as_kind
 from naranhi.tensor_parallel.layer_checks import is_conv1d, require_linear
 from naranhi.tensor_parallel.mappings import (
     copy_to_group,

@@ -16,6 +16,7 @@ from itertools import groupby
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from naranhi.collectives import chunks, ring
 from naranhi.zero.absent_gradient import sharded_gradient
@@ -98,11 +99,9 @@ class FlatParam:
         self.master = self.shard if dtype == values.dtype else values[own].clone()
         self.starts, self.spans, self.pieces = {}, {}, {}
         if self.trained:
-            for number, places in groupby(
-                zip(map(group_of.get, self.parameters), self.places, strict=True),
-                lambda pair: pair[0],
-            ):
-                places = [place for _, place in places]
+            pairs = zip(map(group_of.get, self.parameters), self.places, strict=True)
+            for number, adjacent in groupby(pairs, lambda pair: pair[0]):
+                places = [place for _, place in adjacent]
                 self.starts[number], stop = places[0].start, places[-1].stop
                 self.spans[number] = slice(
                     *(min(max(edge - own.start, 0), self.size) for edge in (places[0].start, stop))
@@ -188,11 +187,7 @@ class FlatParam:
         """Put the parameters into their state between two steps: at stage 3, empty."""
         self.use_unsharded()
         # Autograd's nodes for the parameters remember shape and dtype: make and keep them now.
-        self._nodes = [
-            torch.autograd.graph.get_gradient_edge(param)
-            for param in self.parameters
-            if self.trained
-        ]
+        self._nodes = [get_gradient_edge(param) for param in self.parameters if self.trained]
         if self.stage == 3:
             self.reshard()
 
