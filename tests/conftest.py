@@ -4,6 +4,7 @@ import signal
 import tempfile
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 from gloo_ranks import Ranks, in_a_world
@@ -14,6 +15,9 @@ from xdist.scheduler import LoadScopeScheduling
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# An example of a property may take long, because the machine may be busy.
+hypothesis.settings.register_profile("busy", deadline=None)
+hypothesis.settings.load_profile("busy")
 
 # What `models.gpt2`, and optimizers, import when they are made: seconds, which would be the call's.
 LATE = ["transformers.models.gpt2.modeling_gpt2", "torch._dynamo"]

@@ -135,9 +135,7 @@ members = st.sets(st.integers(0, WORLD - 1), min_size=1).map(lambda ranks: tuple
 shapes = st.lists(st.integers(0, 7), max_size=3).map(tuple)
 
 
-@settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     members=members,
     shape=shapes,

@@ -18,7 +18,6 @@ lists_of_tokens = st.lists(st.lists(st.integers(0, 49), min_size=2, max_size=16)
 # --- batches -------------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.integers(2, 99), max_size=200),
     st.integers(1, 9),
@@ -35,7 +34,6 @@ def test_each_passage_is_in_exactly_one_batch(lengths, size, window, seed):
         assert sum(len(batch) < size for batch in batches) <= 1
 
 
-@settings(deadline=None)
 @given(lists_of_tokens, st.integers(1, 6), st.integers(0, 9), st.integers(1, 8))
 def test_a_stream_has_each_passage_once_in_each_epoch(passages, size, seed, multiple):
     steps = math.ceil(len(passages) / size)
@@ -77,7 +75,6 @@ def test_another_order_in_each_epoch_and_for_each_seed():
     assert first != second
 
 
-@settings(deadline=None)
 @given(lists_of_tokens, st.integers(0, 3), st.integers(1, 8))
 def test_what_a_batch_says_of_each_token(passages, empty, multiple):
     batch = data.collate(passages, len(passages) + empty, 49, multiple)
@@ -94,7 +91,6 @@ def test_what_a_batch_says_of_each_token(passages, empty, multiple):
     assert batch.padding == batch.mask.numel() - sum(map(len, passages)) - empty
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(2, 99), min_size=1), st.integers(1, 9), st.integers(1, 8))
 def test_padding_is_what_the_batches_have(lengths, size, multiple):
     batches = data.at_random(lengths, size, random.Random(0))
@@ -138,7 +134,7 @@ def gradients(model, loss):
     return torch.autograd.grad(loss, list(dict.fromkeys(model.parameters())))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     passages=lists_of_tokens.filter(lambda some: len(some) < 6),
     empty=st.integers(0, 2),
@@ -181,7 +177,6 @@ def test_rows_without_targets_give_no_loss_and_no_gradient(model):
     assert all(one.count_nonzero() == 0 for one in gradients(model, loss))
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=50))
 def test_unigram_entropy_is_the_loss_of_whoever_knows_the_frequencies(targets):
     frequencies = torch.bincount(torch.tensor(targets), minlength=4) / len(targets)

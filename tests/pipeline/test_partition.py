@@ -70,7 +70,7 @@ profiles = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.data(), profiles)
 def test_as_good_as_the_best_of_all_splits(data, found):
     stages = data.draw(st.integers(1, len(found)))

@@ -60,7 +60,7 @@ def test_several_stages_on_a_rank(five, schedule):
         assert five.call(differences, 2, schedule, work, (2, 1, 1, 1)) == [{}] * 5
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_any_stages_micro_batches_and_balance(five, data):
     ranks = data.draw(st.integers(1, 4))

@@ -4,7 +4,6 @@ import sys
 from fractions import Fraction
 
 import pytest
-from drawn_schedules import unhurried
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -141,7 +140,6 @@ def test_what_interleaving_cannot_divide_is_refused():
 # --- 1F1B ----------------------------------------------------------------------------------------
 
 
-@unhurried
 @given(stages, microbatches, times, times, times)
 def test_one_f_one_b(p, m, f, i, w):
     """GPipe's bubble, and min(p - stage, m) micro-batches held."""
@@ -156,7 +154,6 @@ def test_one_f_one_b(p, m, f, i, w):
 # --- interleaved ---------------------------------------------------------------------------------
 
 
-@unhurried
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 4), times, times, times)
 def test_interleaved(p, rounds, v, f, i, w):
     """The bubble through v, for v times the messages (and those between the rounds)."""
@@ -195,7 +192,6 @@ def test_why_interleaving_starts_that_far_ahead():
 # --- zero bubble ---------------------------------------------------------------------------------
 
 
-@unhurried
 @given(st.data(), stages, times, times, times)
 def test_zero_bubble_h1(data, p, f, i, w):
     m = data.draw(st.integers(p, 3 * p))
@@ -207,7 +203,6 @@ def test_zero_bubble_h1(data, p, f, i, w):
     assert peaks(schedule) == (p,) * p
 
 
-@unhurried
 @given(st.data(), stages, times, times, times)
 def test_zero_bubble_h2(data, p, f, i, w):
     m = data.draw(st.integers(2 * p - 1, 5 * p))
@@ -219,7 +214,6 @@ def test_zero_bubble_h2(data, p, f, i, w):
     assert peaks(schedule) == (2 * p - 1,) * p
 
 
-@unhurried
 @given(stages, microbatches, times)
 def test_zero_bubble_with_equal_times(p, m, t):
     """H1 leaves a third of 1F1B's bubble, and H2 none, with enough micro-batches."""
@@ -230,14 +224,12 @@ def test_zero_bubble_with_equal_times(p, m, t):
         assert waiting(schedules.zero_bubble_h2(p, m), t, t, t) == 0
 
 
-@unhurried
 @given(stages, microbatches)
 def test_zero_bubble_holds_no_more_than_there_is(p, m):
     assert peaks(schedules.zero_bubble_h1(p, m)) == (min(p, m),) * p
     assert peaks(schedules.zero_bubble_h2(p, m)) == (min(2 * p - 1, m),) * p
 
 
-@unhurried
 @given(stages, microbatches)
 def test_zero_bubble_h1_is_one_f_one_b_but_for_the_weights(p, m):
     rows = [
@@ -251,7 +243,6 @@ def test_zero_bubble_h1_is_one_f_one_b_but_for_the_weights(p, m):
     assert Schedule(rows) == schedules.one_f_one_b(p, m)
 
 
-@unhurried
 @given(st.data(), stages, times, times, times)
 def test_one_flushed_step_of_h2_beside_one_of_h1(data, p, f, i, w):
     """With I no longer than W and F, H2 ends no sooner than H1; with a longer I it does."""

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict, deque
 
 import own_schedules
 import pytest
-from drawn_schedules import microbatches, right_schedules, stages, unhurried
+from drawn_schedules import microbatches, right_schedules, stages
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,7 +22,6 @@ actions |= st.builds(Action, st.integers(0, 9), st.just("F"), st.integers(0, 9),
 actions |= st.builds(Action, st.integers(0, 99), st.just("U"), st.none(), st.integers(1, 99))
 
 
-@unhurried
 @given(actions)
 def test_an_action_is_parsed_from_its_name(action):
     assert Action.parse(str(action)) == action
@@ -63,7 +62,6 @@ def test_a_schedule_is_made_of_actions(item):
         Schedule([[Action(0, "F", 0)], [item]])
 
 
-@unhurried
 @given(right_schedules())
 def test_a_schedule_is_built_from_what_it_prints(schedule):
     assert Schedule(str(schedule)) == schedule
@@ -111,7 +109,6 @@ def test_a_number_that_makes_no_schedule_is_named(generator):
 # --- check ---------------------------------------------------------------------------------------
 
 
-@unhurried
 @given(right_schedules())
 def test_what_is_right_passes(schedule):
     schedules.check(schedule)
@@ -332,7 +329,7 @@ def changed_schedules(draw):
     return Schedule(rows)
 
 
-@settings(unhurried, max_examples=600)
+@settings(max_examples=600)
 @given(changed_schedules())
 def test_check_passes_what_really_runs_and_nothing_else(schedule):
     if not any(schedule):
@@ -349,7 +346,7 @@ def test_both_outcomes_are_among_the_changed_schedules():
     """Or the test above would show nothing."""
     found = Counter()
 
-    @settings(unhurried, max_examples=200, database=None, derandomize=True)
+    @settings(max_examples=200, database=None, derandomize=True)
     @given(changed_schedules())
     def count(schedule):
         changed = any(schedule) and not any(
@@ -391,7 +388,6 @@ def test_a_ring_shares_one_channel_between_chunks():
     assert found[Channel(1, 0, "gradient")] == ((3, 2, 0), (3, 2, 1), (1, 0, 0), (1, 0, 1))
 
 
-@unhurried
 @given(stages, microbatches, st.integers(1, 4))
 def test_number_of_messages(p, m, chunks):
     found = schedules.channels(own_schedules.looped(p, m, chunks))
@@ -416,7 +412,6 @@ def test_channels_that_lack_an_end_are_refused():
         list(schedules.in_order(Schedule("0F0\n1F0 1F1")))
 
 
-@unhurried
 @given(right_schedules())
 def test_one_process_can_do_it_all_in_order(schedule):
     """What is needed is given before, and each rank's actions keep their order."""
@@ -432,7 +427,6 @@ def test_one_process_can_do_it_all_in_order(schedule):
 # --- CSV -----------------------------------------------------------------------------------------
 
 
-@unhurried
 @given(right_schedules(updates=False))
 def test_what_is_written_is_read(tmp_path_factory, schedule):
     path = tmp_path_factory.getbasetemp() / "schedule.csv"

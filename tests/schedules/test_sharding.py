@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import pytest
 import torch.distributed.pipelining.schedules as torchs
-from drawn_schedules import right_schedules, unhurried
+from drawn_schedules import right_schedules
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -46,7 +46,6 @@ def test_names_are_torchs():
             Action.parse(name)
 
 
-@unhurried
 @given(right_schedules(updates=False), ways)
 def test_actions_are_added_to_any_schedule_with_a_flush(schedule, way):
     sharded = with_sharding(schedule, **way)
@@ -68,7 +67,6 @@ def test_actions_are_added_to_any_schedule_with_a_flush(schedule, way):
         assert keep is not None or max(map(len, whole)) == chunks[rank]
 
 
-@unhurried
 @given(right_schedules(updates=False), st.integers(1, 3))
 def test_they_come_where_torch_puts_them(schedule, keep):
     """Up to two chunks on a rank: of more, torch counts those of a pair otherwise."""
@@ -194,7 +192,6 @@ def test_a_gather_ahead_of_its_use_costs_no_time():
     assert simulate(late, 1, 2, unshard=1).cost == 8
 
 
-@unhurried
 @given(right_schedules(updates=False), ways)
 def test_transfers_that_take_no_time_change_nothing(schedule, way):
     plain = simulate(schedule, Fraction(1), Fraction(2))

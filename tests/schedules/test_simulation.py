@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import own_schedules
 import pytest
-from drawn_schedules import microbatches, right_schedules, stages, unhurried
+from drawn_schedules import microbatches, right_schedules, stages
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,7 +18,6 @@ fractions = st.fractions(Fraction(1, 8), 8, max_denominator=8)
 # --- closed forms --------------------------------------------------------------------------------
 
 
-@unhurried
 @given(stages, microbatches, fractions, fractions)
 def test_gpipe(p, m, forward, backward):
     """(m + p - 1)(F + B), of which (p - 1) / (m + p - 1) is bubble; m micro-batches held."""
@@ -28,7 +27,6 @@ def test_gpipe(p, m, forward, backward):
     assert timeline.peak_activations == (m,) * p
 
 
-@unhurried
 @given(stages, microbatches, fractions, fractions)
 def test_inter_layer(p, m, forward, backward):
     """One of p ranks works at a time."""
@@ -40,7 +38,6 @@ def test_inter_layer(p, m, forward, backward):
     assert all(end == start for (_, end), (start, _) in pairwise(spans))
 
 
-@unhurried
 @given(st.data(), stages, microbatches)
 def test_gpipe_with_unequal_stages(data, p, m):
     """The slowest stage sets the pace of all micro-batches but the first."""
@@ -52,7 +49,6 @@ def test_gpipe_with_unequal_stages(data, p, m):
     assert timeline.busy == tuple(m * (f + b) for f, b in zip(forward, backward, strict=True))
 
 
-@unhurried
 @given(stages, microbatches, fractions, fractions, fractions)
 def test_latency(p, m, forward, backward, latency):
     """GPipe pays each of its 2(p - 1) hops once, inter-layer once for every micro-batch."""
@@ -63,7 +59,6 @@ def test_latency(p, m, forward, backward, latency):
     assert timeline.cost == m * (p * work + 2 * (p - 1) * latency)
 
 
-@unhurried
 @given(st.integers(2, 5), microbatches, fractions, fractions, fractions)
 def test_a_split_backward(p, m, forward, input_grad, weight_grad):
     """Gradients of weights hold nobody up: all wait only for forwards and for inputs' gradients."""
@@ -134,7 +129,6 @@ def test_without_a_flush_the_bubble_is_paid_once():
 # --- any schedule --------------------------------------------------------------------------------
 
 
-@unhurried
 @given(st.data(), right_schedules(), fractions)
 def test_every_action_starts_as_early_as_it_can(data, schedule, latency):
     """Against times that are raised until nothing is too early any more."""
@@ -246,7 +240,6 @@ def test_what_is_exact_stays_exact():
 # --- links with a bandwidth ----------------------------------------------------------------------
 
 
-@unhurried
 @given(microbatches, st.fractions(1, 8, max_denominator=8))
 def test_a_slow_link_carries_one_message_after_another(m, each):
     """GPipe on two stages whose messages take longer than their actions: the link sets the pace."""
@@ -256,7 +249,6 @@ def test_a_slow_link_carries_one_message_after_another(m, each):
     assert timeline[0][-1].end == gradients + each * m + 1
 
 
-@unhurried
 @given(right_schedules(), fractions)
 def test_a_link_without_a_limit_is_as_none(schedule, latency):
     free = simulate(schedule, latency=latency)

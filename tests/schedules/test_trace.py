@@ -4,14 +4,13 @@ import json
 from fractions import Fraction
 
 import pytest
-from drawn_schedules import right_schedules, unhurried
+from drawn_schedules import right_schedules
 from hypothesis import given
 from hypothesis import strategies as st
 
 from naranhi import measure, schedules
 
 
-@unhurried
 @given(right_schedules(), st.floats(0.001, 3), st.floats(0.001, 3))
 def test_a_trace_is_read_as_it_was_written(tmp_path_factory, schedule, forward, backward):
     line = schedules.simulate(schedule, forward, backward, latency=0.1)

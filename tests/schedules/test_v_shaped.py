@@ -4,7 +4,6 @@ import re
 from fractions import Fraction
 
 import pytest
-from drawn_schedules import unhurried
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -59,7 +58,6 @@ def test_too_few_micro_batches_are_refused():
 # --- what the papers say -------------------------------------------------------------------------
 
 
-@unhurried
 @given(st.data(), stages, times)
 def test_zero_bubble_v_has_no_bubble_in_the_memory_of_1f1b(data, p, t):
     """Qi et al. 2024, section 6: with F = I = W, a bubble of 0, 1F1B's memory, messages twice."""
@@ -72,21 +70,18 @@ def test_zero_bubble_v_has_no_bubble_in_the_memory_of_1f1b(data, p, t):
     assert sent[0] == 2 * sent[1]
 
 
-@unhurried
 @given(st.data(), stages, times, times)
 def test_zero_bubble_v_with_short_weight_gradients(data, p, f, w):
     m, w = data.draw(st.integers(2 * p - 1, 5 * p)), min(f, w)
     assert max(idle(schedules.zero_bubble_v(p, m), f, f, w)) == 2 * (p - 1) * (f - w)
 
 
-@unhurried
 @given(stages, st.integers(1, 14))
 def test_zero_bubble_v_holds_no_more_than_there_is(p, m):
     peaks = simulate(schedules.zero_bubble_v(p, m)).peak_activations
     assert all(peak <= min(p, m) for peak in peaks)
 
 
-@unhurried
 @given(st.data(), stages, times, times, times)
 def test_dualpipe_v_has_the_published_bubble(data, p, f, i, w):
     """(PP/2 - 1)(F&B + B - 3W) with F = I >= W, and PP + 1 chunks held, for PP = 2p stages."""

@@ -1,7 +1,7 @@
 """Weight versions and staleness, as they follow from schedules without a flush."""
 
 import pytest
-from drawn_schedules import right_schedules, unhurried
+from drawn_schedules import right_schedules
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,7 +22,6 @@ def held_by_definition(row, place, stage):
     return len({newest} | {version for version in later if version <= newest})
 
 
-@unhurried
 @given(right_schedules())
 def test_as_many_as_are_needed_and_no_more(schedule):
     counts = schedules.live_versions(schedule)
@@ -37,7 +36,6 @@ def test_as_many_as_are_needed_and_no_more(schedule):
     assert schedules.peak_versions(schedule) == tuple(most)
 
 
-@unhurried
 @given(right_schedules())
 def test_nothing_is_released_before_its_last_use(schedule):
     """Every version but a stage's last is released once, and read by nobody afterwards."""
@@ -55,7 +53,6 @@ def test_nothing_is_released_before_its_last_use(schedule):
                     assert later.version - 1 != version  # an update changes the version before
 
 
-@unhurried
 @given(right_schedules(updates=False))
 def test_with_a_flush_there_is_one_version(schedule):
     assert schedules.peak_versions(schedule) == (1,) * schedule.virtual_stages
@@ -67,7 +64,6 @@ def test_with_a_flush_there_is_one_version(schedule):
 # --- PipeDream -----------------------------------------------------------------------------------
 
 
-@unhurried
 @given(stages, st.integers(1, 12))
 def test_pipedream_reads_the_newest_weights(p, m):
     schedule = schedules.pipedream(p, m)
@@ -80,7 +76,6 @@ def test_pipedream_reads_the_newest_weights(p, m):
                 assert action.version == newest
 
 
-@unhurried
 @given(stages, st.integers(0, 9))
 def test_pipedream_holds_p_minus_stage_versions(p, more):
     """In the steady state; but for the moments between a backward and the update that follows."""
@@ -96,7 +91,6 @@ def test_pipedream_holds_p_minus_stage_versions(p, more):
             assert counts[place] == ahead - fewer
 
 
-@unhurried
 @given(stages, st.integers(1, 12))
 def test_staleness_of_pipedream(p, m):
     """min(k, p - 1 - stage) for update k: its gradient is that of p - 1 - stage updates ago."""
@@ -118,7 +112,6 @@ def test_pipedream_has_no_vertical_sync():
 # --- 2BW -----------------------------------------------------------------------------------------
 
 
-@unhurried
 @given(stages, st.integers(1, 9))
 def test_two_buffered_holds_two_versions(p, m):
     """Where m >= p - 1 (the paper asks for p); below, as many as the delay asks for."""
@@ -138,7 +131,6 @@ def test_two_buffered_by_hand():
     assert schedules.staleness(schedules.pipedream_2bw(4, 4, 4))[0] == (0, 1, 1, 1)
 
 
-@unhurried
 @given(st.integers(2, 7), st.integers(1, 9))
 def test_two_buffered_could_not_be_less_stale(p, m):
     """With the delay of a version less, a forward would read what is not made yet."""
@@ -155,7 +147,6 @@ def test_two_buffered_could_not_be_less_stale(p, m):
         schedules.check(Schedule(rows))
 
 
-@unhurried
 @given(stages, st.integers(1, 9))
 def test_two_buffered_is_in_vertical_sync(p, m):
     """All stages read the same version, so that one process can repeat it."""

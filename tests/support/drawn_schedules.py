@@ -1,12 +1,10 @@
 """Schedules drawn at random by hypothesis: the package's and the tests' own."""
 
 import own_schedules
-from hypothesis import settings
 from hypothesis import strategies as st
 
 from naranhi import schedules
 
-unhurried = settings(deadline=None)  # the machine may be busy
 stages = st.integers(1, 5)
 microbatches = st.integers(1, 6)
 
