@@ -110,7 +110,7 @@ def transformer_layer_items(
         return [Item("input of the layer", 2 * tokens, "all else is computed again")]
     attention = [
         Item("output of the softmax", 2 * scores // t, "its derivative is made of its output"),
-        Item("mask of the attention's dropout", scores // t, "which were kept, a byte each"),
+        Item("mask of the attention's dropout", scores // t, "elements kept, one byte each"),
         Item("attention after dropout", 2 * scores // t, "factor of the product with v"),
     ]
     return [
@@ -119,12 +119,12 @@ def transformer_layer_items(
         Item("q, k, v", 6 * tokens // t, "factors of the attention's two products"),
         *(attention if recompute == "none" else []),
         Item("input of the projection", 2 * tokens // t, "factor of its weights"),
-        Item("mask of the projection's dropout", tokens // shared, "which were kept, a byte each"),
+        Item("mask of the projection's dropout", tokens // shared, "elements kept, one byte each"),
         Item("input of the second norm", 2 * tokens // shared, norm),
         Item("input of the MLP's first Linear", 2 * tokens // shared, "factor of its weights"),
         Item("input of the GELU", 8 * tokens // t, "its derivative is made of its input"),
         Item("input of the MLP's second Linear", 8 * tokens // t, "factor of its weights"),
-        Item("mask of the MLP's dropout", tokens // shared, "which were kept, a byte each"),
+        Item("mask of the MLP's dropout", tokens // shared, "elements kept, one byte each"),
     ]
 
 
