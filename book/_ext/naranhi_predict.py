@@ -150,7 +150,7 @@ class Form(NamedTuple):
             f'<label>{words["guess"]} <span><input name="guess" inputmode="decimal" size="8" '
             f'autocomplete="off"> {escape(unit)}</span></label>'
             '<div class="naranhi-predict-slider"><input type="range" min="0" max="1" step="0.01" '
-            f'value="0.5" aria-label="{words["slider"]}">'
+            f'value="0" aria-label="{words["slider"]}">'
             f"<div><span>{low}</span><span>{high}</span></div></div>"
         )
 

@@ -26,7 +26,7 @@ def run(
     if file.lstrip()[:1] in ("{", "["):
         try:
             measured = schedules.read_trace(file)
-        except (ValueError, OverflowError, RecursionError) as error:
+        except ValueError as error:
             raise InputError("no_trace", name=file_name, why=str(error)) from None
         actions = sum(map(len, measured))
         if actions > MOST_ACTIONS:

@@ -1,10 +1,11 @@
 """Read a timeline from a trace in Chrome's "Trace Event Format": see `measure.write_trace`."""
 
 import json
-from math import isfinite
 
 from naranhi.schedules.schedule import Action, ScheduleError
 from naranhi.schedules.timeline import Span, Timeline
+
+LARGEST = 1e18  # microseconds; an int may be too large even to be compared as a float
 
 
 def read_trace(text: str) -> Timeline:
@@ -18,7 +19,7 @@ def read_trace(text: str) -> Timeline:
     """
     try:
         found = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"not a trace: it is not JSON ({error})") from None
     events = found.get("traceEvents") if isinstance(found, dict) else found
     if not isinstance(events, list):
@@ -41,9 +42,12 @@ def _span(event):
     name, rank, start, duration = (event.get(key) for key in ("name", "tid", "ts", "dur"))
     times = [start, duration]
     if not (isinstance(rank, int) and rank >= 0) or not all(
-        isinstance(time, (int, float)) and isfinite(time) and time >= 0 for time in times
+        isinstance(time, (int, float)) and 0 <= time < LARGEST for time in times
     ):
-        raise ValueError(f"event {name!r} of the trace has no tid, ts and dur that are numbers")
+        raise ValueError(
+            f"event {name!r} of the trace has no tid, ts and dur that are numbers from 0 to "
+            f"{LARGEST:g}"
+        )
     try:
         action = Action.parse(str(name))
     except ScheduleError as error:
