@@ -134,6 +134,7 @@ def gradients(model, loss):
     return torch.autograd.grad(loss, list(dict.fromkeys(model.parameters())))
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(
     passages=lists_of_tokens.filter(lambda some: len(some) < 6),

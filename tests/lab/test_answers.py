@@ -263,7 +263,7 @@ def test_a_schedules_file_stands_beside_the_chosen_schedule(tmp_path):
         ('[{"ph": "X", "name": "GC", "tid": 0, "ts": 0, "dur": 1}]', "'GC' is no action"),
         ('[{"ph": "X", "name": "0F0", "tid": 0, "ts": "a", "dur": 1}]', "no tid, ts and dur"),
         ('[{"ph": "X", "name": "0F0", "tid": 1, "ts": 0, "dur": 1}]', "none is 0"),
-        ('[{"ph": "X", "name": "0F0", "tid": 0, "ts": 1e308, "dur": 1}]', "infinity"),
+        ('[{"ph": "X", "name": "0F0", "tid": 0, "ts": 1e308, "dur": 1}]', "numbers from 0 to"),
         ("[" * 100_000, "recursion"),
         ("\x89PNG\r\n", ""),
         ("", ""),

@@ -192,7 +192,7 @@ class FlatParam:
             self.reshard()
 
     def reshard(self) -> None:
-        """Free `whole`. Parameters become empty tensors: any use fails with a shape error."""
+        """Free `whole`. Parameters become empty: a layer fails with a shape error, a sum is 0."""
         for param in self.parameters:
             param.data = self._nothing
         _free(self.whole)
