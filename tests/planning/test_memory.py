@@ -97,8 +97,8 @@ def test_a_plan_that_does_not_fit_says_by_how_much_and_because_of_what():
     forecast = predict(model, Cluster(8), Plan(1, 8), 1024, 8)
     assert not forecast.fits
     lacking = (forecast.memory_bytes - forecast.capacity) / 2**30
-    assert forecast.verdict.startswith(f"does not fit, by {lacking:.1f} GiB: each rank would hold ")
-    assert "the largest part optimizer state" in forecast.verdict
+    assert forecast.verdict.startswith(f"does not fit, by {lacking:.1f} GiB: each rank needs ")
+    assert "the largest part is optimizer state" in forecast.verdict
     assert predict(model, Cluster(64), Plan(8, 8, zero=3), 1024, 8).fits
 
 

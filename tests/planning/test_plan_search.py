@@ -106,7 +106,7 @@ def test_an_explanation_names_each_second_and_the_next_best(found):
     plan, forecast = found[0]
     for name in forecast.parts:
         assert f"  {name}: " in text
-    assert f"the fastest of {found.tried} plans" in text
+    assert f"the fastest of the {len(found)} plans that fit; {found.tried} were tried" in text
     assert "The next best, " in text
     assert "The next best" not in explain(found, len(found) - 1)
     assert f"number {len(found)} of " in explain(found, len(found) - 1)
@@ -130,8 +130,10 @@ def test_commands_say_the_same_plan():
     assert "pipeline_parallel_degree = 2" in text
     assert 'pipeline_parallel_schedule = "1F1B"' in text
     assert "local_batch_size = 64" in text  # 256 sequences over dp = 4
-    with pytest.raises(ValueError, match=r"naranhi\.train has no zero: zero = 1"):
-        commands.naranhi_train(plan, 256)
+    with pytest.raises(ValueError, match=r"cannot run this plan: it has no ZeRO-1"):
+        commands.naranhi_train(LLAMA, plan, 256)
+    with pytest.raises(ValueError, match=r"cannot run this plan: a rank has 2 chunks of it"):
+        commands.naranhi_train(LLAMA, replace(plan, zero=0, chunks=2, schedule="interleaved"), 256)
     with pytest.raises(ValueError, match="Megatron-LM has no argument for the schedule"):
         commands.megatron(LLAMA, replace(plan, schedule="gpipe"), 4096, 256)
 
@@ -139,11 +141,18 @@ def test_commands_say_the_same_plan():
 def test_naranhi_train_knows_the_command_that_is_written():
     from naranhi.train import cli
 
-    line = commands.naranhi_train(Plan(2, 2, 2, microbatch=2), 32)
+    line = commands.naranhi_train(LLAMA, Plan(2, 2, 2, microbatch=2), 32)
     assert line.startswith("torchrun --nproc-per-node 8 -m naranhi.train ")
     options = cli.parse(line.split("naranhi.train ")[1].split())
     assert (options.dp, options.tp, options.pp, options.microbatches) == (2, 2, 2, 8)
-    assert options.sequence_parallel
+    assert (options.batch, options.sequence_parallel) == (32, True)
+    experts = replace(LLAMA, experts=8, top_k=2)
+    line = commands.naranhi_train(experts, Plan(4, ep=2, cp=2, microbatch=2), 32)
+    options = cli.parse(line.split("naranhi.train ")[1].split())
+    assert (options.dp, options.ep, options.cp) == (2, 2, 2)
+    assert (options.experts, options.top_k) == (8, 2)
+    with pytest.raises(ValueError, match="4 ranks, which do not divide the 2 that share the batch"):
+        commands.naranhi_train(experts, Plan(2, ep=4, cp=2), 32)
 
 
 def test_the_command_line_prints_the_plans(tmp_path, capsys):

@@ -102,7 +102,7 @@ def written(found: Found) -> dict[str, str]:
     plan, _ = found[0]
     sequence, batch = found.sequence_length, found.global_batch
     ways = {
-        "naranhi.train": lambda: commands.naranhi_train(plan, batch),
+        "naranhi.train": lambda: commands.naranhi_train(found.model, plan, batch),
         "torchtitan": lambda: commands.torchtitan(plan, sequence, batch),
         "Megatron-LM": lambda: commands.megatron(found.model, plan, sequence, batch),
     }

@@ -24,8 +24,8 @@ def explain(found: Found, place: int = 0) -> str:
         )
     plan, forecast = found[place]
     lines = [
-        f"{describe(plan)}, {'the fastest' if place == 0 else f'number {place + 1}'} of "
-        f"{found.tried} plans",
+        f"{describe(plan)}, {f'number {place + 1}' if place else 'the fastest'} of the "
+        f"{len(found)} plans that fit; {found.tried} were tried",
         "",
         *_step(found, forecast),
         "",
@@ -44,7 +44,7 @@ def describe(plan: Plan) -> str:
     words.append(f"micro-batch {plan.microbatch}")
     if plan.pp > 1:
         chunks = f" with {plan.chunks} chunks" if plan.chunks > 1 else ""
-        words.append(plan.schedule + chunks)
+        words.append(("1F1B" if plan.schedule == "one_f_one_b" else plan.schedule) + chunks)
     if plan.zero:
         words.append(f"ZeRO-{plan.zero}")
     if plan.recompute != "none":
@@ -58,7 +58,7 @@ def _step(found, forecast: Forecast):
     step = forecast.step_seconds
     yield (
         f"A step takes {step:.3g} s, from {forecast.low:.3g} to {forecast.high:.3g} s nine times "
-        f"in ten: {forecast.tokens_per_second_per_gpu:,.0f} tokens per second and GPU, "
+        f"in ten: {forecast.tokens_per_second_per_gpu:,.0f} tokens per second per GPU, "
         f"{forecast.tflops_per_gpu:.0f} TFLOPS, MFU {forecast.mfu:.1%}."
     )
     for name, seconds in sorted(forecast.parts.items(), key=lambda part: -part[1]):
@@ -106,7 +106,7 @@ def _reasons(found, plan: Plan):
     if plan.tp > 1:
         yield (
             f"tp {plan.tp}: each layer's weights and activations are on {plan.tp} GPUs of a node; "
-            "it pays with messages that nothing hides."
+            "it pays with messages in every layer."
         )
     if plan.pp > 1:
         yield (

@@ -18,7 +18,7 @@ class Forecast(NamedTuple):
         memory: The `Memory` of each stage.
         capacity: Bytes of a GPU that training can fill.
         tokens_per_second_per_gpu: Tokens of the global batch over seconds and GPUs.
-        tflops_per_gpu: Model operations in 10^12 per second and GPU, recomputed ones not counted.
+        tflops_per_gpu: Model operations in 10^12 per second per GPU, without recomputed ones.
         mfu: The same as a part of the GPU's peak at the plan's precision.
     """
 
@@ -64,14 +64,15 @@ class Forecast(NamedTuple):
         """Whether the plan fits, by how much not, and because of what, in one sentence."""
         stage = max(range(len(self.memory)), key=lambda s: self.memory[s].total)
         fullest = self.memory[stage]
-        held = f"{fullest.total / GIB:.1f} GiB of {self.capacity / GIB:.1f} GiB"
+        needed, capacity = fullest.total / GIB, self.capacity / GIB
         where = f"stage {stage}" if len(self.memory) > 1 else "each rank"
         if self.fits:
-            return f"fits: {where} holds {held}"
+            return f"fits: {where} holds {needed:.1f} GiB of {capacity:.1f} GiB"
         most = max(fullest._fields[:-1], key=lambda name: getattr(fullest, name))
         return (
-            f"does not fit, by {(fullest.total - self.capacity) / GIB:.1f} GiB: {where} would hold "
-            f"{held}, the largest part {MEMORY[most]} ({getattr(fullest, most) / GIB:.1f} GiB)"
+            f"does not fit, by {needed - capacity:.1f} GiB: {where} needs {needed:.1f} GiB and "
+            f"has {capacity:.1f} GiB; the largest part is {MEMORY[most]} "
+            f"({getattr(fullest, most) / GIB:.1f} GiB)"
         )
 
 
@@ -90,7 +91,7 @@ PARTS = {
     "attention": "scores and what is done with them, forward and backward",
     "recomputing": "forwards that its backwards repeat",
     "host": "waiting for the host to launch kernels",
-    "tensor": "tensor parallel messages, which nothing hides",
+    "tensor": "tensor parallel messages, as far as nothing hides them",
     "context": "keys and values of other ranks that arrive late",
     "expert": "tokens on their way to their experts and back",
     "sharding": "gathering parameters and reducing gradients, layer by layer",
