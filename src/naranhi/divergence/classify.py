@@ -80,7 +80,8 @@ def classify(held: Mapping[int, Held], axes: Axes) -> tuple[str | None, float | 
     axis = _axis_of(wrong, held, axes)
     verb = "differ" if several or len(wrong) > 1 else "differs"
     moved = all(_reordered(held[rank]) for rank in wrong)
-    hint = ": they have the same elements in another order" if moved else ""
+    hint = f", along the {axis} axis" if several and axis else ""
+    hint += ": they have the same elements in another order" if moved else ""
     return axis, None, f"{who} {verb} from one process{hint}"
 
 
