@@ -54,7 +54,7 @@ def test_every_error_of_the_labs_own_has_words():
     sources = [*(REPOSITORY / "book/_lab/lab").glob("*.py"), *SCRIPTS]
     text = "\n".join(path.read_text() for path in sources)
     raised = set(re.findall(r'InputError\(\s*"(\w+)"', text))
-    raised |= set(re.findall(r'(?:failed\(catalogue,|code:) "(\w+)"', text))
+    raised |= set(re.findall(r'(?:failed\(catalogue, |refuse\(|code: )"(\w+)"', text))
     assert len(raised) > 8
     assert raised | {"failed"} == set(CATALOGUES["en"]["errors"])
 
