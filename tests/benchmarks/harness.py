@@ -73,13 +73,15 @@ def measured(
     called with all rows so far when a work has ended. Raises AssertionError when two contenders of
     a work do not give the same result.
     """
-    rows, world = [], None
+    rows, world, kind = [], None, ""
     try:
         for index, work in enumerate(works, 1):
-            if world is None or world.ranks != work.ranks:
+            module = work.contenders.__module__
+            # A kind of work in new processes: after DeepSpeed's pipelines its ZeRO does not start.
+            if world is None or (world.ranks, kind) != (work.ranks, module):
                 if world:
                     world.close()
-                world = Ranks(work.ranks, deadline=120.0)
+                world, kind = Ranks(work.ranks, deadline=120.0), module
             report(f"[{index}/{len(works)}] {work.name}")
             times = world.call(on_a_rank, work, repeats, seconds)[0]
             rows += _rows(work.name, times)
