@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from gloo_ranks import Ranks, first_ranks
 from plain_loop import squared_error
+from replicas import grid
 from torch import nn
 
 from naranhi import models, pipeline, schedules
@@ -246,21 +247,6 @@ def replicas(what):
             return fingerprint(nn.ModuleList(pipe.stages.values()))
     except ValueError as error:
         return str(error)
-
-
-_grid = []
-
-
-def grid():
-    """(this rank's pipeline, its replicas): {0, 2} and {1, 3} are pipelines."""
-    if not _grid:
-        rank = dist.get_rank()
-        along, across = (
-            [dist.new_group(ranks, group_desc="unchecked") for ranks in way]
-            for way in ([[0, 2], [1, 3]], [[0, 1], [2, 3]])
-        )
-        _grid.extend([along[rank % 2], across[rank // 2]])
-    return _grid
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.pipelining.schedules as torchs
 from gloo_ranks import Ranks
-from replicas import make
+from replicas import grid, make
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -44,21 +44,6 @@ WAYS = {
 def four():
     with Ranks(4, deadline=40.0) as ranks:
         yield ranks
-
-
-_grid = []
-
-
-def grid():
-    """(this rank's pipeline, its replicas): {0, 2} and {1, 3} are pipelines."""
-    if not _grid:
-        rank = dist.get_rank()
-        along, across = (
-            [dist.new_group(ranks, group_desc="unchecked") for ranks in way]
-            for way in ([[0, 2], [1, 3]], [[0, 1], [2, 3]])
-        )
-        _grid.extend([along[rank % 2], across[rank // 2]])
-    return _grid
 
 
 def work(name, schedule):

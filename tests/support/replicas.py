@@ -1,6 +1,9 @@
 """Pipelines that are replicas of each other, against one process that takes share after share."""
 
+import functools
+
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from naranhi import models
@@ -8,6 +11,17 @@ from naranhi import models
 
 def squared_error(output, target):
     return (output - target).square().sum()
+
+
+@functools.cache
+def grid():
+    """(this rank's pipeline, its replicas): {0, 2} and {1, 3} are pipelines."""
+    rank = dist.get_rank()
+    along, across = (
+        [dist.new_group(ranks, group_desc="unchecked") for ranks in way]
+        for way in ([[0, 2], [1, 3]], [[0, 1], [2, 3]])
+    )
+    return along[rank % 2], across[rank // 2]
 
 
 def make(work):
