@@ -1,8 +1,10 @@
 """Starts that are interrupted, and machines on which ranks cannot start: a sentence, at once."""
 
+import contextlib
 import os
 import pwd
 import resource
+import socket
 import subprocess
 import sys
 import tempfile
@@ -10,7 +12,11 @@ import time
 from pathlib import Path
 
 import pytest
+import zmq
 from kernels import CellError, notebook, processes_of, wait_until
+
+import naranhi
+from naranhi.world import controller
 
 SAYS = (
     "import naranhi\n"
@@ -21,6 +27,24 @@ SAYS = (
     "except naranhi.RankError as error:\n"
     "    print(f'RankError: {error}')\n"
 )
+
+
+def test_the_ports_of_the_controller_are_its_own_before_it_listens():
+    """Else a process that asks for any port takes one of them, and the start fails, rarely."""
+    with contextlib.closing(naranhi.World(2)) as world:
+        printed = Path(world._ranks._cluster.controller.output_file).read_text()
+    assert "Hub listening" in printed and "Exhausted" not in printed  # of the ports it was given
+    held = controller.reserve(300)
+    ports = {one.getsockname()[1] for one in held}
+    others = [socket.socket() for _ in range(500)]
+    for other in others:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("127.0.0.1", 0))
+    assert not ports & {other.getsockname()[1] for other in others}
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as listener:
+        listener.bind(f"tcp://127.0.0.1:{min(ports)}")
+    for one in [*held, *others]:
+        one.close()
 
 
 def test_an_interrupted_start_leaves_nothing_and_the_next_works():

@@ -4,9 +4,26 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 
 from naranhi.distributed import processes
 from naranhi.world import leftovers, lifeline, server
+
+PORTS = 15  # that ipyparallel's controller takes, with one broadcast scheduler
+
+
+def reserve(number: int) -> list[socket.socket]:
+    """Return sockets that hold free ports for listeners of this process.
+
+    ipyparallel asks the kernel for free ports and binds them later; another process can take one
+    in between. While a socket is bound, the kernel gives its port to nobody who asks for any; a
+    listener that names the port can still have it, since both allow the address to be reused.
+    """
+    held = [socket.socket() for _ in range(number)]
+    for one in held:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        one.bind(("", 0))
+    return held
 
 
 def main() -> None:
@@ -20,6 +37,8 @@ def main() -> None:
 
     config = Config()
     config.Session.key = secrets.token_hex(32).encode()  # besides CURVE; otherwise all warn
+    held = reserve(PORTS)  # until this process ends
+    config.IPController.ports = [one.getsockname()[1] for one in held]
     IPController.launch_instance(config=config)
 
 
