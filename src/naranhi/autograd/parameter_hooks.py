@@ -11,11 +11,12 @@ So a gate stands before the hooks for as long as that lasts. Torch keeps the hoo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.graph import GradientEdge
 
 
 def has_hooks(parameter: torch.Tensor) -> bool:
@@ -43,6 +44,32 @@ def at_rest(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
         for gate in gates:
             gate.resting -= 1
             gate.end_if_free()
+
+
+def inner_gradients(
+    pairs: Sequence[tuple[torch.Tensor | GradientEdge, torch.Tensor]],
+    tensors: Sequence[torch.Tensor],
+    parameters: Iterable[torch.Tensor],
+    keep_graph: bool = False,
+) -> list[torch.Tensor | None]:
+    """Return the gradient of each of `tensors` by an inner graph; None if it has none there.
+
+    Args:
+        pairs: outputs of the inner graph, or their edges, each with its gradient.
+        tensors: inputs and parameters.
+        parameters: those whose hooks the outer graph runs.
+        keep_graph: whether the inner graph may be traversed again.
+    """
+    wanted = [tensor for tensor in tensors if tensor.requires_grad]
+    if not (pairs and wanted):
+        return [None] * len(tensors)
+    outputs, given = zip(*pairs, strict=True)
+    with at_rest(parameters):
+        found = torch.autograd.grad(
+            outputs, wanted, given, retain_graph=keep_graph, allow_unused=True
+        )
+    grads = iter(found)
+    return [next(grads) if tensor.requires_grad else None for tensor in tensors]
 
 
 def wait_for_gradient(parameter: torch.Tensor, later: str | None = None) -> Callable[[], None]:

@@ -22,7 +22,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from naranhi.autograd.calls import Call
 from naranhi.autograd.graph import find_stranger
-from naranhi.autograd.parameter_hooks import at_rest, wait_where_none
+from naranhi.autograd.parameter_hooks import inner_gradients, wait_where_none
 from naranhi.autograd.wrapper import Wrapper
 
 
@@ -110,28 +110,9 @@ class RecomputeFunction(torch.autograd.Function):
             outputs = ctx.run(inputs)
         known = [*inputs, *ctx.parameters]
         _refuse_strangers(outputs, known)
-
-        used = [
-            (output, gradient)
-            for output, gradient in zip(outputs, gradients, strict=True)
-            if output.requires_grad and gradient is not None
-        ]
-        grads = iter(())
-        if used:
-            with at_rest(ctx.parameters):  # the outer graph runs their hooks
-                grads = iter(
-                    torch.autograd.grad(
-                        [output for output, _ in used],
-                        [
-                            tensor
-                            for tensor, wants in zip(known, wants_gradient, strict=True)
-                            if wants
-                        ],
-                        [gradient for _, gradient in used],
-                        allow_unused=True,
-                    )
-                )
-        grads = [next(grads, None) if wants else None for wants in wants_gradient]
+        pairs = zip(outputs, gradients, strict=True)
+        used = [pair for pair in pairs if pair[0].requires_grad and pair[1] is not None]
+        grads = inner_gradients(used, known, ctx.parameters)
         wait_where_none(ctx.parameters, grads[count:])
         return None, None, *grads
 

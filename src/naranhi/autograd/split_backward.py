@@ -29,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from naranhi.autograd.calls import Call
 from naranhi.autograd.graph import find_stranger, has_group_norm
 from naranhi.autograd.module_hooks import is_compiled
-from naranhi.autograd.parameter_hooks import at_rest, wait_where_none
+from naranhi.autograd.parameter_hooks import inner_gradients, wait_where_none
 from naranhi.autograd.weight_gradients import Later
 from naranhi.autograd.wrapper import Wrapper
 
@@ -140,39 +140,23 @@ class SplitFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: FunctionCtx, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Compute the input gradients; the weight gradients too, or leave them for later."""
-        start = perf_counter()
-        layer, inputs, weights, later = ctx.layer, ctx.inputs, ctx.weights, ctx.layer.later
-        used = [
-            (edge, grad)
-            for edge, grad in zip(ctx.edges, grads, strict=True)
-            if edge is not None and grad is not None
-        ]
-
-        def gradients_of(tensors, keep):
-            """Return the gradient of each tensor, None if the tensor requires none."""
-            wanted = [tensor for tensor in tensors if tensor.requires_grad]
-            if not (used and wanted):
-                return [None] * len(tensors)
-            edges, given = zip(*used, strict=True)
-            with at_rest(weights):  # their hooks run where the gradients are added to `.grad`
-                grads = iter(
-                    torch.autograd.grad(edges, wanted, given, retain_graph=keep, allow_unused=True)
-                )
-            return [next(grads) if tensor.requires_grad else None for tensor in tensors]
-
+        start, later, inputs, weights = perf_counter(), ctx.layer.later, ctx.inputs, ctx.weights
+        pairs = zip(ctx.edges, grads, strict=True)
+        used = [(edge, grad) for edge, grad in pairs if edge is not None and grad is not None]
         if later and not ctx.once:
-            to_inputs, to_weights = gradients_of(inputs, True), [None] * len(weights)
+            to_inputs = inner_gradients(used, inputs, weights, keep_graph=True)
+            to_weights = [None] * len(weights)
             later.leave(weights, lambda: used)
         else:
             kept = torch._C._autograd._get_current_graph_task_keep_graph()
-            both = gradients_of([*inputs, *weights], kept)
+            both = inner_gradients(used, [*inputs, *weights], weights, kept)
             to_inputs, to_weights = both[: len(inputs)], both[len(inputs) :]
         if later and ctx.once:
             starts, to_weights = _starts(weights, to_weights), [None] * len(weights)
             later.leave(weights, lambda: starts)
         elif not later:
             wait_where_none(weights, to_weights)
-        layer.done(start, "input_grad" if later else "backward")
+        ctx.layer.done(start, "input_grad" if later else "backward")
         return None, None, None, None, *to_inputs, *to_weights
 
 

@@ -123,25 +123,15 @@ class Stage(nn.Module):
         if self.loss:
             gradients = [torch.ones_like(self.total)] * len(edges)
         pairs = [pair for pair in zip(edges, gradients, strict=True) if pair[0]]
-        own = self.weights.versions[version] if self.weights else self._own
-        new = [weight for weight in own if weight.grad is None]
         if not pairs:
             return [torch.zeros_like(tensor) for tensor in inputs]
+        own = self.weights.versions[version] if self.weights else self._own
+        new = [weight for weight in own if weight.grad is None]
         with self._reading(version):
             torch.autograd.backward(*map(list, zip(*pairs, strict=True)))
-            # The gradient of a bias with the input's shape may be the very tensor that is sent:
-            # the next micro-batch's gradient must not be added to that.
-            taken = {
-                self._dense(weight).untyped_storage().data_ptr()
-                for weight in new
-                if weight.grad is not None
-            }
-        grads = [
-            torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in inputs
-        ]
-        return [
-            grad.clone() if grad.untyped_storage().data_ptr() in taken else grad for grad in grads
-        ]
+            grads = [self._dense(weight) for weight in new if weight.grad is not None]
+        kept = {grad.untyped_storage().data_ptr() for grad in grads}
+        return [gradient_to_send(tensor, kept) for tensor in inputs]
 
     def _dense(self, weight):
         """Return the gradient of a weight, or raise ValueError if it is sparse."""
@@ -178,3 +168,19 @@ class Stage(nn.Module):
         with self._reading(version):
             for add_gradients in later:
                 add_gradients()
+
+
+def gradient_to_send(tensor: torch.Tensor, kept: set[int]) -> torch.Tensor:
+    """Return an input's gradient, and zeros if it has none.
+
+    The gradient of a bias with the input's shape may be the very tensor that is sent. The next
+    micro-batch's gradient is added to that, so a copy is sent.
+
+    Args:
+        tensor: an input of the stage.
+        kept: the addresses of the storages of the weights' gradients that are new.
+    """
+    if tensor.grad is None:
+        return torch.zeros_like(tensor)
+    shared = tensor.grad.untyped_storage().data_ptr() in kept
+    return tensor.grad.clone() if shared else tensor.grad

@@ -182,10 +182,9 @@ class Training:
         if self.options.clip:
             self.pipeline.clip_grad_norm_(self.options.clip)
         self.optimizer.step()
-        has_loss = (
-            loss is not None and self.mesh.place.tensor == 0
-        )  # count it once in a tensor group
-        total = loss.clone() if has_loss else torch.zeros((), device=self.device)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        if loss is not None and self.mesh.place.tensor == 0:  # once in a tensor group
+            total += loss
         dist.all_reduce(total)
         return total.item()
 
