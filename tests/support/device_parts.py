@@ -7,6 +7,7 @@ for the device is taken.
 
 import tempfile
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 
 import small_gpt2
@@ -14,7 +15,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from naranhi import collectives, data_parallel, measure, models, pipeline, schedules, train, zero
+from naranhi import (
+    collectives,
+    context_parallel,
+    data_parallel,
+    expert_parallel,
+    measure,
+    models,
+    pipeline,
+    schedules,
+    train,
+    zero,
+)
 from naranhi.autograd import recompute, splittable
 from naranhi.checkpoint import Checkpoints
 from naranhi.data_parallel import DDP
@@ -216,6 +228,54 @@ def run_tensor_parallel(device):
         if "ln_1.weight" in name
     )
     close(*norm)
+
+
+def run_context_parallel(device):
+    """Three ways of attention on parts of a sequence: outputs and gradients of the whole."""
+    _, ranks = place()
+    torch.manual_seed(0)
+    heads = 2 * ranks, ranks, ranks  # of queries, keys and values
+    whole = [torch.randn(2, number, 8 * ranks, 4).to(device) for number in heads]
+    gradient = torch.randn_like(whole[0])
+    for order in context_parallel.ORDERS:
+        cut = partial(context_parallel.split_sequence, order=order, dim=2)
+        expected = [x.clone().requires_grad_() for x in whole]
+        output = nn.functional.scaled_dot_product_attention(
+            *expected, is_causal=True, enable_gqa=True
+        )
+        output.backward(gradient)
+        for attention in (
+            context_parallel.ring_attention,
+            context_parallel.gathered_attention,
+            context_parallel.ulysses_attention,
+        ):
+            own = [cut(x).requires_grad_() for x in whole]
+            part = attention(*own, order=order)
+            part.backward(cut(gradient))
+            close(part, cut(output))
+            for x, other in zip(own, expected, strict=True):
+                close(x.grad, cut(other.grad))
+
+
+def run_expert_parallel(device):
+    """Experts on ranks that have other tokens: outputs and gradients of one process."""
+    rank, ranks = place()
+    alone = [dist.new_group([peer]) for peer in range(ranks)][rank]
+    tokens = torch.randn(4 * ranks, 16, generator=torch.Generator().manual_seed(0)).to(device)
+    outcomes = []
+    for group, own in ((alone, tokens), (None, tokens.chunk(ranks)[rank])):
+        torch.manual_seed(1)
+        moe = expert_parallel.MoE(16, 32, 2 * ranks, 2, group).to(device)
+        output, auxiliary = moe(own)
+        (output.square().sum() + auxiliary).backward()
+        if group is None:
+            expert_parallel.sum_gradients(moe)
+        outcomes.append((output, auxiliary, moe.router.weight.grad, moe.up.grad))
+    (output, auxiliary, router, up), (own, same, summed, experts) = outcomes
+    close(own, output.chunk(ranks)[rank])
+    close(same, auxiliary)
+    close(summed, router)
+    close(experts, up.chunk(ranks)[rank])
 
 
 def run_streams(device):

@@ -755,10 +755,10 @@ def test_misuse_is_told(five):
         "before": "RuntimeError: this optimizer does not work on the shards of this model: make it "
         "after Zero, of its param_groups",
         **{
-            kind: f"TypeError: {kind} needs the shapes of parameters, which shards do not have"
+            kind: f"TypeError: {kind} works on whole parameters, and a rank has only shards"
             for kind in ("Adafactor", "Muon", "LBFGS")
         },
-        "subclass": "TypeError: Adafactor needs the shapes of parameters, which shards do not have",
+        "subclass": "TypeError: Adafactor works on whole parameters, and a rank has only shards",
         "no backward": "RuntimeError: no parameter has a gradient in this step, on any rank: run a "
         "backward first",
         "state_dict": "RuntimeError: this model is sharded: read it inside of Zero.gathered(), or "

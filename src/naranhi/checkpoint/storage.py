@@ -130,8 +130,8 @@ class Storage:
         if later:
             raise CheckpointError(
                 f"{self.folder} has a checkpoint of step {later[-1]} already, and this is step "
-                f"{step}: give a run that goes back another folder, or delete those from step "
-                f"{later[0]} on"
+                f"{step}: to go back to an earlier step, save into another folder, or delete the "
+                f"checkpoints from step {later[0]} on"
             )
         for path in _entries(self.folder):
             if UNFINISHED.fullmatch(path.name):

@@ -5,7 +5,7 @@ what its messages cost. On a paced link a rank mostly waits, which uses no core,
 two cores take as long as four machines would. Units: seconds, bytes.
 """
 
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -42,38 +42,20 @@ def paced(alpha: float, beta: float, peers: Container[int] | None = None) -> Ite
         raise ValueError(f"alpha and beta are times, 0 or more, not {alpha!r} and {beta!r}")
     unpaced, unpaced_message = dist.batch_isend_irecv, dist.P2POp
     singles = dist.isend, dist.irecv  # as they were: perhaps paced for other peers
-    sent = received = 0.0  # when the link will be, or was, done with its last message
-    lock = Lock()
-
-    def send(message, arrival):
-        sleep(max(0.0, arrival - monotonic()))
-        return unpaced([message])  # in order; a thread that waited for one would hold up the next
-
-    def receive(works, takes):
-        nonlocal received
-        _wait_for(works)
-        # The sender has delayed it already; wait more only if it queued behind another message.
-        with lock:
-            end = received = max(monotonic(), received + takes)
-        sleep(max(0.0, end - monotonic()))
-        return ()
+    link = Link(unpaced)
 
     def start(messages):
-        nonlocal sent
-        works = []
-        for message in messages:
-            if dist.get_backend(message.group) != "gloo":
-                raise ValueError("only gloo's messages can be paced")
-            takes = alpha + message.tensor.nbytes * beta
-            if peers is not None and message.peer not in peers:
-                works += unpaced([message])
-            elif message.op is irecv:
-                works.append(_Work(inward.submit(receive, unpaced([message]), takes)))
-            else:
-                with lock:
-                    arrival = sent = max(monotonic(), sent) + takes
-                    works.append(_Work(outward.submit(send, message, arrival)))
-        return works
+        return [work for message in messages for work in start_message(message)]
+
+    def start_message(message):
+        if dist.get_backend(message.group) != "gloo":
+            raise ValueError("only gloo's messages can be paced")
+        if peers is not None and message.peer not in peers:
+            return unpaced([message])
+        takes = alpha + message.tensor.nbytes * beta
+        if message.op is irecv:
+            return [_Work(inward.submit(link.receive, unpaced([message]), takes))]
+        return [_Work(outward.submit(link.send, message, link.arrival(takes)))]
 
     def start_one(op, tensor, *arguments, **options):
         return start([unpaced_message(op, tensor, *arguments, **options)])[0]
@@ -94,6 +76,40 @@ def paced(alpha: float, beta: float, peers: Container[int] | None = None) -> Ite
         finally:
             dist.batch_isend_irecv, dist.P2POp = unpaced, unpaced_message
             dist.isend, dist.irecv = singles
+
+
+class Link:
+    """When the link of a rank has done with its messages, and the waiting until then.
+
+    Args:
+        start: starts messages, as `dist.batch_isend_irecv` does.
+    """
+
+    def __init__(self, start: Callable[[list[dist.P2POp]], list[dist.Work]]):
+        self.start, self.sent, self.received = start, 0.0, 0.0
+        self._lock = Lock()
+
+    def arrival(self, takes: float) -> float:
+        """Return when the next message will have been sent, which takes so many seconds."""
+        with self._lock:
+            self.sent = max(monotonic(), self.sent) + takes
+            return self.sent
+
+    def send(self, message: dist.P2POp, arrival: float) -> list[dist.Work]:
+        """Start a message when the link would deliver it.
+
+        It is not waited for, which would hold up the next.
+        """
+        sleep(max(0.0, arrival - monotonic()))
+        return self.start([message])
+
+    def receive(self, works: list[dist.Work], takes: float) -> list[dist.Work]:
+        """Wait for a message, and longer if it queued behind another: the sender has delayed it."""
+        _wait_for(works)
+        with self._lock:
+            end = self.received = max(monotonic(), self.received + takes)
+        sleep(max(0.0, end - monotonic()))
+        return []
 
 
 def _wait_for(works):

@@ -18,8 +18,18 @@ if TYPE_CHECKING:
 
     from naranhi.zero.flat_param import FlatParam
 
-# Optimizers, from torch and elsewhere, that use more of a parameter than single elements.
-OF_A_SHAPE = {"Adafactor", "LBFGS", "Muon", "SparseAdam", "Lamb", "LAMB", "LARS", "Shampoo", "SOAP"}
+# Optimizers, from torch and elsewhere, that are not element-wise.
+ON_WHOLE_PARAMETERS = {
+    "Adafactor",
+    "LBFGS",
+    "Muon",
+    "SparseAdam",
+    "Lamb",
+    "LAMB",
+    "LARS",
+    "Shampoo",
+    "SOAP",
+}
 
 
 def axes_of(group: dist.ProcessGroup, replicas: dist.ProcessGroup | None) -> Axes:
@@ -130,14 +140,15 @@ def require_own(optimizer: torch.optim.Optimizer, flats: Iterable[FlatParam]) ->
         flats: The flat parameters of the trained parameters.
 
     Raises:
-        TypeError: If the optimizer needs the shapes of parameters.
+        TypeError: If the optimizer works on whole parameters.
         RuntimeError: If the optimizer's parameters are not these shards.
     """
-    of_shape = next(
-        (kind.__name__ for kind in type(optimizer).__mro__ if kind.__name__ in OF_A_SHAPE), None
+    whole = next(
+        (kind.__name__ for kind in type(optimizer).__mro__ if kind.__name__ in ON_WHOLE_PARAMETERS),
+        None,
     )
-    if of_shape:
-        raise TypeError(f"{of_shape} needs the shapes of parameters, which shards do not have")
+    if whole:
+        raise TypeError(f"{whole} works on whole parameters, and a rank has only shards")
     theirs = {id(param) for group in optimizer.param_groups for param in group["params"]}
     if theirs != {id(piece) for flat in flats for piece in flat.pieces.values()}:
         raise RuntimeError(
