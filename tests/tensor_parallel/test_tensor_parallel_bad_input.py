@@ -79,7 +79,7 @@ REFUSED = {  # what is made, its plan, and the message
     "no such layer": (
         mlp,
         lambda: {"*up": Column(), "0.sideways": Row()},
-        "the plan names '0.sideways', but no layer is called so",
+        "the plan names '0.sideways', but no layer has such a name",
     ),
     "in two patterns": (mlp, lambda: {"*up": Column(), "0.*": Row()}, "0.up is split twice"),
     "again": (twice, lambda: {"*down": Row()}, "0.down is split twice"),

@@ -89,7 +89,7 @@ def _new_layers(module, plan, group, sequence):
     for pattern, way in plan.items():
         names = [name for name in layers if fnmatchcase(name, pattern)]
         if not names:
-            raise ValueError(f"the plan names {pattern!r}, but no layer is called so")
+            raise ValueError(f"the plan names {pattern!r}, but no layer has such a name")
         for name in names:
             if name in chosen or isinstance(layers[name], (ShardedModule, ParallelAttention)):
                 raise ValueError(f"{name} is split twice")
