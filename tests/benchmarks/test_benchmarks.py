@@ -53,6 +53,17 @@ def test_rows_of_a_small_work(tmp_path):
     assert f"{1000 * rows[0]['median_s']:.3f}" in text
 
 
+def test_each_kind_of_work_has_processes_of_its_own(monkeypatch):
+    """What an engine leaves in a process can keep another from starting there."""
+    made, make = [], harness.Ranks
+    monkeypatch.setattr(
+        harness, "Ranks", lambda *given, **named: made.append(make(*given, **named)) or made[-1]
+    )
+    kinds = bench_collectives.all_reduce, bench_collectives.all_gather, bench_pipelines.gpipe
+    harness.measured([harness.Work(kind.__name__, 2, kind, (64,)) for kind in kinds], repeats=1)
+    assert len(made) == 2
+
+
 def test_pipelines_agree_and_what_they_hold_is_counted():
     works = [harness.Work("small", 2, bench_pipelines.gpipe, (64,), memory=True)]
     rows = harness.measured(works, repeats=2)
