@@ -222,5 +222,8 @@ def test_results_stay_nowhere(world):
     before = [resident(pid) for pid in pids]
     for _ in range(6):
         assert [len(result) for result in world.run(bytes, 40 << 20)] == [40 << 20] * 2
-    grown = [resident(pid) - old for pid, old in zip(pids, before, strict=True)]
-    assert max(grown) < 100 << 20, grown
+
+    def stays():  # the controller may still be passing on the last of them
+        return [resident(pid) - old for pid, old in zip(pids, before, strict=True)]
+
+    wait_until(lambda: max(stays()) < 100 << 20, 10)
