@@ -25,7 +25,8 @@ class Found:
         cluster: The cluster.
         sequence_length: Tokens of a sequence.
         global_batch: Sequences of a step.
-        plans: Plans with their forecasts, the fastest first.
+        plans: The best of those that fit, with their forecasts, the fastest first.
+        fits: How many plans fit.
         tried: How many plans were looked at.
         nearest: If no plan fits, the one that lacks least, with its forecast.
     """
@@ -35,6 +36,7 @@ class Found:
     sequence_length: int
     global_batch: int
     plans: tuple[tuple[Plan, Forecast], ...]
+    fits: int
     tried: int
     nearest: tuple[Plan, Forecast] | None = None
 
@@ -108,7 +110,8 @@ def search(
     if not exact:
         plan = nearest[1]
         least = plan, forecast(model, cluster, plan, sequence_length, global_batch)
-    return Found(model, cluster, sequence_length, global_batch, tuple(exact[:best]), tried, least)
+    kept = tuple(exact[:best])
+    return Found(model, cluster, sequence_length, global_batch, kept, len(fit), tried, least)
 
 
 def plans(
