@@ -32,7 +32,8 @@ const scrolls = ".cell_output :is(pre, .text_html, .text_html > div), div.highli
   + ", .pst-scrollable-table-container, .naranhi-record-table, .naranhi-predictions"
   + ", .naranhi-lab-picture, .naranhi-lab-picture > div";
 const name = { en: "Scrolls sideways", ko: "옆으로 넘겨 볼 수 있습니다" };
-function markScrolling(region) {
+function markScrolling(around) {
+  const region = around.querySelector(":scope > mjx-container") ?? around;  // of a formula
   const wider = region.scrollWidth > region.clientWidth + 1;
   region.classList.toggle("naranhi-more",
     wider && region.scrollLeft + region.clientWidth < region.scrollWidth - 1);
@@ -45,6 +46,6 @@ addEventListener("DOMContentLoaded", () => {
   const seen = new ResizeObserver((entries) => entries.forEach((one) => markScrolling(one.target)));
   document.querySelectorAll(scrolls).forEach((region) => {
     seen.observe(region);
-    region.addEventListener("scroll", () => markScrolling(region), { passive: true });
+    region.addEventListener("scroll", () => markScrolling(region), { passive: true, capture: true });
   });
 });

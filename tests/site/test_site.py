@@ -65,6 +65,10 @@ FACTS = """() => ({
       && ["auto", "scroll"].includes(getComputedStyle(region).overflowX)
       && !(region.tabIndex === 0 && region.ariaLabel
         && getComputedStyle(region).boxShadow !== "none")).length,
+  cut: [...document.querySelectorAll("article span.math mjx-container")]
+    .filter((formula) => !formula.closest("table")
+      && formula.getBoundingClientRect().right > innerWidth)
+    .map((formula) => formula.closest("[id]").id),
   names: Math.max(0, ...[
     ...document.querySelectorAll(".pst-scrollable-table-container td:first-child")]
     .map((cell) => cell.offsetWidth)),
@@ -465,6 +469,38 @@ def test_the_focus_can_be_seen(site, chromium):
 def test_what_scrolls_can_be_reached_by_the_keyboard(visits):
     for name, facts in visits.items():
         assert facts["unreachable"] == 0, name
+
+
+def test_a_formula_in_a_line_is_no_wider_than_a_phone(visits):
+    """It cannot scroll, nor break."""
+    for name, facts in visits.items():
+        assert facts["cut"] == [], name
+
+
+def test_no_command_of_tex_is_left_in_prose(visits):
+    for name, facts in visits.items():
+        assert re.findall(r"\\[A-Za-z]{4,}", " ".join(facts["prose"])) == [], name
+
+
+def test_a_formula_that_scrolls_shows_it(site, chromium):
+    page = chromium.new_page(viewport=PHONE)
+    page.goto(f"{site}/en/10_interleaved_zero_bubble.html", wait_until="networkidle")
+    wide = page.wait_for_selector("div.math > mjx-container.naranhi-more")
+    assert wide.get_attribute("tabindex") == "0"
+    wide.evaluate("formula => { formula.scrollLeft = 9999; }")
+    page.wait_for_function("formula => !formula.matches('.naranhi-more')", arg=wide)
+    page.close()
+
+
+def test_the_headings_at_the_side_are_whole(site, chromium):
+    page = chromium.new_page(viewport=DESK)
+    page.goto(f"{site}/en/troubleshooting.html#trouble-python", wait_until="networkidle")
+    page.locator(".bd-sidebar-secondary li li code").first.wait_for()
+    beyond = (
+        "(items) => items.filter((one) => one.getBoundingClientRect().right > innerWidth).length"
+    )
+    assert page.locator(".bd-sidebar-secondary li").evaluate_all(beyond) == 0
+    page.close()
 
 
 @pytest.mark.parametrize(
