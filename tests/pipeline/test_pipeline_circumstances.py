@@ -18,6 +18,13 @@ from naranhi import pipeline, schedules
 WIDTH, PARTS = 8, 3
 
 
+class Cast(nn.Linear):
+    """Returns the dtype of its weights, whatever it takes, as an embedding does."""
+
+    def forward(self, x):
+        return super().forward(x.to(self.weight.dtype))
+
+
 class Both(nn.Module):
     """Returns a tuple when it trains, and a tensor when it is evaluated."""
 
@@ -38,7 +45,7 @@ class First(nn.Module):
 def layers():
     torch.manual_seed(0)
     return [
-        nn.Linear(WIDTH, WIDTH),
+        Cast(WIDTH, WIDTH),
         Both(),
         First(),
         nn.BatchNorm1d(WIDTH),
@@ -179,6 +186,7 @@ def other_dtypes(program):
     program.both(lambda model: model.double())
     program.both(lambda model: model.zero_grad())
     program.step(dtype=torch.float64)
+    program.step()  # takes what the first step took
     program.both(lambda model: model.float())
     program.both(lambda model: model.zero_grad())
     program.step()
