@@ -240,7 +240,7 @@ def known_elsewhere(case):
             program.step()
         with torch.no_grad():
             program.step()
-        grad, rows, context, count = True, 4, bf16(False), 12
+        grad, rows, context, count, told = True, 4, bf16(False), 12, None
         if case == "shapes":
             rows = (4, 2)[rank]
         elif case == "grad mode":
