@@ -248,8 +248,9 @@ def test_hooks_that_cannot_be_are_refused_on_every_rank(five, case, words):
 # --- units of ZeRO -------------------------------------------------------------------------------
 
 
-def sharded(stage, wrap):
-    """How far weights are from one process's after three steps, with a hook on a parameter."""
+def sharded(stage, wrap, named):
+    """How far weights are from one process's after three steps, with a hook on a parameter. named:
+    whether the units are named as the modules that they were before they were such layers."""
     group, rank = first_ranks(2), dist.get_rank()
     if rank >= 2:
         return None
@@ -265,7 +266,7 @@ def sharded(stage, wrap):
         layers[0].weight.register_hook(lambda grad: grad * 0.5)
         models.append(nn.Sequential(*prepare(layers)))
     plain, model = models
-    zero = Zero(model, stage, group=group)
+    zero = Zero(model, stage, units=layers if named else None, group=group)
     steppers = [
         torch.optim.SGD(plain.parameters(), lr=0.1),
         torch.optim.SGD(zero.param_groups, lr=0.1),
@@ -295,7 +296,8 @@ class Maybe(nn.Module):
         return self.norm(x) * self.scale
 
 
+@pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("wrap", ["splittable", "recomputed", "both"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_units_of_zero_may_be_such_layers(five, stage, wrap):
-    assert max(five.call(sharded, stage, wrap)[:2]) <= 1e-6
+def test_units_of_zero_may_be_such_layers(five, stage, wrap, named):
+    assert max(five.call(sharded, stage, wrap, named)[:2]) <= 1e-6
