@@ -85,17 +85,20 @@ def test_the_life_of_checkpoints(five, tmp_path):
     for name in [*foreign, *left_over]:
         (folder / name).mkdir(parents=True)
         (folder / name / "file").write_text("precious")
+    own = folder / "rank-1-0123456789abcdef.pt"  # of the user's, and no folder
+    own.write_text("precious")
     first, *others = five.call(life, str(folder))[:3]
     assert others == [first, first], "the same on every rank"
-    assert all((folder / name / "file").exists() for name in foreign)
-    names = {path.name for path in folder.iterdir()} - {*foreign}
+    assert all((folder / name / "file").exists() for name in foreign) and own.exists()
+    names = {path.name for path in folder.iterdir()} - {*foreign, own.name}
     assert names == {".lock", "step-00000030", "step-00000031"}
     assert first["steps"] == [2, 30], "the two newest"
     words = {
         "nothing yet": f"{folder} has no checkpoint: nothing was saved there, or a save was not "
         "finished",
-        "step 30": f"{folder} has a checkpoint of step 30 already, and this is step 30: give a run",
-        "step 29": "delete those from step 30 on",
+        "step 30": f"{folder} has a checkpoint of step 30 already, and this is step 30: to go back "
+        "to an earlier step, save into another folder",
+        "step 29": "or delete the checkpoints from step 30 on",
         "step -1": "step must be a whole number of at least 0, not -1",
         "step True": "not True",
         "step x": "not 'x'",
