@@ -42,9 +42,11 @@ def beside(make, stage, steps=3, loss=squares, change=None, **options):
     """Return the largest difference of parameters between a sharded model and one process.
 
     `make()` returns the model, the same one each time. `change(model)` is called for both before
-    each step.
+    each step. None on the ranks that are not in the group.
     """
     group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return None
     model, one = make(), make()
     zero = Zero(model, stage, group=group, **options)
     ours = torch.optim.SGD(zero.param_groups, lr=0.01, momentum=0.5)
@@ -405,8 +407,6 @@ CHANGES = {
 
 def changed(stage, kind, when):
     """A model with parametrizations or hooks, from before Zero or (hooks) after it."""
-    if dist.get_rank() >= 2:
-        return None
     change, done = CHANGES[kind], []
     if when == "before":
 
@@ -477,8 +477,6 @@ class Containers(nn.Module):
 
 
 def containers(stage):
-    if dist.get_rank() >= 2:
-        return None
     return beside(Containers, stage, loss=lambda output: output)
 
 
@@ -560,8 +558,6 @@ def test_a_unit_that_changes_its_input_in_place_is_refused(five, stage):
 
 def compiled(stage, how):
     """Layers, or all, compiled before or after Zero."""
-    if dist.get_rank() >= 2:
-        return None
     torch._dynamo.reset()
 
     def make():
