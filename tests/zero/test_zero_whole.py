@@ -103,6 +103,7 @@ def forward_inside(stage, precision):
             loss = model(x).square().sum()
             if within:
                 loss.backward()
+                assert same({name: p.detach() for name, p in model.named_parameters()}, one)
         if not within:
             loss.backward()
         norm = zero.clip_grad_norm_(1e9)
