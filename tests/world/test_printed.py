@@ -4,6 +4,7 @@ import contextlib
 from pathlib import Path
 
 import pytest
+from kernels import wait_until
 
 import naranhi
 from naranhi.world import World
@@ -69,6 +70,26 @@ def test_a_thread_that_outlives_its_cell_is_shown_with_the_next(world, capsys):
     assert capsys.readouterr().out == "[ranks 0-1] late\n"
 
 
+def test_what_is_printed_between_two_cells_is_shown_with_the_next(world, capsys, tmp_path):
+    go, done = tmp_path / "go", tmp_path / "done"
+    done.mkdir()
+    world.execute(
+        "import subprocess, threading, time\nfrom pathlib import Path\n"
+        "def late():\n"
+        f"    while not Path({str(go)!r}).exists():\n        time.sleep(0.01)\n"
+        "    print('late')\n"
+        "    subprocess.run(['echo', 'its child'], check=True)\n"
+        f"    Path({str(done)!r}, str(rank)).touch()\n"
+        "threading.Thread(target=late).start()"
+    )
+    go.touch()
+    wait_until(lambda: len([*done.iterdir()]) == 2, 20)
+    assert capsys.readouterr().out == ""
+    world.execute("print('next')")
+    shown = ["late", "its child", "next"]
+    assert capsys.readouterr().out.splitlines() == [f"[ranks 0-1] {line}" for line in shown]
+
+
 def test_what_a_rank_had_printed_before_it_died(world, capsys):
     with pytest.raises(naranhi.RankError, match="rank 1 died"):
         world.execute("import os\nprint('about to end', rank)\nif rank == 1:\n    os._exit(3)")
@@ -76,7 +97,7 @@ def test_what_a_rank_had_printed_before_it_died(world, capsys):
 
 
 def test_large_output_comes_whole_and_does_not_stay_on_the_rank(world, capsys):
-    cell = "for i in range(1 << 14):\n    print('x' * 127)"
+    cell = "for i in range(1 << 14):\n    print(f'{i:127}')"  # as many strings, for who keeps them
     resident = []
 
     def pages():
@@ -84,9 +105,12 @@ def test_large_output_comes_whole_and_does_not_stay_on_the_rank(world, capsys):
 
     for _ in range(12):
         world.execute(cell)
-        assert capsys.readouterr().out.count("x" * 127) == 1 << 14
+        assert capsys.readouterr().out.count(" " * 122) == 1 << 14
         resident.append(max(world.run(pages)) * 4096)
     assert resident[-1] - resident[3] < 8 << 20, "2 MiB a cell, eight cells"
+    files = [*Path(world._ranks.folder).glob("*.out")]
+    assert len(files) == 2
+    assert all(file.stat().st_size < 8 << 20 for file in files), "and what was shown is not kept"
 
 
 @pytest.mark.parametrize(

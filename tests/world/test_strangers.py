@@ -18,6 +18,7 @@ import torch.distributed as dist
 import naranhi
 from naranhi.world import World, leftovers, server
 from naranhi.world.lifeline import Lifelines
+from naranhi.world.store import Store
 
 
 @pytest.fixture(scope="module")
@@ -41,13 +42,17 @@ def ports_of(*pids):
     return [int(line.split()[3].rpartition(":")[2]) for line in lines]
 
 
-def test_the_store_of_the_ranks_lets_in_nobody_without_the_secret(world):
+def test_the_store_of_the_ranks_lets_in_nobody_without_the_secret(world, monkeypatch):
     ports = ports_of(os.getpid())
     assert ports
     for port in ports:
         with pytest.raises((dist.DistStoreError, dist.DistNetworkError)):
             stranger = dist.TCPStore("127.0.0.1", port, timeout=datetime.timedelta(seconds=1))
             stranger.set("checks/0/1/0", '"barrier"')
+        for secret in ("", "0" * 32):  # of one who speaks as our own do
+            monkeypatch.setenv(server.ADDRESS, f"127.0.0.1:{port}:{secret}")
+            with pytest.raises(ConnectionError):
+                Store(1.0).set("checks/0/1/0", "barrier")
 
 
 def test_the_controller_lets_in_nobody_without_its_key(world):
@@ -62,7 +67,8 @@ def test_the_controller_lets_in_nobody_without_its_key(world):
                 assert not events.poll(300), f"port {port} of the controller let in a stranger"
 
 
-def test_a_first_line_without_end_is_cut_off(world):
+def test_a_first_line_without_end_is_cut_off(world, monkeypatch):
+    monkeypatch.setattr(server, "HELLO_SECONDS", 600.0)  # not because it has taken too long
     for port in ports_of(os.getpid()):
         with (
             socket.create_connection(("127.0.0.1", port), timeout=5) as stranger,
