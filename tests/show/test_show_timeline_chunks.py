@@ -45,8 +45,8 @@ def test_the_key_names_chunks_where_there_are_several():
     ]
     assert keys == [
         ["forward", "backward"],
-        ["forward", "backward", "chunk 0", "1"],
-        ["forward", "backward", "chunk 0", "1", "2", "3"],
+        ["forward", "backward", "chunk 0", "chunk 1"],
+        ["forward", "backward", "chunk 0", "chunk 1", "chunk 2", "chunk 3"],
     ]
 
 

@@ -32,7 +32,7 @@ KINDS = {
     "W": ("weight gradient", "#31896c"),
     "U": ("update", "#b257b4"),
     "UNSHARD": ("unshard", "#b257b4"),
-    "REDUCE_GRAD": ("reduce", "#aa4408"),
+    "REDUCE_GRAD": ("reduce", "#0f6e78"),
     "RESHARD": ("reshard", "#939393"),
 }
 FULL, UPPER, LOWER = (0.08, 0.84), (0.08, 0.41), (0.51, 0.41)  # parts of a row: from, height
@@ -113,7 +113,7 @@ def draw_timeline(timeline: Timeline, measured: bool = False, end: float | None 
     keys = {KINDS[kind][0]: Rectangle((0, 0), 1, 1, color=KINDS[kind][1], lw=0) for kind in kinds}
     most = max(len({action.stage for action, _, _ in row}) for row in timeline)
     for chunk in range(most if most > 1 else 0):
-        keys[f"chunk {chunk}" if chunk == 0 else f"{chunk}"] = Rectangle(
+        keys[f"chunk {chunk}"] = Rectangle(
             (0, 0), 1, 1, facecolor=to_rgba(FAINT, _fill(chunk, most)), edgecolor=FAINT, lw=0.8
         )
     draw_key(ax, keys)

@@ -16,20 +16,27 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 from naranhi.distributed import processes
 from naranhi.world import engine, leftovers, lifeline, server
+
+CACHE = "TORCHINDUCTOR_CACHE_DIR"  # torch names its folder there
 
 
 def main() -> None:
     """Fork the ranks, and end after the last of them. Called once, in a process of its own."""
     folder = Path(os.environ[server.FOLDER])
     # No thread may run yet: a forked child has only the thread that called fork.
+    own_cache = CACHE not in os.environ
     import ipyparallel.engine.app  # noqa: F401
     import torch._dynamo  # as an optimizer does when it is made, which takes a second
     import torch.distributed  # noqa: F401
 
+    if own_cache:  # Dynamo has made an empty folder; what compiles makes it again
+        with suppress(OSError):
+            os.rmdir(os.environ.get(CACHE, ""))
     own, ranks = os.getpid(), set()
     for _ in range(int(sys.argv.pop(1))):
         if (pid := os.fork()) == 0:
