@@ -33,7 +33,8 @@ const scrolls = ".cell_output :is(pre, .text_html, .text_html > div), div.highli
   + ", .naranhi-lab-picture, .naranhi-lab-picture > div";
 const name = { en: "Scrolls sideways", ko: "옆으로 넘겨 볼 수 있습니다" };
 function markScrolling(around) {
-  const region = around.querySelector(":scope > mjx-container") ?? around;  // of a formula
+  const region = around.querySelector(":scope > mjx-container") ?? around;
+  if (around.matches("div.math") && region === around) return;  // not typeset yet
   const wider = region.scrollWidth > region.clientWidth + 1;
   region.classList.toggle("naranhi-more",
     wider && region.scrollLeft + region.clientWidth < region.scrollWidth - 1);

@@ -659,3 +659,17 @@ def test_recomputed_layers_of_gpt2_keep_their_input_only():
     assert same_bits(results["kept"], results["recomputed"])
     hidden = 2 * 16 * 32 * 4
     assert list(bytes.values()) == [tokens.nbytes + mask.nbytes, hidden, hidden, hidden]
+
+
+def test_a_parameter_frozen_after_the_forward_is_as_without_recomputation():
+    found = []
+    for wrap in (lambda layer: layer, Recompute):
+        torch.manual_seed(0)
+        layer = nn.Linear(3, 3)
+        x = torch.randn(2, 3, requires_grad=True)
+        output = wrap(layer)(x)
+        layer.weight.requires_grad_(False)
+        output.square().sum().backward()
+        found.append((x.grad, layer.bias.grad, layer.weight.grad))
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+    assert found[0][2] is None and found[1][2] is None

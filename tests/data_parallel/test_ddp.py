@@ -262,7 +262,7 @@ def failing(ranks_that_fail):
     if rank in ranks_that_fail:
         assert own < 10
         found.append(message(optimizer.step))
-    if len(ranks_that_fail) == 2:  # neither waits for what the other sends in the step after
+    if len(ranks_that_fail) == 2:  # both have been told before either begins the next step
         dist.barrier(others)
     optimizer.zero_grad()
     fails[0] = False

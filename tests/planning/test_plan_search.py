@@ -106,8 +106,8 @@ def test_an_explanation_names_each_second_and_the_next_best(found):
     plan, forecast = found[0]
     for name in forecast.parts:
         assert f"  {name}: " in text
-    assert f"the fastest of the {found.fits} plans that fit; {found.tried} were tried" in text
-    assert len(found) < found.fits < found.tried
+    assert f"the fastest of the {found.fitting} plans that fit; {found.tried} were tried" in text
+    assert len(found) < found.fitting < found.tried
     assert "The next best, " in text
     assert "The next best" not in explain(found, len(found) - 1)
     assert f"number {len(found)} of " in explain(found, len(found) - 1)

@@ -235,7 +235,7 @@ def test_ranks_end_with_their_launcher(endless):
         stop(pid)
     os.kill(launcher.pid, signal.SIGKILL)
     try:
-        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 10)
+        wait_until(lambda: all(map(processes.is_gone, pids)), 10)
     finally:
         for pid in pids:
             processes.kill(pid)

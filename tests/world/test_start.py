@@ -1,6 +1,7 @@
 """Starts that are interrupted, and machines on which ranks cannot start: a sentence, at once."""
 
 import contextlib
+import json
 import os
 import pwd
 import resource
@@ -16,7 +17,7 @@ import zmq
 from kernels import CellError, notebook, processes_of, wait_until
 
 import naranhi
-from naranhi.world import controller
+from naranhi.world import controller, fork
 
 SAYS = (
     "import naranhi\n"
@@ -33,18 +34,25 @@ def test_the_ports_of_the_controller_are_its_own_before_it_listens():
     """Else a process that asks for any port takes one of them, and the start fails, rarely."""
     with contextlib.closing(naranhi.World(2)) as world:
         printed = Path(world._ranks._cluster.controller.output_file).read_text()
+        [file] = Path(world._ranks.folder, "security").glob("*client.json")
+        told = json.loads(file.read_text())
+        listening = [
+            told[name] for name in ("registration", "control", "mux", "iopub", "broadcast")
+        ]
+        for port in listening:  # on another address nobody listens, and yet it is taken
+            with socket.socket() as other, pytest.raises(OSError, match="in use"):
+                other.bind(("127.0.0.2", port))
     assert "Hub listening" in printed and "Exhausted" not in printed  # of the ports it was given
-    held = controller.reserve(300)
-    ports = {one.getsockname()[1] for one in held}
-    others = [socket.socket() for _ in range(500)]
-    for other in others:
-        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        other.bind(("127.0.0.1", 0))
-    assert not ports & {other.getsockname()[1] for other in others}
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as listener:
-        listener.bind(f"tcp://127.0.0.1:{min(ports)}")
-    for one in [*held, *others]:
-        one.close()
+    with contextlib.ExitStack() as stack:
+        held = [stack.enter_context(one) for one in controller.reserve(300)]
+        ports = {one.getsockname()[1] for one in held}
+        for _ in range(500):
+            with socket.socket() as other:
+                other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                other.bind(("127.0.0.1", 0))
+                assert other.getsockname()[1] not in ports
+        with zmq.Context() as context, context.socket(zmq.ROUTER) as listener:
+            listener.bind(f"tcp://127.0.0.1:{min(ports)}")
 
 
 def test_an_interrupted_start_leaves_nothing_and_the_next_works():
@@ -178,7 +186,8 @@ def test_a_disk_that_fills_up(own_mounts, tmp_path):
 
 
 @pytest.mark.parametrize("home", ["missing", "read-only"])
-def test_a_home_that_cannot_be_written_leaves_no_folders(own_mounts, tmp_path, home):
+def test_a_home_that_cannot_be_written_leaves_no_folders(own_mounts, tmp_path, home, monkeypatch):
+    monkeypatch.delenv(fork.CACHE, raising=False)  # which torch, imported here, may have set
     folder = tmp_path / "home"
     folder.mkdir()
     temporary = tmp_path / "temporary"
@@ -198,13 +207,14 @@ def test_another_user_without_a_home(needs):
     who += [f"--inh-caps={may}", f"--ambient-caps={may}"]
     with tempfile.TemporaryDirectory() as folder:  # not in one of root's alone
         os.chown(folder, user.pw_uid, user.pw_gid)
+        environment = {k: v for k, v in os.environ.items() if k != fork.CACHE}
         done = subprocess.run(
             ["setpriv", *who, sys.executable, "-c", SAYS],
             capture_output=True,
             text=True,
             timeout=90,
             cwd="/",
-            env={**os.environ, "HOME": "/nonexistent", "TMPDIR": folder},
+            env=environment | {"HOME": "/nonexistent", "TMPDIR": folder},
         )
         assert done.stdout == "[ranks 0-1] 1\n", done.stderr
         assert os.listdir(folder) == []

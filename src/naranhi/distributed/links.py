@@ -6,7 +6,7 @@ two cores take as long as four machines would. Units: seconds, bytes.
 """
 
 from collections.abc import Callable, Container, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from math import isfinite
@@ -42,7 +42,6 @@ def paced(alpha: float, beta: float, peers: Container[int] | None = None) -> Ite
         raise ValueError(f"alpha and beta are times, 0 or more, not {alpha!r} and {beta!r}")
     unpaced, unpaced_message = dist.batch_isend_irecv, dist.P2POp
     singles = dist.isend, dist.irecv  # as they were: perhaps paced for other peers
-    link = Link(unpaced)
 
     def start(messages):
         return [work for message in messages for work in start_message(message)]
@@ -55,7 +54,7 @@ def paced(alpha: float, beta: float, peers: Container[int] | None = None) -> Ite
         takes = alpha + message.tensor.nbytes * beta
         if message.op is irecv:
             return [_Work(inward.submit(link.receive, unpaced([message]), takes))]
-        return [_Work(outward.submit(link.send, message, link.arrival(takes)))]
+        return [_Work(link.send(message, takes))]
 
     def start_one(op, tensor, *arguments, **options):
         return start([unpaced_message(op, tensor, *arguments, **options)])[0]
@@ -69,6 +68,7 @@ def paced(alpha: float, beta: float, peers: Container[int] | None = None) -> Ite
 
     # One worker sends, so that messages stay in order.
     with ThreadPoolExecutor(WAITING) as inward, ThreadPoolExecutor(1) as outward:
+        link = Link(unpaced, outward)
         dist.batch_isend_irecv, dist.P2POp = start, message
         dist.isend, dist.irecv = paced_ones
         try:
@@ -79,27 +79,30 @@ def paced(alpha: float, beta: float, peers: Container[int] | None = None) -> Ite
 
 
 class Link:
-    """When the link of a rank has done with its messages, and the waiting until then.
+    """A rank's link, which sends one message and receives one message at a time.
 
     Args:
         start: starts messages, as `dist.batch_isend_irecv` does.
+        outward: runs in one thread what it is given, in order.
     """
 
-    def __init__(self, start: Callable[[list[dist.P2POp]], list[dist.Work]]):
-        self.start, self.sent, self.received = start, 0.0, 0.0
+    def __init__(
+        self,
+        start: Callable[[list[dist.P2POp]], list[dist.Work]],
+        outward: ThreadPoolExecutor,
+    ) -> None:
+        self.start, self.outward = start, outward
+        self.sent = self.received = 0.0  # when the link is, or was, done with its last message
         self._lock = Lock()
 
-    def arrival(self, takes: float) -> float:
-        """Return when the next message will have been sent, which takes so many seconds."""
-        with self._lock:
-            self.sent = max(monotonic(), self.sent) + takes
-            return self.sent
+    def send(self, message: dist.P2POp, takes: float) -> Future[list[dist.Work]]:
+        """Queue a message that takes so many seconds; it is started when it would arrive."""
+        with self._lock:  # in the order of arrival, whatever thread it comes from
+            arrival = self.sent = max(monotonic(), self.sent) + takes
+            return self.outward.submit(self.deliver, message, arrival)
 
-    def send(self, message: dist.P2POp, arrival: float) -> list[dist.Work]:
-        """Start a message when the link would deliver it.
-
-        It is not waited for, which would hold up the next.
-        """
+    def deliver(self, message: dist.P2POp, arrival: float) -> list[dist.Work]:
+        """Start a message at its arrival. To wait for it here would hold up the next."""
         sleep(max(0.0, arrival - monotonic()))
         return self.start([message])
 

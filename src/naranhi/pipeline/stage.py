@@ -130,8 +130,8 @@ class Stage(nn.Module):
         with self._reading(version):
             torch.autograd.backward(*map(list, zip(*pairs, strict=True)))
             grads = [self._dense(weight) for weight in new if weight.grad is not None]
-        kept = {grad.untyped_storage().data_ptr() for grad in grads}
-        return [gradient_to_send(tensor, kept) for tensor in inputs]
+        storages = {grad.untyped_storage().data_ptr() for grad in grads}
+        return [gradient_to_send(tensor, storages) for tensor in inputs]
 
     def _dense(self, weight):
         """Return the gradient of a weight, or raise ValueError if it is sparse."""
@@ -170,17 +170,17 @@ class Stage(nn.Module):
                 add_gradients()
 
 
-def gradient_to_send(tensor: torch.Tensor, kept: set[int]) -> torch.Tensor:
-    """Return an input's gradient, and zeros if it has none.
+def gradient_to_send(tensor: torch.Tensor, storages: set[int]) -> torch.Tensor:
+    """Return an input's gradient, or zeros if it has none.
 
     The gradient of a bias with the input's shape may be the very tensor that is sent. The next
     micro-batch's gradient is added to that, so a copy is sent.
 
     Args:
         tensor: an input of the stage.
-        kept: the addresses of the storages of the weights' gradients that are new.
+        storages: the addresses of the storages of the weights' gradients that are new.
     """
     if tensor.grad is None:
         return torch.zeros_like(tensor)
-    shared = tensor.grad.untyped_storage().data_ptr() in kept
+    shared = tensor.grad.untyped_storage().data_ptr() in storages
     return tensor.grad.clone() if shared else tensor.grad

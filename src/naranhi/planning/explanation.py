@@ -25,7 +25,7 @@ def explain(found: Found, place: int = 0) -> str:
     plan, forecast = found[place]
     lines = [
         f"{describe(plan)}, {f'number {place + 1}' if place else 'the fastest'} of the "
-        f"{found.fits} plans that fit; {found.tried} were tried",
+        f"{found.fitting} plans that fit; {found.tried} were tried",
         "",
         *_step(found, forecast),
         "",

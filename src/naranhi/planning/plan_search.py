@@ -26,7 +26,7 @@ class Found:
         sequence_length: Tokens of a sequence.
         global_batch: Sequences of a step.
         plans: The best of those that fit, with their forecasts, the fastest first.
-        fits: How many plans fit.
+        fitting: How many plans fit.
         tried: How many plans were looked at.
         nearest: If no plan fits, the one that lacks least, with its forecast.
     """
@@ -36,7 +36,7 @@ class Found:
     sequence_length: int
     global_batch: int
     plans: tuple[tuple[Plan, Forecast], ...]
-    fits: int
+    fitting: int
     tried: int
     nearest: tuple[Plan, Forecast] | None = None
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -29,14 +30,16 @@ def main() -> None:
     """Fork the ranks, and end after the last of them. Called once, in a process of its own."""
     folder = Path(os.environ[server.FOLDER])
     # No thread may run yet: a forked child has only the thread that called fork.
-    own_cache = CACHE not in os.environ
+    temporary = tempfile.gettempdir()
+    before = {*os.listdir(temporary), os.path.basename(os.environ.get(CACHE, ""))}
     import ipyparallel.engine.app  # noqa: F401
     import torch._dynamo  # as an optimizer does when it is made, which takes a second
     import torch.distributed  # noqa: F401
 
-    if own_cache:  # Dynamo has made an empty folder; what compiles makes it again
+    cache = Path(os.environ.get(CACHE, ""))
+    if cache.name not in before:  # Dynamo has just made it, empty; what compiles makes it again
         with suppress(OSError):
-            os.rmdir(os.environ.get(CACHE, ""))
+            cache.rmdir()
     own, ranks = os.getpid(), set()
     for _ in range(int(sys.argv.pop(1))):
         if (pid := os.fork()) == 0:
