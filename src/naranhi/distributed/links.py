@@ -84,7 +84,15 @@ class Link:
     Args:
         start: starts messages, as `dist.batch_isend_irecv` does.
         outward: runs in one thread what it is given, in order.
+
+    Attributes:
+        sent, received: when the link is, or was, done with its last message.
     """
+
+    start: Callable[[list[dist.P2POp]], list[dist.Work]]
+    outward: ThreadPoolExecutor
+    sent: float
+    received: float
 
     def __init__(
         self,
@@ -92,7 +100,7 @@ class Link:
         outward: ThreadPoolExecutor,
     ) -> None:
         self.start, self.outward = start, outward
-        self.sent = self.received = 0.0  # when the link is, or was, done with its last message
+        self.sent = self.received = 0.0
         self._lock = Lock()
 
     def send(self, message: dist.P2POp, takes: float) -> Future[list[dist.Work]]:

@@ -182,7 +182,8 @@ class Training:
         if self.options.clip:
             self.pipeline.clip_grad_norm_(self.options.clip)
         self.optimizer.step()
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        dtype = next(iter(self.pipeline.parameters())).dtype  # of the loss, on its ranks
+        total = torch.zeros((), dtype=dtype, device=self.device)
         if loss is not None and self.mesh.place.tensor == 0:  # once in a tensor group
             total += loss
         dist.all_reduce(total)
