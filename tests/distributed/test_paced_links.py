@@ -1,6 +1,7 @@
 """Paced links: the same messages as ever, as late as such a link would bring them."""
 
-from time import perf_counter
+from concurrent.futures import ThreadPoolExecutor
+from time import perf_counter, sleep
 
 import pytest
 import torch
@@ -186,3 +187,23 @@ def test_the_pace_ends_with_the_block_however_it_is_left(five):
 def test_what_is_no_time_is_refused(alpha, beta):
     with pytest.raises(ValueError, match="times, 0 or more"), links.paced(alpha, beta):
         pass
+
+
+class Queue:
+    """Takes a while over each, as a thread may that has no core."""
+
+    def __init__(self):
+        self.arrivals = []
+
+    def submit(self, deliver, message, arrival):
+        sleep(0.02 if message % 2 else 0.0)
+        self.arrivals.append(arrival)
+
+
+def test_messages_of_several_threads_are_queued_in_the_order_of_arrival():
+    """Else the one that sends would sleep until a later arrival first."""
+    link = links.Link(None, Queue())
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda message: link.send(message, 1.0), range(16)))
+    assert link.outward.arrivals == sorted(link.outward.arrivals)
+    assert len(link.outward.arrivals) == 16
