@@ -71,8 +71,8 @@ ifneq ($(WHEELS),)
 	@$(GPU_PYTHON) -m pip install --disable-pip-version-check --quiet --no-index --no-deps --upgrade \
 	--target _build/wheels $(WHEELS)/*.whl
 endif
-	@PYTHONPATH="src:_build/wheels:$$PYTHONPATH" $(GPU_PYTHON) book/gpu.py --minutes $(MINUTES) \
-	$(if $(OUT),--into $(OUT))
+	@PYTHONPATH="$(CURDIR)/src:$(CURDIR)/_build/wheels:$$PYTHONPATH" $(GPU_PYTHON) book/gpu.py --minutes $(MINUTES) \
+	$(if $(OUT),--into $(OUT)) $(if $(RESUME),--resume) $(if $(COMMIT),--commit $(COMMIT))
 
 # jupyterlab-myst renders roles and directives there. It is not in requirements.txt: no chapter that
 # is executed depends on it.

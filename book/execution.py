@@ -162,7 +162,10 @@ def machine() -> str:
 
 
 def commit(root: Path) -> str | None:
-    """The commit of what is executed, with a ``+`` when files differ; None outside of git."""
+    """The commit of what is executed, with a ``+`` when files differ.
+
+    Outside of git it is what NARANHI_COMMIT says; None if that says nothing.
+    """
     inputs = ["src", f"notebooks/{EXECUTED}", "requirements.txt"]
 
     def git(*arguments: str) -> subprocess.CompletedProcess:
@@ -170,7 +173,7 @@ def commit(root: Path) -> str | None:
 
     head = git("rev-parse", "--short", "HEAD")
     if head.returncode:
-        return None
+        return os.environ.get("NARANHI_COMMIT")
     return head.stdout.strip() + ("+" if git("status", "--porcelain", "--", *inputs).stdout else "")
 
 

@@ -3,17 +3,20 @@
     make gpu                       on this machine, in about nine minutes
     make gpu MINUTES=30            with more time, for more chapters
     make gpu WHEELS=wheels         with packages that were carried there (the preflight says which)
+    make gpu RESUME=1              what the last run of this commit has not passed yet
     python book/gpu.py --rehearse  the same steps on a machine without a GPU, recorded in _build
 
 First a preflight: what is missing is said before anything starts. Then, the most telling first:
-tests marked ``gpu``, chapters, the benchmark. Each step's result is written when it ends, so a
-machine that is taken away loses the step in progress only. What does not fit into the time is named
-as not run. Everything goes into one folder, ``book/recorded/MACHINE``; ``make book`` takes it up.
+tests marked ``gpu``, tables of one GPU, chapters, the benchmark of ranks. Each step's result is
+written when it ends, so a machine that is taken away loses the step in progress only. What does not
+fit into the time is named as not run. Everything goes into one folder, ``book/recorded/MACHINE``;
+``make book`` takes it up.
 """
 
 import argparse
 import contextlib
 import importlib.util
+import json
 import os
 import platform
 import re
@@ -44,6 +47,7 @@ PACKAGES = {
 }
 # What single chapters need besides; without it they are named as not run.
 OPTIONAL = "deepspeed", "torchgpipe"
+BENCHMARK = *OPTIONAL, "memray"
 # What a GPU changes most comes first.
 FIRST = "04_overlap", "01_hierarchy", "07_activation_memory", "12_zero", "19_precision"
 
@@ -171,10 +175,13 @@ class Steps:
 
     def __init__(self, folder: Path, stamp: dict, seconds: float) -> None:
         self.folder, self.stamp, self.end = folder, stamp, time.monotonic() + seconds
+        self.passed = {step["step"] for step in stamp["steps"]}  # in an earlier run
         self.write()
 
     def run(self, name: str, command: list[str], least: float) -> None:
         """Run a step if `least` seconds are left; stop it when the time is over."""
+        if name in self.passed:
+            return
         start = time.monotonic()
         left = self.end - start
         if left < least:
@@ -244,8 +251,12 @@ def main() -> int:
     parser.add_argument("--into", type=Path, help="the folder, by default book/recorded/MACHINE")
     parser.add_argument("--only", nargs="*", default=[], help="chapters, instead of all")
     parser.add_argument("--rehearse", action="store_true", help="without a GPU, into _build")
+    parser.add_argument("--commit", help="of a copy that is no git repository, for the stamp")
+    parser.add_argument("--resume", action="store_true", help="leave out what passed before")
     parser.add_argument("--chapter", help=argparse.SUPPRESS)  # a step of its own
     options = parser.parse_args()
+    if options.commit:
+        os.environ["NARANHI_COMMIT"] = options.commit  # for `execution.commit`, in each step
     if options.chapter:
         chapter(options.chapter, options.into)
         return 0
@@ -273,8 +284,21 @@ def main() -> int:
         "commit": execution.commit(ROOT),
         "steps": [],
     }
+    if options.resume:
+        stamp["steps"] = passed(folder, stamp)
     print(f"{stamp['device']}, torch {stamp['torch']}: {options.minutes:g} minutes, into {folder}")
     return record(folder, stamp, options)
+
+
+def passed(folder: Path, stamp: dict) -> list[dict]:
+    """Return the steps that passed in this folder, if they were of this commit and this machine."""
+    try:
+        before = json.loads((folder / "stamp.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return []
+    if any(before.get(key) != stamp.get(key) for key in ("commit", "device", "torch")):
+        return []
+    return [step for step in before["steps"] if step["result"] == "passed"]
 
 
 def record(folder: Path, stamp: dict, options: argparse.Namespace) -> int:
@@ -286,13 +310,12 @@ def record(folder: Path, stamp: dict, options: argparse.Namespace) -> int:
     marked = [str(path) for path in sorted(ROOT.glob("tests/*/test_*.py")) if _is_marked(path)]
     tests = ["-m", "gpu", *marked] if not options.rehearse else ["tests/gpu/test_branches.py"]
     steps.run("tests", [python, "-m", "pytest", *tests], 60)
-    names = chapters(options.only)
-    for name in names[: len(FIRST)]:
+    tables = [python, "-m", "tests.benchmarks.one_gpu", "--into", str(folder / "one_gpu.json")]
+    steps.run("one_gpu", [*tables, *(["--device", "cpu"] if options.rehearse else [])], 60)
+    for name in chapters(options.only):
         _execute(steps, name)
-    bench = folder / "bench.json"
-    steps.run("bench", [python, "-m", "tests.benchmarks", "--quick", "--into", str(bench)], 120)
-    for name in names[len(FIRST) :]:
-        _execute(steps, name)
+    bench = [python, "-m", "tests.benchmarks", "--quick", "--into", str(folder / "bench.json")]
+    _run_or_leave_out(steps, "bench", bench, 120, BENCHMARK)
     failed = [entry["step"] for entry in stamp["steps"] if entry["result"] == "failed"]
     if failed:
         print(f"make gpu: failed: {', '.join(failed)}; see the logs in {folder}", file=sys.stderr)
@@ -305,11 +328,15 @@ def _is_marked(path):
 
 def _execute(steps, name):
     cells = (ROOT / f"notebooks/en/{name}.ipynb").read_text()
-    missing = [p for p in OPTIONAL if p in cells and importlib.util.find_spec(p) is None]
+    command = [sys.executable, __file__, "--chapter", name, "--into", str(steps.folder)]
+    _run_or_leave_out(steps, name, command, 45, [p for p in OPTIONAL if p in cells])
+
+
+def _run_or_leave_out(steps, name, command, least, packages):
+    missing = [p for p in packages if importlib.util.find_spec(p) is None]
     if missing:
         return steps.leave_out(name, f"it needs {', '.join(missing)}")
-    command = [sys.executable, __file__, "--chapter", name, "--into", str(steps.folder)]
-    steps.run(name, command, 45)
+    steps.run(name, command, least)
 
 
 if __name__ == "__main__":
