@@ -25,8 +25,11 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
+from threading import Lock
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCH = (2, 11), (2, 13)  # with which the book is tested on GPUs
@@ -49,6 +52,7 @@ PACKAGES = {
 OPTIONAL = "deepspeed", "torchgpipe"
 BENCHMARK = *OPTIONAL, "memray"
 # What a GPU changes most comes first.
+RANKS_AND_KERNEL = 5  # processes of a chapter: as many chapters run beside each other as have cores
 FIRST = "04_overlap", "01_hierarchy", "07_activation_memory", "12_zero", "19_precision"
 
 
@@ -176,6 +180,7 @@ class Steps:
     def __init__(self, folder: Path, stamp: dict, seconds: float) -> None:
         self.folder, self.stamp, self.end = folder, stamp, time.monotonic() + seconds
         self.passed = {step["step"] for step in stamp["steps"]}  # in an earlier run
+        self.one = Lock()  # to print and write, where steps run beside each other
         self.write()
 
     def run(self, name: str, command: list[str], least: float) -> None:
@@ -186,18 +191,18 @@ class Steps:
         left = self.end - start
         if left < least:
             return self.leave_out(name, "no time was left")
-        print(f"  {name} ...", end="", flush=True)
         result = _run(command, self.folder / f"{name}.log", left)
-        seconds = round(time.monotonic() - start)
-        print(f" {result}, {seconds} s", flush=True)
-        self.stamp["steps"].append({"step": name, "result": result, "seconds": seconds})
-        self.write()
+        self._note(name, result, round(time.monotonic() - start))
 
     def leave_out(self, name: str, reason: str) -> None:
         """Write down that a step is not run, and why."""
-        print(f"  {name}: not run: {reason}", flush=True)
-        self.stamp["steps"].append({"step": name, "result": f"not run: {reason}", "seconds": 0})
-        self.write()
+        self._note(name, f"not run: {reason}", 0)
+
+    def _note(self, name, result, seconds):
+        with self.one:
+            print(f"  {name}: {result}, {seconds} s", flush=True)
+            self.stamp["steps"].append({"step": name, "result": result, "seconds": seconds})
+            self.write()
 
     def write(self) -> None:
         """Write the stamp as it is now."""
@@ -312,8 +317,12 @@ def record(folder: Path, stamp: dict, options: argparse.Namespace) -> int:
     steps.run("tests", [python, "-m", "pytest", *tests], 60)
     tables = [python, "-m", "tests.benchmarks.one_gpu", "--into", str(folder / "one_gpu.json")]
     steps.run("one_gpu", [*tables, *(["--device", "cpu"] if options.rehearse else [])], 60)
-    for name in chapters(options.only):
+    names = chapters(options.only)
+    alone = [name for name in names if name in FIRST]  # what they measure is the GPU
+    for name in alone:
         _execute(steps, name)
+    with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // RANKS_AND_KERNEL)) as pool:
+        list(pool.map(partial(_execute, steps), names[len(alone) :]))
     bench = [python, "-m", "tests.benchmarks", "--quick", "--into", str(folder / "bench.json")]
     _run_or_leave_out(steps, "bench", bench, 120, BENCHMARK)
     failed = [entry["step"] for entry in stamp["steps"] if entry["result"] == "failed"]

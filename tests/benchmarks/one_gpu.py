@@ -48,7 +48,7 @@ from naranhi import (
     show,
     zero,
 )
-from naranhi.autograd import SavedTensors, Splittable, recompute
+from naranhi.autograd import SavedTensors, Splittable, recompute, splittable
 from naranhi.measure import baselines
 from naranhi.tensor_parallel import vocabulary_cross_entropy
 
@@ -92,6 +92,7 @@ class Machine:
 
     def allocated(self):
         """Bytes of tensors on the GPU, as its allocator counts them; None on a CPU."""
+        gc.collect()
         return torch.cuda.memory_allocated() if self.gpu else None
 
     def most(self, run):
@@ -173,25 +174,26 @@ def block_parts(machine):
     rows, sequence = machine.sizes.rows, machine.sizes.sequence
     lines = []
     for hidden in machine.sizes.widths:
-        layer = Splittable(machine.block(hidden, sequence).to(torch.bfloat16))
+        [layer] = splittable([machine.block(hidden, sequence).to(torch.bfloat16)])
+        parts = [module for module in layer.modules() if isinstance(module, Splittable)]
         x = machine.hidden_states(rows, sequence, hidden).requires_grad_()
-        times = [split_run(machine, layer, x) for _ in range(REPEATS)][3:]
-        parts = [median(series) for series in zip(*times, strict=True)]
+        runs = [split_run(machine, layer, parts, x) for _ in range(REPEATS)][3:]
+        times = [median(series) for series in zip(*runs, strict=True)]
         # Products of the four Linears, 12 h² weights; causal attention's own, half of the square.
         linear, scores = 24 * rows * sequence * hidden**2, 2 * rows * sequence**2 * hidden
         done = linear + scores, linear + 2.5 * scores, linear
-        rates = [show.rate(f / seconds, "FLOP/s") for f, seconds in zip(done, parts, strict=True)]
-        whole = (3 * linear + 3.5 * scores) / sum(parts)
-        lines.append([hidden, *map(show.seconds, parts), rates[0], show.rate(whole, "FLOP/s")])
-        del layer, x
-    return ["width", "F", "I", "W", "rate of F", "rate of all"], lines
+        rates = [show.rate(f / seconds, "FLOP/s") for f, seconds in zip(done, times, strict=True)]
+        lines.append([hidden, *map(show.seconds, times), *rates])
+        del layer, parts, x
+    return ["width", "F", "I", "W", "rate of F", "of I", "of W"], lines
 
 
-def split_run(machine, layer, x):
+def split_run(machine, layer, parts, x):
     """Seconds of the forward, of the input gradients, of the weight gradients."""
     layer.zero_grad()
     left = []
-    layer.defer = left.append
+    for part in parts:
+        part.defer = left.append
     start = machine.now()
     y = layer(x)
     forward = machine.now()
@@ -202,7 +204,8 @@ def split_run(machine, layer, x):
     for weights in left:
         weights()
     end = machine.now()
-    layer.defer = None
+    for part in parts:
+        part.defer = None
     return forward - start, inputs - before, end - inputs
 
 
@@ -275,7 +278,6 @@ def model_state(machine):
                 sharded.step(optimizer)
 
             step()
-            gc.collect()
             machine.settle()
             counted = costs.zero_bytes(1, 1, stage, precision)
             held = (machine.allocated() - before - x.nbytes) / count if machine.gpu else None
@@ -284,7 +286,6 @@ def model_state(machine):
             lines.append([precision, stage, counted, held, most])
             sharded.close()
             del model, sharded, optimizer, x, step
-            gc.collect()
     return ["computes in", "stage", "paper", "between steps", "at most in a step"], lines
 
 
@@ -331,20 +332,18 @@ def agree(contest, made):
 def contests(machine, group):
     """What is compared, in the order in which it is told."""
     sizes, device = machine.sizes, machine.name
-    torch.manual_seed(0)
-    blocks = machine.block(sizes.hidden, sizes.sequence, blocks=sizes.blocks)
-    x = machine.hidden_states(sizes.rows, sizes.sequence, sizes.hidden, torch.float32)
-    yield replicas(blocks.to(torch.bfloat16), x.bfloat16(), group)
-    yield recomputing(blocks, x.bfloat16())
-    yield one_stage(blocks, x.bfloat16(), group)
-    blocks = blocks.float()
-    yield sharded(blocks, x, group)
-    heads = sizes.hidden // 64
-    q, k, v = (
-        torch.randn(sizes.rows, heads, sizes.sequence, 64, device=device, dtype=torch.bfloat16)
-        for _ in range(3)
-    )
-    yield attention(q, k, v, group)
+    for hidden in (sizes.hidden, 2 * sizes.hidden):
+        torch.manual_seed(0)
+        blocks = machine.block(hidden, sizes.sequence, blocks=sizes.blocks)
+        x = machine.hidden_states(sizes.rows, sizes.sequence, hidden, torch.float32)
+        yield sharded(blocks, x, group)
+        blocks, x = blocks.to(torch.bfloat16), x.bfloat16()
+        yield replicas(blocks, x, group)
+    yield recomputing(blocks, x)
+    yield one_stage(blocks, x, group)
+    for rows, sequence in ((sizes.rows, sizes.sequence), (1, 32 * sizes.sequence)):
+        shape = 3, rows, sizes.hidden // 64, sequence, 64
+        yield attention(*torch.randn(shape, device=device, dtype=torch.bfloat16), group)
     yield experts(machine, group)
     yield cross_entropy(machine, group)
 
@@ -377,7 +376,7 @@ def replicas(blocks, x, group):
         ),
     }
     make = {name: partial(trained, wrap) for name, wrap in make.items()}
-    return Contest("data parallelism", make, 1e-2)
+    return Contest(f"data parallelism, width {x.shape[-1]:,}", make, 1e-2)
 
 
 def recomputing(blocks, x):
@@ -399,9 +398,8 @@ def recomputing(blocks, x):
         "naranhi": recompute,
         "torch checkpoint": partial(checkpoint, use_reentrant=False),
     }
-    return Contest(
-        "recomputation", {name: partial(trained, call) for name, call in make.items()}, 1e-2
-    )
+    make = {name: partial(trained, call) for name, call in make.items()}
+    return Contest(f"recomputation, width {x.shape[-1]:,}", make, 1e-2)
 
 
 def one_stage(blocks, x, group, microbatches=4):
@@ -511,7 +509,7 @@ def sharded(blocks, x, group):
     make = {"naranhi": ours, "torch fully_shard": torchs}
     if importlib.util.find_spec("deepspeed"):
         make["DeepSpeed"] = deepspeeds
-    return Contest("ZeRO-3", make, 1e-2)
+    return Contest(f"ZeRO-3, width {x.shape[-1]:,}", make, 1e-2)
 
 
 def attention(q, k, v, group):
@@ -533,7 +531,7 @@ def attention(q, k, v, group):
         "naranhi Ulysses": partial(context_parallel.ulysses_attention, group=group),
     }
     make = {name: partial(trained, call) for name, call in make.items()}
-    return Contest("attention", make, 2e-2)
+    return Contest(f"attention, {q.shape[2]:,} tokens", make, 2e-2)
 
 
 def experts(machine, group):

@@ -395,6 +395,7 @@ def refusals():
             torch.ones(2, dtype=torch.cfloat).conj()
         ),
         "all_reduce dtype": lambda: collectives.all_reduce(row.to(torch.float8_e4m3fn)),
+        "all_reduce device": lambda: collectives.all_reduce(row.to("meta")),
         "reduce dtype": lambda: collectives.reduce(row.to(torch.uint16)),
         "reduce_scatter dtype": lambda: collectives.reduce_scatter(
             row.to(torch.uint16), rows.to(torch.uint16)
@@ -438,6 +439,7 @@ REASONS = {
     "all_gather list": "a tensor of shape (5, 4) here, not a list",
     "all_reduce memory": "contiguous",
     "all_reduce dtype": "has no sum",
+    "all_reduce device": "gloo sends from a CPU's memory, and a tensor is on meta: use NCCL",
 }
 
 

@@ -202,23 +202,6 @@ def stale_backward():
     return wrong(ring, "around", around, 3)
 
 
-# --- plain products, where torch has no fused attention with a log-sum-exp ------------------------
-
-
-def test_plain_products_are_the_fused_attention():
-    generator = torch.Generator().manual_seed(0)
-    query, key, value, to_output = (
-        torch.randn(2, 3, 5, 4, generator=generator, dtype=torch.float64) for _ in range(4)
-    )
-    for causal in (False, True):
-        fused = partial_attention._forward(query, key, value, causal, 0.4)
-        plain = partial_attention.plain_forward(query, key, value, causal, 0.4)
-        assert farthest(plain, fused) < 1e-12
-        arguments = to_output, query, key, value, *plain, causal, 0.4
-        fused = partial_attention._backward(*arguments)
-        assert farthest(partial_attention.plain_backward(*arguments), fused) < 1e-12
-
-
 # --- bytes and messages --------------------------------------------------------------------------
 
 

@@ -15,8 +15,10 @@ VERIFIED = {
     "autograd/recomputation.py _Circumstances.restored": ONE_GPU,
     "checkpoint/random_state.py get": KERNELS,
     "checkpoint/random_state.py put": KERNELS,
+    "context_parallel/fused.py kernel": "tests/context_parallel/test_fused.py",
     "costs/activations.py gpt2_block_items": "tests/autograd/test_activation_memory.py",
     "data_parallel/all_reduce.py global_count": KERNELS,
+    "distributed/launch.py join": ONE_GPU,
     "distributed/mesh.py Mesh.__init__": KERNELS,
     "distributed/streams.py Later.__init__": STREAMS,
     "distributed/streams.py Later.wait": STREAMS,
@@ -28,14 +30,17 @@ VERIFIED = {
     "measure/recorder.py _finish_stream": KERNELS,
     "measure/recorder.py _message": KERNELS,
     "measure/timing.py best_seconds": ONE_GPU,
+    "measure/timing.py interleaved": KERNELS,
     "models/paced.py Paced.done": ONE_GPU,
     "pipeline/groups.py new_groups": KERNELS,
     "pipeline/pipeline.py Pipeline.__init__": KERNELS,
     "pipeline/profiling.py _now": ONE_GPU,
     "pipeline/shape_inference.py infer_data": KERNELS,
+    "tensor_parallel/random.py fork_rng": KERNELS,
     "train/trainer.py Training.__init__": KERNELS,
     "world/engine.py introduce": ONE_GPU,
     "world/engine.py join": ONE_GPU,
+    "world/engine.py sever": ONE_GPU,
     "world/engine.py _synchronize": ONE_GPU,
     "world/launch.py Launched.__init__": ONE_GPU,
     "world/launch.py Launched._choose": ONE_GPU,
@@ -45,18 +50,11 @@ VERIFIED = {
 # What several GPUs would show, a launcher on a node that has them, or a chapter that is newer than
 # the last record.
 UNVERIFIED = {
-    "distributed/launch.py join": "a launcher that gives each rank a GPU of its own",
-    "measure/timing.py interleaved": "ranks with a GPU each, for times that mean something",
-    "tensor_parallel/random.py fork_rng": "a group of several GPUs: alone nothing is forked",
-    "world/engine.py sever": "a rank that waits in NCCL for another",
     "03_communication_cost nccl-factors": "NCCL among several GPUs",
     "06_gpipe gradient-of": "a World on NCCL of several ranks",
     "11_data_parallel rule-share": "a World on NCCL of several ranks",
     "11_data_parallel nn-data-parallel": "two GPUs, for nn.DataParallel to use",
-    "18_deepspeed arch-ask": "an execution of this chapter on a GPU",
     "18_deepspeed crash": "an execution of this chapter on several GPUs",
-    "19_precision hook-refusal": "an execution of this chapter on a GPU",
-    "19_precision start": "an execution of this chapter on a GPU",
 }
 
 

@@ -1,15 +1,23 @@
-"""What asks whether there is a GPU, on one: a World, the machine, clocks, random numbers."""
+"""What asks whether there is a GPU, on one: a World, a launcher, the machine, clocks."""
 
+import os
+import subprocess
+import sys
+import threading
+import time
 from time import perf_counter
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch import nn
 
 import naranhi
 from naranhi import measure, models, pipeline
 from naranhi.autograd import recompute
 from naranhi.measure import hardware
+from naranhi.world import engine
 
 pytestmark = pytest.mark.gpu
 LONG = 200_000_000  # clock cycles: about a tenth of a second
@@ -31,6 +39,66 @@ def test_nccl_for_more_ranks_than_gpus_is_refused_at_once():
     ranks = torch.cuda.device_count() + 1
     with pytest.raises(ValueError, match=f"needs one GPU for each of the {ranks} ranks"):
         naranhi.World(ranks, backend="nccl")
+
+
+def test_a_launcher_gives_its_rank_the_gpu_and_nccl(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import torch, torch.distributed as dist\n"
+        "from naranhi.distributed import launch\n"
+        "device = launch.join(timeout=60)\n"
+        "total = torch.ones(2, device=device)\n"
+        "dist.all_reduce(total)\n"
+        "print(device, dist.get_backend(), total.sum().item())\n"
+        "dist.destroy_process_group()\n"
+    )
+    ranks = torch.cuda.device_count()
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*torchrun, f"--nproc-per-node={ranks}", program],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [f"cuda:{rank} nccl {2.0 * ranks}" for rank in range(ranks)]
+    assert sorted(done.stdout.split("\n"))[1:] == lines
+
+
+def wait_for_nobody(rank, folder):
+    """Rank 0 waits in NCCL for rank 1, which does not come, until connections are severed."""
+    os.environ.update(NCCL_SOCKET_IFNAME="lo", NCCL_HOSTID=f"rank-{rank}")  # as in test_kernels
+    os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+    torch.cuda.set_device(0)
+    store = dist.FileStore(str(folder / "store"), 2)
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=2)
+    x = torch.ones(4, device="cuda")
+    dist.all_reduce(x)
+    torch.cuda.synchronize()
+    if rank == 0:
+        threading.Timer(2.0, engine.sever).start()
+        start = perf_counter()
+        try:
+            dist.all_reduce(x)
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            print(f"rank 0: {error}", flush=True)
+        torch.save(perf_counter() - start, folder / "waited.pt")
+    while not (folder / "waited.pt").exists():
+        time.sleep(0.1)
+    os._exit(0)  # the process group is gone
+
+
+def test_a_wait_in_nccl_ends_when_connections_are_severed(tmp_path):
+    context = mp.spawn(wait_for_nobody, (tmp_path,), nprocs=2, join=False)
+    try:
+        deadline = time.monotonic() + 90
+        while not (tmp_path / "waited.pt").exists() and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert 1.9 < torch.load(tmp_path / "waited.pt") < 20
+    finally:
+        for process in context.processes:
+            process.kill()
 
 
 def test_the_machine_names_its_gpus_and_their_caches():

@@ -6,6 +6,7 @@ for the device is taken.
 """
 
 import tempfile
+from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,7 @@ from naranhi.checkpoint import Checkpoints
 from naranhi.data_parallel import DDP
 from naranhi.distributed import Mesh, streams
 from naranhi.tensor_parallel import gpt2_plan, parallelize, vocabulary_cross_entropy
+from naranhi.tensor_parallel.random import fork_rng
 
 WIDTH, ROWS = 16, 8
 
@@ -230,6 +232,26 @@ def run_tensor_parallel(device):
     close(*norm)
 
 
+def run_random_numbers(device):
+    """Outside a split region all ranks draw alike, inside each its own; and it leaves no trace."""
+    _, ranks = place()
+    torch.manual_seed(3)
+    x, drawn = torch.ones(64, device=device), []
+    for inside in (False, True, False):
+        with fork_rng(x) if inside else nullcontext():
+            own = torch.rand_like(x)
+        every = [torch.empty_like(x) for _ in range(ranks)]
+        dist.all_gather(every, own)
+        different = [peer for peer in range(1, ranks) if not torch.equal(every[peer], every[0])]
+        assert different == (list(range(1, ranks)) if inside else [])
+        drawn.append(own)
+    torch.manual_seed(3)
+    assert torch.equal(torch.rand_like(x), drawn[0])
+    # On a CPU one number is drawn outside, to seed what is inside; alone nothing is forked.
+    if ranks > 1 and x.is_cuda:
+        assert torch.equal(torch.rand_like(x), drawn[2])
+
+
 def run_context_parallel(device):
     """Three ways of attention on parts of a sequence: outputs and gradients of the whole."""
     _, ranks = place()
@@ -328,6 +350,16 @@ def run_recorder(device):
     timeline = recorder.gather()
     assert [len(row) for row in timeline.rows] == [4] * ranks
     assert all(span.end > span.start for row in timeline.rows for span in row)
+
+
+def run_timing(device):
+    x = torch.ones(4, device=device)
+    times = measure.interleaved({"a product": lambda: x * x}, repeats=3)
+    every = [None] * dist.get_world_size()
+    dist.all_gather_object(every, times)
+    assert all(each == times for each in every)
+    assert len(times["a product"]) == 3
+    assert all(seconds > 0 for seconds in times["a product"])
 
 
 def run_mesh(device):

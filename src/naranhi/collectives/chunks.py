@@ -33,9 +33,19 @@ def start(
 
     Nothing is copied: until then, do not write to a sent tensor or read a received one. Empty
     messages are skipped at both ends.
+
+    Raises:
+        ValueError: a tensor is not in a CPU's memory, from which alone gloo sends (it would end the
+            process).
     """
     messages = [(dist.irecv, *message) for message in receives]
     messages += [(dist.isend, *message) for message in sends]
+    for _, tensor, _ in messages:
+        if tensor.device.type != "cpu" and dist.get_backend(group) == "gloo":
+            raise ValueError(
+                f"gloo sends from a CPU's memory, and a tensor is on {tensor.device}: use NCCL "
+                "between GPUs, or move the tensor to the CPU"
+            )
     operations = [
         dist.P2POp(operation, tensor, group=group, group_peer=peer)
         for operation, tensor, peer in messages

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 
 import torch
 
+from naranhi.context_parallel import fused
 from naranhi.context_parallel.tiles import Tile
 
 
@@ -68,7 +69,7 @@ class Partial:
         for tile in tiles:
             at = tile.rows, slice(None), slice(None), tile.queries
             query, key, value = _cut(self.query, block, tile)
-            output, lse = _forward(query, key, value, tile.causal, self.scale)
+            output, lse = fused.forward(query, key, value, tile.causal, self.scale)
             merge(self.output[at], self.lse[at], output, lse)
 
 
@@ -110,7 +111,7 @@ def add_gradients(
     to_query, to_block = grads
     for tile in tiles:
         at = tile.rows, slice(None), slice(None), tile.queries
-        found = _backward(
+        found = fused.backward(
             grad_output[at].flatten(0, 1),
             *_cut(query, block, tile),
             output[at].flatten(0, 1),
@@ -129,55 +130,3 @@ def _cut(query, block, tile):
     query = query[tile.rows, :, :, tile.queries].flatten(0, 1)
     sides = (side[tile.rows, :, :, tile.keys].flatten(0, 1) for side in block)
     return query, *(side.expand(-1, query.shape[1], -1, -1) for side in sides)
-
-
-def _forward(query, key, value, causal, scale):
-    """Return output and lse, by torch's fused attention where a CPU has it."""
-    if query.device.type != "cpu":
-        return plain_forward(query, key, value, causal, scale)
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, 0.0, causal, scale=scale
-    )
-
-
-def _backward(grad_output, query, key, value, output, lse, causal, scale):
-    """Return the gradients of queries, keys and values, from the output and lse over all keys."""
-    if query.device.type != "cpu":
-        return plain_backward(grad_output, query, key, value, output, lse, causal, scale)
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad_output, query, key, value, output, lse, 0.0, causal, scale=scale
-    )
-
-
-def plain_forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return output and lse in plain products, which hold the scores of the whole tile."""
-    scores = _scores(query, key, causal, scale)
-    lse = scores.logsumexp(-1)
-    return (scores - lse.unsqueeze(-1)).exp().to(value.dtype) @ value, lse
-
-
-def plain_backward(
-    grad_output: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    output: torch.Tensor,
-    lse: torch.Tensor,
-    causal: bool,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of queries, keys and values, from output and lse over all keys."""
-    weights = (_scores(query, key, causal, scale) - lse.unsqueeze(-1)).exp()
-    inner = (grad_output * output).sum(-1, keepdim=True)
-    to_scores = (weights * (grad_output @ value.mT - inner) * scale).to(query.dtype)
-    return to_scores @ key, to_scores.mT @ query, weights.to(query.dtype).mT @ grad_output
-
-
-def _scores(query, key, causal, scale):
-    scores = query @ key.mT * scale
-    if causal:
-        behind = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        scores = scores.masked_fill(behind, -torch.inf)
-    return scores if scores.dtype == torch.float64 else scores.float()

@@ -28,7 +28,8 @@ class GradientBucket:
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         sizes = [param.numel() for param in parameters]
         self.flat = parameters[0].new_zeros(sum(sizes) + 2 * len(sizes) + 1)
-        *pieces, flags, self._failed = self.flat.split([*sizes, 2 * len(sizes), 1])
+        *pieces, self._told = self.flat.split([*sizes, 2 * len(sizes) + 1])
+        flags, self._failed = self._told.split([2 * len(sizes), 1])
         self.views = {
             # A fused optimizer reads memory without strides: they have to be the parameter's own.
             param: piece.as_strided(param.shape, strides_of(param))
@@ -46,19 +47,25 @@ class GradientBucket:
         """
         # The slot of a missing gradient is summed as well, and ignored.
         has = [param.grad is not None for param in self.views]
-        self.flags.copy_(torch.tensor([has, [not flag for flag in has]]))
+        if len(set(has)) == 1:
+            self.flags[0].fill_(has[0])
+            self.flags[1].fill_(not has[0])
+        else:  # a copy from the host's memory, for which the CPU waits until the GPU is there
+            self.flags.copy_(torch.tensor([has, [not flag for flag in has]]))
         self._failed.fill_(failed)
         self.work = dist.all_reduce(self.flat, group=group, async_op=True)
 
-    def finish(self) -> bool:
-        """Wait for the sum; return whether all ranks had gradients of the same parameters."""
-        self.work.wait()
-        return not (self.flags.real > 0).all(0).any().item()
+    def finish(self) -> tuple[bool, bool]:
+        """Wait for the sum, and tell what its flags say.
 
-    @property
-    def failed(self) -> bool:
-        """Return, after `finish`, whether the backward of any rank has failed."""
-        return self._failed.real.item() > 0
+        Returns:
+            Whether all ranks had gradients of the same parameters, and whether the backward of any
+            rank has failed.
+        """
+        self.work.wait()
+        *flags, failed = self._told.real.tolist()  # on a GPU: one copy, for which the CPU waits
+        has, lacks = flags[: len(self.views)], flags[len(self.views) :]
+        return not any(map(min, has, lacks)), failed > 0
 
 
 def strides_of(parameter: nn.Parameter) -> tuple[int, ...]:

@@ -215,13 +215,13 @@ class DDP:
         while self._started < len(self.buckets):
             self.start_next()
         self._backward.end()
-        alike = True
+        said = []
         for i, bucket in enumerate(self.buckets):
-            alike &= bucket.finish()
+            said.append(bucket.finish())
             self.on_event("end", i)
-        if any(bucket.failed for bucket in self.buckets):
+        if any(failed for _, failed in said):
             raise RuntimeError("the backward of another rank has failed in this step")
-        if not alike:
+        if not all(alike for alike, _ in said):
             with_gradient(self.model, self.group)  # raises, naming the ranks
         self._summed = {p for p in self.names if p.grad is not None}
         self._local.clear()

@@ -87,9 +87,10 @@ def broadcast_buffers(model: nn.Module, group: Axes = None) -> None:
             buffers, or in a shape or dtype, because a forward has changed them; it names the first
             difference.
     """
-    buffers = {f"buffer {name}": buffer for name, buffer in model.named_buffers()}
-    if not buffers:
+    each = (buffer for module in model.modules() for buffer in module._buffers.values())
+    if all(buffer is None for buffer in each):
         return
+    buffers = {f"buffer {name}": buffer for name, buffer in model.named_buffers()}
     kinds = _kinds(buffers)
     # One number a step, which is the smallest and the largest of all ranks' if they are the same.
     digest = int.from_bytes(sha256(repr(kinds).encode()).digest()[:7])

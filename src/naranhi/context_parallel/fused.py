@@ -1,0 +1,138 @@
+"""The fused attention of torch that tells the log-sum-exp too, and what stands in for it.
+
+`scaled_dot_product_attention` keeps the log-sum-exp to itself; the operators behind it return it,
+and their backward takes that of all keys for that of their own. Which of them computes is torch's
+choice: FlashAttention on a CPU, and on a GPU in 16 bits, there in cuDNN's version where that is
+faster; the memory-efficient attention of xFormers on a GPU in 32 bits, or on older GPUs. For what
+is left (float64 on a GPU, heads of odd sizes), plain products hold the scores of the whole tile.
+
+Shapes, everywhere: queries, outputs and gradients of both (batch, heads, queries, head size); keys
+and values (batch, heads, keys, head size); lse (batch, heads, queries), in fp32 unless tensors are
+in float64. With `causal` there are as many keys as queries, each seen by the queries from its own
+position on.
+
+Sources: Dao et al., "FlashAttention" (2022); Rabe and Staats, "Self-attention does not need O(n²)
+memory" (2021).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.attention import SDPBackend
+
+aten = torch.ops.aten
+KERNELS = {
+    int(SDPBackend.CUDNN_ATTENTION): "cudnn",
+    int(SDPBackend.FLASH_ATTENTION): "flash",
+    int(SDPBackend.EFFICIENT_ATTENTION): "efficient",
+}
+LSE_ROWS = 32  # the memory-efficient kernel makes the queries of its lse a multiple of these
+
+
+def kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool) -> str:
+    """Return which attention computes this: "cpu", "cudnn", "flash", "efficient" or "plain"."""
+    if query.device.type == "cpu":
+        return "cpu"
+    if query.device.type == "cuda" and query.shape[-1] % 8 == 0:  # no kernel pads heads by itself
+        return KERNELS.get(torch._fused_sdp_choice(query, key, value, None, 0.0, causal), "plain")
+    return "plain"
+
+
+def forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return output and lse."""
+    which = kernel(query, key, value, causal)
+    if which == "plain":
+        return plain_forward(query, key, value, causal, scale)
+    if which == "cpu":
+        return aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, causal, scale=scale
+        )
+    if which == "flash":
+        output, lse, *_ = aten._scaled_dot_product_flash_attention(
+            query, key, value, 0.0, causal, scale=scale
+        )
+        return output, lse
+    if which == "cudnn":
+        output, lse, *_ = aten._scaled_dot_product_cudnn_attention(
+            query, key, value, None, True, 0.0, causal, scale=scale
+        )
+        return output, lse.view(query.shape[:3])
+    output, lse, *_ = aten._scaled_dot_product_efficient_attention(
+        query, key, value, None, True, 0.0, causal, scale=scale
+    )
+    return output, lse[..., : query.shape[2]]
+
+
+def backward(
+    grad_output: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of queries, keys and values, from output and lse over all keys."""
+    given, which = (grad_output, query, key, value), kernel(query, key, value, causal)
+    if which == "plain":
+        return plain_backward(*given, output, lse, causal, scale)
+    if which == "cpu":
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *given, output, lse, 0.0, causal, scale=scale
+        )
+    # Of a dropout, which there is none of, and of sequences that are packed into one.
+    none, lengths = query.new_empty(0, dtype=torch.int64), (query.shape[2], key.shape[2])
+    if which == "flash":
+        rest = None, None, *lengths, 0.0, causal, none, none
+        return aten._scaled_dot_product_flash_attention_backward(
+            *given, output, lse.contiguous(), *rest, scale=scale
+        )
+    if which == "cudnn":
+        rest = none, none, None, None, None, *lengths, 0.0, causal
+        return aten._scaled_dot_product_cudnn_attention_backward(
+            *given, output, lse.contiguous().unsqueeze(-1), *rest, scale=scale
+        )
+    rows = -lse.shape[-1] % LSE_ROWS
+    padded = torch.nn.functional.pad(lse, (0, rows), value=torch.inf)
+    rest = none, none, 0.0, [True, True, True, False], causal
+    grads = aten._scaled_dot_product_efficient_attention_backward(
+        *given, None, output, padded, *rest, scale=scale
+    )
+    return grads[:3]
+
+
+def plain_forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return output and lse in plain products, which hold the scores of the whole tile."""
+    scores = _scores(query, key, causal, scale)
+    lse = scores.logsumexp(-1)
+    return (scores - lse.unsqueeze(-1)).exp().to(value.dtype) @ value, lse
+
+
+def plain_backward(
+    grad_output: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of queries, keys and values, from output and lse over all keys."""
+    weights = (_scores(query, key, causal, scale) - lse.unsqueeze(-1)).exp()
+    inner = (grad_output * output).sum(-1, keepdim=True)
+    to_scores = (weights * (grad_output @ value.mT - inner) * scale).to(query.dtype)
+    return to_scores @ key, to_scores.mT @ query, weights.to(query.dtype).mT @ grad_output
+
+
+def _scores(query, key, causal, scale):
+    scores = query @ key.mT * scale
+    if causal:
+        behind = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(behind, -torch.inf)
+    return scores if scores.dtype == torch.float64 else scores.float()
