@@ -72,7 +72,7 @@ ifneq ($(WHEELS),)
 	--target _build/wheels $(WHEELS)/*.whl
 endif
 	@PYTHONPATH="$(CURDIR)/src:$(CURDIR)/_build/wheels:$$PYTHONPATH" $(GPU_PYTHON) book/gpu.py --minutes $(MINUTES) \
-	$(if $(OUT),--into $(OUT)) $(if $(RESUME),--resume) $(if $(COMMIT),--commit $(COMMIT))
+	$(if $(OUT),--into $(OUT)) $(if $(RESUME),--resume) $(if $(ONLY),--only $(ONLY)) $(if $(COMMIT),--commit $(COMMIT))
 
 # jupyterlab-myst renders roles and directives there. It is not in requirements.txt: no chapter that
 # is executed depends on it.

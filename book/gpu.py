@@ -3,7 +3,8 @@
     make gpu                       on this machine, in about nine minutes
     make gpu MINUTES=30            with more time, for more chapters
     make gpu WHEELS=wheels         with packages that were carried there (the preflight says which)
-    make gpu RESUME=1              what the last run of this commit has not passed yet
+    make gpu RESUME=1              what has not passed yet at this commit
+    make gpu ONLY="tests one_gpu"  some of the steps
     python book/gpu.py --rehearse  the same steps on a machine without a GPU, recorded in _build
 
 First a preflight: what is missing is said before anything starts. Then, the most telling first:
@@ -179,13 +180,12 @@ class Steps:
 
     def __init__(self, folder: Path, stamp: dict, seconds: float) -> None:
         self.folder, self.stamp, self.end = folder, stamp, time.monotonic() + seconds
-        self.passed = {step["step"] for step in stamp["steps"]}  # in an earlier run
         self.one = Lock()  # to print and write, where steps run beside each other
         self.write()
 
     def run(self, name: str, command: list[str], least: float) -> None:
         """Run a step if `least` seconds are left; stop it when the time is over."""
-        if name in self.passed:
+        if any(step["step"] == name and self._is_of_now(step) for step in self.stamp["steps"]):
             return
         start = time.monotonic()
         left = self.end - start
@@ -201,8 +201,13 @@ class Steps:
     def _note(self, name, result, seconds):
         with self.one:
             print(f"  {name}: {result}, {seconds} s", flush=True)
-            self.stamp["steps"].append({"step": name, "result": result, "seconds": seconds})
+            others = [step for step in self.stamp["steps"] if step["step"] != name]
+            step = {"step": name, "result": result, "seconds": seconds}
+            self.stamp["steps"] = [*others, {**step, "commit": self.stamp["commit"]}]
             self.write()
+
+    def _is_of_now(self, step):
+        return step["commit"] == self.stamp["commit"] is not None
 
     def write(self) -> None:
         """Write the stamp as it is now."""
@@ -242,19 +247,23 @@ def chapter(name: str, folder: Path) -> None:
     records.write(folder, f"{name}.json", records.reduce(executed))
 
 
-def chapters(only: list[str]) -> list[str]:
-    """Return the chapters to execute, the most telling first."""
+def chapters() -> list[str]:
+    """Return the chapters, the most telling first."""
     names = sorted(path.stem for path in (ROOT / "notebooks/en").glob("*.ipynb"))
     first = [name for name in FIRST if name in names]
-    names = first + [name for name in names if name not in first]
-    return [name for name in names if not only or name in only]
+    return first + [name for name in names if name not in first]
+
+
+def steps_in_order() -> list[str]:
+    """Return all steps."""
+    return ["tests", "one_gpu", *chapters(), "bench"]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Run the book on this machine's GPU.")
     parser.add_argument("--minutes", type=float, default=9.0, help="for all steps (default 9)")
     parser.add_argument("--into", type=Path, help="the folder, by default book/recorded/MACHINE")
-    parser.add_argument("--only", nargs="*", default=[], help="chapters, instead of all")
+    parser.add_argument("--only", nargs="*", default=[], help="these steps, instead of all")
     parser.add_argument("--rehearse", action="store_true", help="without a GPU, into _build")
     parser.add_argument("--commit", help="of a copy that is no git repository, for the stamp")
     parser.add_argument("--resume", action="store_true", help="leave out what passed before")
@@ -267,9 +276,9 @@ def main() -> int:
         return 0
     if not options.minutes > 0:
         parser.error(f"--minutes {options.minutes:g}: there has to be time for a step")
-    unknown = [name for name in options.only if name not in chapters([])]
+    unknown = [name for name in options.only if name not in steps_in_order()]
     if unknown:
-        parser.error(f"no chapter is called {', '.join(unknown)}: {', '.join(chapters([]))}")
+        parser.error(f"no step is called {', '.join(unknown)}: {', '.join(steps_in_order())}")
     facts = machine(options.rehearse)
     found = problems(facts)
     if found:
@@ -296,12 +305,12 @@ def main() -> int:
 
 
 def passed(folder: Path, stamp: dict) -> list[dict]:
-    """Return the steps that passed in this folder, if they were of this commit and this machine."""
+    """Return the steps that passed in this folder on this machine, each of its own commit."""
     try:
         before = json.loads((folder / "stamp.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
         return []
-    if any(before.get(key) != stamp.get(key) for key in ("commit", "device", "torch")):
+    if any(before.get(key) != stamp.get(key) for key in ("device", "torch")):
         return []
     return [step for step in before["steps"] if step["result"] == "passed"]
 
@@ -309,22 +318,25 @@ def passed(folder: Path, stamp: dict) -> list[dict]:
 def record(folder: Path, stamp: dict, options: argparse.Namespace) -> int:
     """Run the steps; 0 unless one failed."""
     folder.mkdir(parents=True, exist_ok=True)
-    steps = Steps(folder, stamp, 60 * options.minutes)
+    steps, wanted = Steps(folder, stamp, 60 * options.minutes), options.only or steps_in_order()
     python = sys.executable
     # By name: to collect all tests would import what the machine need not have.
     marked = [str(path) for path in sorted(ROOT.glob("tests/*/test_*.py")) if _is_marked(path)]
-    tests = ["-m", "gpu", *marked] if not options.rehearse else ["tests/gpu/test_branches.py"]
-    steps.run("tests", [python, "-m", "pytest", *tests], 60)
-    tables = [python, "-m", "tests.benchmarks.one_gpu", "--into", str(folder / "one_gpu.json")]
-    steps.run("one_gpu", [*tables, *(["--device", "cpu"] if options.rehearse else [])], 60)
-    names = chapters(options.only)
+    if "tests" in wanted:
+        tests = ["-m", "gpu", *marked] if not options.rehearse else ["tests/gpu/test_branches.py"]
+        steps.run("tests", [python, "-m", "pytest", *tests], 60)
+    if "one_gpu" in wanted:
+        tables = [python, "-m", "tests.benchmarks.one_gpu", "--into", str(folder / "one_gpu.json")]
+        steps.run("one_gpu", [*tables, *(["--device", "cpu"] if options.rehearse else [])], 60)
+    names = [name for name in chapters() if name in wanted]
     alone = [name for name in names if name in FIRST]  # what they measure is the GPU
     for name in alone:
         _execute(steps, name)
     with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // RANKS_AND_KERNEL)) as pool:
         list(pool.map(partial(_execute, steps), names[len(alone) :]))
-    bench = [python, "-m", "tests.benchmarks", "--quick", "--into", str(folder / "bench.json")]
-    _run_or_leave_out(steps, "bench", bench, 120, BENCHMARK)
+    if "bench" in wanted:
+        bench = [python, "-m", "tests.benchmarks", "--quick", "--into", str(folder / "bench.json")]
+        _run_or_leave_out(steps, "bench", bench, 120, BENCHMARK)
     failed = [entry["step"] for entry in stamp["steps"] if entry["result"] == "failed"]
     if failed:
         print(f"make gpu: failed: {', '.join(failed)}; see the logs in {folder}", file=sys.stderr)

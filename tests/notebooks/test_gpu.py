@@ -104,7 +104,10 @@ def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path):
     [
         (["--minutes", "0"], "--minutes 0: there has to be time"),
         (["--minutes", "nan"], "--minutes nan: there has to be time"),
-        (["--only", "04_overlap", "4_overlap"], "no chapter is called 4_overlap: 04_overlap, 01"),
+        (
+            ["--only", "04_overlap", "4_overlap"],
+            "no step is called 4_overlap: tests, one_gpu, 04_overlap, 01",
+        ),
     ],
 )
 def test_wrong_options_are_refused_before_a_record_is_touched(options, words, tmp_path):
@@ -134,7 +137,7 @@ def test_a_machine_is_named_after_its_gpus(gpus, name):
 
 def test_each_step_is_written_when_it_ends_and_the_time_is_kept(tmp_path):
     """One passes, one fails, one is stopped with what it has started, one finds no time left."""
-    steps = gpu.Steps(tmp_path, {"name": "cpu", "steps": []}, 4.0)
+    steps = gpu.Steps(tmp_path, {"name": "cpu", "commit": "abc1234", "steps": []}, 4.0)
     python = [sys.executable, "-c"]
 
     def written():
@@ -159,12 +162,32 @@ def test_each_step_is_written_when_it_ends_and_the_time_is_kept(tmp_path):
     ]
 
 
+def test_a_resumed_run_leaves_out_what_passed_at_its_commit(tmp_path):
+    stamp = {"device": "1 × NVIDIA H100", "torch": "2.13.0", "commit": "abc1234"}
+    before = [
+        {"step": "a", "result": "passed", "seconds": 1, "commit": "abc1234"},
+        {"step": "b", "result": "passed", "seconds": 1, "commit": "0ther00"},
+        {"step": "c", "result": "failed", "seconds": 1, "commit": "abc1234"},
+    ]
+    assert gpu.passed(tmp_path, stamp) == []
+    records.write(tmp_path, "stamp.json", {**stamp, "steps": before})
+    assert gpu.passed(tmp_path, {**stamp, "torch": "2.12.0"}) == []
+    steps = gpu.Steps(tmp_path, {**stamp, "steps": gpu.passed(tmp_path, stamp)}, 60.0)
+    for name in "abc":
+        steps.run(name, [sys.executable, "-c", f"open({str(tmp_path / name)!r}, 'w')"], 0.1)
+    assert [name for name in "abc" if (tmp_path / name).exists()] == ["b", "c"]
+    written = json.loads((tmp_path / "stamp.json").read_text())["steps"]
+    assert [(step["step"], step["commit"]) for step in written] == [
+        (name, "abc1234") for name in "abc"
+    ]
+
+
 def test_a_chapter_without_its_packages_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "OPTIONAL", ("no_such_package", "deepspeed"))
     monkeypatch.setattr(gpu, "ROOT", tmp_path)
     (tmp_path / "notebooks/en").mkdir(parents=True)
     (tmp_path / "notebooks/en/01_one.ipynb").write_text("import no_such_package, deepspeed")
-    steps = gpu.Steps(tmp_path, {"name": "cpu", "steps": []}, 60.0)
+    steps = gpu.Steps(tmp_path, {"name": "cpu", "commit": "abc1234", "steps": []}, 60.0)
     gpu._execute(steps, "01_one")
     [entry] = json.loads((tmp_path / "stamp.json").read_text())["steps"]
     assert entry["result"] == "not run: it needs no_such_package"
@@ -176,10 +199,10 @@ def test_the_files_with_marked_tests_are_found():
 
 
 def test_the_most_telling_chapters_come_first():
-    names = gpu.chapters([])
+    names = gpu.chapters()
     assert names[0] == "04_overlap"
     assert sorted(names) == sorted(path.stem for path in (ROOT / "notebooks/en").glob("*.ipynb"))
-    assert gpu.chapters(["02_collectives"]) == ["02_collectives"]
+    assert gpu.steps_in_order() == ["tests", "one_gpu", *names, "bench"]
 
 
 # --- records -------------------------------------------------------------------------------------

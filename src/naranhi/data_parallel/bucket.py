@@ -22,14 +22,15 @@ class GradientBucket:
     flat: torch.Tensor
     views: dict[nn.Parameter, torch.Tensor]
     flags: torch.Tensor
+    told: torch.Tensor
     awaited: set[nn.Parameter]
     work: dist.Work | None
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         sizes = [param.numel() for param in parameters]
         self.flat = parameters[0].new_zeros(sum(sizes) + 2 * len(sizes) + 1)
-        *pieces, self._told = self.flat.split([*sizes, 2 * len(sizes) + 1])
-        flags, self._failed = self._told.split([2 * len(sizes), 1])
+        *pieces, self.told = self.flat.split([*sizes, 2 * len(sizes) + 1])
+        flags, self._failed = self.told.split([2 * len(sizes), 1])
         self.views = {
             # A fused optimizer reads memory without strides: they have to be the parameter's own.
             param: piece.as_strided(param.shape, strides_of(param))
@@ -55,17 +56,27 @@ class GradientBucket:
         self._failed.fill_(failed)
         self.work = dist.all_reduce(self.flat, group=group, async_op=True)
 
-    def finish(self) -> tuple[bool, bool]:
-        """Wait for the sum, and tell what its flags say.
 
-        Returns:
-            Whether all ranks had gradients of the same parameters, and whether the backward of any
-            rank has failed.
-        """
-        self.work.wait()
-        *flags, failed = self._told.real.tolist()  # on a GPU: one copy, for which the CPU waits
-        has, lacks = flags[: len(self.views)], flags[len(self.views) :]
-        return not any(map(min, has, lacks)), failed > 0
+def read_flags(buckets: Sequence[GradientBucket]) -> tuple[bool, bool]:
+    """Tell what the flags of buckets say whose sums have been waited for.
+
+    From a GPU they come in one copy, for which the CPU waits.
+
+    Returns:
+        Whether all ranks had gradients of the same parameters, and whether the backward of any rank
+        has failed.
+    """
+    kinds = {}
+    for bucket in buckets:
+        kinds.setdefault((bucket.flat.dtype, bucket.flat.device), []).append(bucket)
+    alike, failed = True, False
+    for some in kinds.values():
+        numbers = iter(torch.cat([bucket.told for bucket in some]).real.tolist())
+        for bucket in some:
+            has, lacks = ([next(numbers) for _ in bucket.views] for _ in range(2))
+            alike &= not any(map(min, has, lacks))
+            failed |= next(numbers) > 0
+    return alike, failed
 
 
 def strides_of(parameter: nn.Parameter) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from naranhi.autograd.containers import tensors_of
 from naranhi.autograd.hooks import Backward, Handles, Hook, ModuleHook
 from naranhi.collectives.buckets import BUCKET, buckets
-from naranhi.data_parallel.bucket import GradientBucket, strides_of
+from naranhi.data_parallel.bucket import GradientBucket, read_flags, strides_of
 from naranhi.data_parallel.supported import (
     require_gradient,
     require_same_parameters,
@@ -66,7 +66,8 @@ class DDP:
         check_finite: Whether each step ends with `require_finite`.
         on_event: Called as on_event("gradient", name) when a parameter's last gradient has arrived,
             as on_event("start", i) when the reduction of bucket i starts, and as on_event("end", i)
-            when it is known to have ended, which is after the backward.
+            when it is known to have ended, which is after the backward (on a GPU: when what is
+            launched from then on will run after it).
     """
 
     model: nn.Module
@@ -215,13 +216,13 @@ class DDP:
         while self._started < len(self.buckets):
             self.start_next()
         self._backward.end()
-        said = []
         for i, bucket in enumerate(self.buckets):
-            said.append(bucket.finish())
+            bucket.work.wait()
             self.on_event("end", i)
-        if any(failed for _, failed in said):
+        alike, failed = read_flags(self.buckets)
+        if failed:
             raise RuntimeError("the backward of another rank has failed in this step")
-        if not all(alike for alike, _ in said):
+        if not alike:
             with_gradient(self.model, self.group)  # raises, naming the ranks
         self._summed = {p for p in self.names if p.grad is not None}
         self._local.clear()
@@ -239,7 +240,7 @@ class DDP:
         for bucket in self.buckets[self._started :]:
             bucket.start(self.group, failed=True)
         for bucket in self.buckets:
-            bucket.finish()
+            bucket.work.wait()
 
     # --- gradients -------------------------------------------------------------------------------
 
