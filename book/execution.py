@@ -162,10 +162,12 @@ def machine() -> str:
 
 
 def commit(root: Path) -> str | None:
-    """The commit of what is executed, with a ``+`` when files differ.
+    """The commit of what is executed, with a ``+`` when files differ; None outside of git.
 
-    Outside of git it is what NARANHI_COMMIT says; None if that says nothing.
+    Of a copy that git does not know, NARANHI_COMMIT says it.
     """
+    if named := os.environ.get("NARANHI_COMMIT"):
+        return named
     inputs = ["src", f"notebooks/{EXECUTED}", "requirements.txt"]
 
     def git(*arguments: str) -> subprocess.CompletedProcess:
@@ -173,7 +175,7 @@ def commit(root: Path) -> str | None:
 
     head = git("rev-parse", "--short", "HEAD")
     if head.returncode:
-        return os.environ.get("NARANHI_COMMIT")
+        return None
     return head.stdout.strip() + ("+" if git("status", "--porcelain", "--", *inputs).stdout else "")
 
 
