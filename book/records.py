@@ -137,11 +137,13 @@ def _expanded(match, root, language):
     try:
         if kind == "steps":
             stamp = json.loads((folder / "stamp.json").read_text(encoding="utf-8"))
-            ended = {step["step"]: step["result"] for step in stamp["steps"]}
+            ended = {step["step"]: _ending(step) for step in stamp["steps"]}
             for path in _chapters(folder):  # which may be of an earlier run
                 seconds = json.loads(path.read_text())["executed"]["seconds"]
                 ended.setdefault(path.stem, f"passed, {seconds} s")
-            lines = [f"{name:24}{result}" for name, result in ended.items()]
+            width = 2 + max(map(len, ended))
+            order = sorted(ended, key=lambda name: (name[0].isdigit(), name))  # chapters last
+            lines = [f"{name:{width}}{ended[name]}" for name in order]
             return _fenced("\n".join(lines))
         chapter, cell = where
         content = json.loads((folder / f"{chapter}.json").read_text(encoding="utf-8"))
@@ -154,6 +156,10 @@ def _expanded(match, root, language):
         missing = ", ".join(map(repr, sorted(catalogue.missing)))
         raise ValueError(f"{match[0]}: book/{language}/outputs does not have {missing}")
     return shown
+
+
+def _ending(step):
+    return step["result"] + (f", {step['seconds']} s" if step["seconds"] else "")
 
 
 def _on_a_page(text, catalogue):
@@ -181,7 +187,9 @@ def _table(text):
     def line(tag, row):
         cells = zip(row, right, strict=True)
         return "".join(
-            f'<{tag} style="text-align:{"right" if end else "left"}">{escape(cell.strip())}</{tag}>'
+            f'<{tag} style="text-align:{"right" if end else "left"}'
+            f'{";white-space:nowrap" if end else ""}">'
+            f"{escape(cell.strip())}</{tag}>"
             for cell, end in cells
         )
 

@@ -54,6 +54,7 @@ UNVERIFIED = {
     "06_gpipe gradient-of": "a World on NCCL of several ranks",
     "11_data_parallel rule-share": "a World on NCCL of several ranks",
     "11_data_parallel nn-data-parallel": "two GPUs, for nn.DataParallel to use",
+    "18_deepspeed arch-ask": "an execution of this chapter on a GPU",
     "18_deepspeed crash": "an execution of this chapter on several GPUs",
 }
 

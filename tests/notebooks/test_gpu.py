@@ -340,8 +340,8 @@ def test_a_list_of_steps_names_each_once(root):
     shutil.copy(path.with_name("01_one.json"), path.with_name("02_two.json"))
     lines = records.expand("%steps cpu", root, "en").splitlines()[1:-1]
     assert [line.split(maxsplit=1) for line in lines] == [
-        ["tests", "passed"],
-        ["01_one", "stopped: the time was over"],
+        ["tests", "passed, 61 s"],
+        ["01_one", "stopped: the time was over, 9 s"],
         ["02_two", "passed, 9 s"],
     ]
 
@@ -378,7 +378,7 @@ def test_a_page_shows_a_recorded_table_in_its_own_language(with_a_table):
     english = records.expand(line, with_a_table, "en")
     assert "<caption>How long</caption>" in english and "✓ it is quick\nloss 3" in english
     assert '<th style="text-align:left">operation</th>' in english
-    assert '<td style="text-align:right">12 ms</td>' in english
+    assert '<td style="text-align:right;white-space:nowrap">12 ms</td>' in english
     (with_a_table / "book/ko/outputs/01_one.yml").write_text(KOREAN)
     korean = records.expand(line, with_a_table, "ko")
     for words in ("<caption>얼마나<", ">연산</th>", ">걸린 시간</th>", ">합</td>", "12 ms"):

@@ -17,10 +17,12 @@ memory" (2021).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.nn.attention import SDPBackend
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 KERNELS = {
     int(SDPBackend.CUDNN_ATTENTION): "cudnn",
     int(SDPBackend.FLASH_ATTENTION): "flash",
