@@ -102,7 +102,9 @@ def take_up(notebook, name: str, root: Path, title: str) -> None:
     for record in load(name, root):
         stale = changed_cells(record, notebook)
         since = {"cells": len(stale), "package": record.modules != modules}
-        facts = {**record.machine, **record.executed, "changed": since}
+        # What executed it says "cuda" where the machine names its GPUs.
+        device = {"device": record.machine["device"]}
+        facts = {**record.machine, **record.executed, **device, "changed": since}
         summary.append(facts)
         for cell in execution.code_cells(notebook):
             kept = record.cells.get(cell.id)

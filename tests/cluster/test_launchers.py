@@ -86,7 +86,7 @@ def test_no_process_outlives_the_notebook_of_an_allocation(slurm, tmp_path, end)
     script = tmp_path / "script.py"
     script.write_text(PROGRAM.format(python=sys.executable, then=f"print(os.getpid())\n{end}"))
     printed = batch(slurm, script, tmp_path)
-    assert "[0, 1, 2, 3]" in printed
+    assert "[0, 1, 2, 3]" in printed, printed
     wait_until_no_ranks()
 
 

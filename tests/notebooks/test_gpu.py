@@ -232,6 +232,7 @@ def chapter(seconds, svg):
         ]
     )
     facts = {"date": "2026-11-22", "commit": "abc1234", "seconds": 9, "backends": ["gloo"]}
+    facts["device"] = "cpu"
     notebook.metadata["naranhi"] = {"executed": facts, "key": {"modules": {}}}
     return notebook
 
