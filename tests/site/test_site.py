@@ -668,7 +668,7 @@ def test_what_a_gpu_recorded_is_folded_below_the_cell(site, chromium, language, 
     records = page.locator("details.naranhi-record")
     assert records.count() > 2
     assert records.first.locator("summary").inner_text().startswith(title)
-    shown = records.first.locator("pre, table").first
+    shown = records.first.locator("pre, table, svg").first
     assert not shown.is_visible()
     records.first.locator("summary").click()
     assert shown.is_visible()
