@@ -18,6 +18,8 @@ import nbformat
 from execution import digest
 
 FOLDER = Path("book/recorded")
+# Of a package: where it lies on that machine, and the line of source below it.
+WARNING = re.compile(r"^(\[.*\] )?/\S*:\d+: \w*Warning: .*\n(?:(\[.*\] )?  .*\n)?", re.M)
 
 
 class Record(NamedTuple):
@@ -56,7 +58,8 @@ def _modules(key):
 
 def _reduce(output):
     if output.output_type == "stream":
-        return {"text": output.text}
+        text = WARNING.sub("", output.text)
+        return {"text": text} if text else None
     if output.output_type == "error":
         return {"text": f"{output.ename}: {output.evalue}\n"}
     text = {"text": output.data.get("text/plain", "")}

@@ -208,6 +208,9 @@ def test_the_most_telling_chapters_come_first():
 # --- records -------------------------------------------------------------------------------------
 
 
+PACKAGE = "[ranks 0-3] /a/site-packages/b.py:2: UserWarning: see http://c\n[ranks 0-3]   import d\n"
+
+
 def chapter(seconds, svg):
     """A chapter with its outputs: a text, a measured figure, a computed one, a folded answer."""
 
@@ -225,7 +228,7 @@ def chapter(seconds, svg):
     notebook = nbformat.v4.new_notebook(
         cells=[
             cell("same", text("✓ equal\n")),
-            cell("time", text(f"took {seconds} s\n")),
+            cell("time", text(f"{PACKAGE}took {seconds} s\n")),
             cell("measured", figure(f"<svg>{svg}</svg>", True)),
             cell("computed", figure(f"<svg>computed on {svg}</svg>", False)),
             cell("answer", text(f"{seconds}\n"), tags=["hide-cell"]),
