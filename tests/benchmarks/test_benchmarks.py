@@ -4,6 +4,7 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import sent
 import torch
 import torch.distributed as dist
 
@@ -169,24 +170,8 @@ def limits_bytes():
     if dist.get_rank() > 1:
         return None
     contenders = bench_collectives.all_reduce(group, 2**20)
-    send, batch, handed = dist.isend, dist.batch_isend_irecv, [0, 0]
-
-    def count(tensor, **options):
-        handed[0] += tensor.nbytes
-        return send(tensor, **options)
-
-    def count_batch(operations):
-        handed[1] += sum(one.tensor.nbytes for one in operations if one.op is send)
-        return batch(operations)
-
-    dist.isend = count
-    try:
+    with sent.messages() as by_the_limit:
         contenders.limit()
-    finally:
-        dist.isend = send
-    dist.batch_isend_irecv = count_batch
-    try:
+    with sent.messages() as by_the_ring:
         collectives.all_reduce(torch.ones(2**18), group)
-    finally:
-        dist.batch_isend_irecv = batch
-    return handed
+    return [sum(one.nbytes for one in messages) for messages in (by_the_limit, by_the_ring)]

@@ -5,12 +5,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sent import messages
 
 from naranhi import collectives, costs, measure
 from naranhi.collectives import chunks
@@ -256,23 +258,18 @@ def test_sums_are_the_same_bits_on_every_rank(five, algorithm):
 
 def one_batch_at_a_time():
     """Run everything as one NCCL communicator would: each batch to its end before the next."""
-    start = dist.batch_isend_irecv
+    start = chunks.start
 
-    def run_to_the_end(operations):
-        works = start(operations)
-        for work in works:
-            work.wait()
+    def run_to_the_end(*messages, **options):
+        chunks.finish(start(*messages, **options))
         return []  # a second wait on one of gloo's messages would wait for another message
 
-    dist.batch_isend_irecv = run_to_the_end
-    try:
-        found = []
+    found = []
+    with mock.patch.object(chunks, "start", run_to_the_end):
         for size in range(2, WORLD + 1):
             for root in {0, size - 1}:
                 found += case(tuple(range(size)), (3, 7), "float32", root, 5, 16, 3)
-        return found
-    finally:
-        dist.batch_isend_irecv = start
+    return found
 
 
 def test_no_deadlock_where_messages_run_in_the_order_they_were_started(five):
@@ -302,21 +299,12 @@ def sent(members, collective, numel, algorithm, root):
         "gloo's reduce_scatter": lambda: torch_reduce_scatter(block, whole, group=group),
     }
     runs[collective]()  # connections are made by the first message
-    start, handed = dist.batch_isend_irecv, []
-
-    def count(operations):
-        handed.extend(one.tensor.nbytes for one in operations if one.op is dist.isend)
-        return start(operations)
-
     dist.barrier()
     before = measure.wire_bytes()
-    dist.batch_isend_irecv = count
-    try:
+    with messages() as handed:
         runs[collective]()
-    finally:
-        dist.batch_isend_irecv = start
     dist.barrier()
-    return sum(handed), measure.wire_bytes() - before
+    return sum(one.nbytes for one in handed), measure.wire_bytes() - before
 
 
 KNOWN = [(name, algorithm) for name, known in costs.ALGORITHMS.items() for algorithm in known]
@@ -461,6 +449,8 @@ def test_the_same_kernels_under_torchrun():
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr"]
     command += ["127.0.0.1", f"--nproc-per-node={ranks}", str(script)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    support = str(script.parents[1] / "support")  # which `test_collectives` imports from
+    environment["PYTHONPATH"] = os.pathsep.join([support, environment.get("PYTHONPATH", "")])
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n")[-2] == f"{ranks} ranks: every collective is its definition"

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import whole_attention as whole
 from gloo_ranks import first_ranks
+from sent import messages
 
 from naranhi import costs
 from naranhi.autograd import SavedTensors
@@ -213,22 +214,13 @@ def sent(ranks, way, kv_heads, order):
     tensors = whole.tensors(LENGTH, kv_heads)
     *own, to_output = (split_sequence(x, group, order=order, dim=2) for x in tensors)
     leaves = [x.requires_grad_() for x in own]
-    start, handed, counts = dist.batch_isend_irecv, [], []
-
-    def count(operations):
-        handed.extend(one.tensor.nbytes for one in operations if one.op is dist.isend)
-        return start(operations)
-
-    dist.batch_isend_irecv = count
-    try:
+    with messages() as handed:
         with SavedTensors([]) as saved:
             output = WAYS[way](*leaves, group, order=order, check=False)
-        counts.append((len(handed), sum(handed)))
+        forward = [one.nbytes for one in handed]
         output.backward(to_output)
-        counts.append((len(handed), sum(handed)))
-    finally:
-        dist.batch_isend_irecv = start
-    return counts, saved.bytes
+    both = [one.nbytes for one in handed]
+    return [(len(sizes), sum(sizes)) for sizes in (forward, both)], saved.bytes
 
 
 @pytest.mark.parametrize(

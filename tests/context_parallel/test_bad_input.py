@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gloo_ranks import first_ranks
+from sent import messages
 
 from naranhi.context_parallel import (
     gathered_attention,
@@ -129,15 +130,10 @@ def message(attend, make):
     group = first_ranks(2)
     if dist.get_rank() >= 2:
         return None
-    start, messages = dist.batch_isend_irecv, []
-    dist.batch_isend_irecv = lambda operations: messages.append(operations) or start(operations)
-    try:
-        args, options = make()
-        with pytest.raises(ValueError) as error:
-            attend(*args, group, **options)
-    finally:
-        dist.batch_isend_irecv = start
-    return str(error.value), len(messages)
+    args, options = make()
+    with messages() as sent, pytest.raises(ValueError) as error:
+        attend(*args, group, **options)
+    return str(error.value), len(sent)
 
 
 def refusals():
@@ -152,9 +148,9 @@ def test_what_is_refused_is_refused_by_all_ranks_before_anything_is_sent(five):
     first, second = five.call(refusals)[:2]
     assert first == second
     # 3 key-value heads do not divide 4 heads: what Ulysses says, too, though 2 ranks divide neither
-    for (way, what), (text, messages) in first.items():
+    for (way, what), (text, sent) in first.items():
         assert REFUSED[what][1] in text, (way, what, text)
-        assert messages == 0
+        assert sent == 0
 
 
 def test_without_a_comparison_each_rank_refuses_its_own_errors(five):
@@ -176,12 +172,12 @@ def ulysses():
 
 
 def test_ulysses_ends_at_the_key_value_heads(five):
-    for text, messages in five.call(ulysses)[:2]:
+    for text, sent in five.call(ulysses)[:2]:
         assert text == (
             "2 ranks do not divide 3 key-value heads (of 6 heads): take ring_attention or "
             "gathered_attention, or fewer ranks"
         )
-        assert messages == 0
+        assert sent == 0
 
 
 def splits():

@@ -132,9 +132,11 @@ def two_kinds():
     with links.paced(0.2, 0.0, other), links.paced(0.5, 0.0, slow):
         start = perf_counter()
         if rank == 0:
-            works = [dist.isend(tensor, peer) for peer in (1, 2)]
+            works = [dist.isend(tensor, dst=1), dist.isend(tensor, group_dst=2)]
+        elif rank < 3:
+            works = [dist.irecv(tensor, src=0) if rank == 1 else dist.irecv(tensor, group_src=0)]
         else:
-            works = [dist.irecv(tensor, 0)] if rank < 3 else []
+            works = []
         for work in works:
             work.wait()
         return perf_counter() - start, tensor[0].item()

@@ -1,8 +1,6 @@
 """ZeRO in a pipeline's schedule, on ranks: gradients, bytes sent and held, what is refused."""
 
-from collections import Counter
 from functools import partial
-from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +8,7 @@ import torch.distributed as dist
 import torch.distributed.pipelining.schedules as torchs
 from gloo_ranks import Ranks
 from replicas import grid, make
+from sent import messages
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -160,13 +159,7 @@ def traffic(schedule):
     """Bytes handed to the backend for the replicas in a step, and what is held; both predicted."""
     along, across = grid()
     layers, loss, inputs, targets, count = work("mlp", schedule)
-    sent, start, held = Counter(), dist.batch_isend_irecv, []
-
-    def send(messages):
-        for message in messages:
-            if message.op is dist.isend:
-                sent[message.group] += message.tensor.nbytes
-        return start(messages)
+    held = []
 
     def note(event, unit):
         """What is allocated for parameters after each event."""
@@ -186,8 +179,9 @@ def traffic(schedule):
         pipe.step(inputs, targets, count)  # the one that tries the layers
         pipe.sharded.zero_grad()
         held.clear()
-        with mock.patch.object(dist, "batch_isend_irecv", send):
+        with messages() as handed:
             pipe.step(inputs, targets, count)
+        sent = sum(one.nbytes for one in handed if one.group == across)
         flags = len(pipe.sharded.names)  # a byte each: who has a gradient
     counts = schedules.transfers(schedule)
     expected = sum(
@@ -199,7 +193,7 @@ def traffic(schedule):
         for stages in schedules.gathered(schedule)[dist.get_rank(along)]
     )
     return (
-        sent[across] - flags,
+        sent - flags,
         expected,
         max(held),
         costs.pipeline_zero_bytes(sum(sizes.values()), 2, whole, "fp32"),

@@ -16,6 +16,7 @@ from one_process import (
     same_bits_everywhere,
     share,
 )
+from sent import messages
 
 from naranhi import costs
 from naranhi.data_parallel import global_count
@@ -80,20 +81,12 @@ def test_training_equals_one_process(five, near, optimizer, work, clip):
 
 @contextmanager
 def counted():
-    """{group: [bytes handed to the backend for sending]} meanwhile."""
-    sent, start = Counter(), dist.batch_isend_irecv
-
-    def count(messages):
-        for message in messages:
-            if message.op is dist.isend:
-                sent[message.group] += message.tensor.nbytes
-        return start(messages)
-
-    dist.batch_isend_irecv = count
-    try:
+    """{group: bytes handed to the backend for sending} meanwhile, filled at the end."""
+    sent = Counter()
+    with messages() as handed:
         yield sent
-    finally:
-        dist.batch_isend_irecv = start
+    for one in handed:
+        sent[one.group] += one.nbytes
 
 
 def traffic():
@@ -204,7 +197,7 @@ def test_a_mistake_in_one_copy_is_an_error_on_every_rank(five):
         "not finite": "FloatingPointError: the gradient of parameter .* is not finite",
         "no forward": "RuntimeError: rank 2 has no forward in this step",
     }
-    for messages in five.call(refusals)[:4]:
-        assert [*messages] == [*expected]
+    for told in five.call(refusals)[:4]:
+        assert [*told] == [*expected]
         for name, pattern in expected.items():
-            assert re.match(pattern, messages[name]), messages[name]
+            assert re.match(pattern, told[name]), told[name]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 
-from naranhi.collectives.chunks import distances, finish, start
+from naranhi.collectives import chunks
 
 
 def all_gather(
@@ -32,14 +32,14 @@ def all_gather(
         ranks: the number of ranks, a power of two.
     """
     block = len(flat) // ranks
-    for held in distances(ranks):
+    for held in chunks.distances(ranks):
         partner = rank ^ held
         kept, theirs = (
             flat[place // held * held * block :][: held * block] for place in (rank, partner)
         )
-        works = start(group, sends=[(kept, partner)], receives=[(theirs, partner)])
+        works = chunks.start(group, sends=[(kept, partner)], receives=[(theirs, partner)])
         yield
-        finish(works)
+        chunks.finish(works)
 
 
 def reduce_scatter(
@@ -55,13 +55,13 @@ def reduce_scatter(
         ranks: the number of ranks, a power of two.
     """
     kept = flat
-    for distance in reversed(distances(ranks)):
+    for distance in reversed(chunks.distances(ranks)):
         low, high = kept.tensor_split(2)
         kept, given = (high, low) if rank & distance else (low, high)
         arriving, partner = torch.empty_like(kept), rank ^ distance
-        works = start(group, sends=[(given, partner)], receives=[(arriving, partner)])
+        works = chunks.start(group, sends=[(given, partner)], receives=[(arriving, partner)])
         yield
-        finish(works)
+        chunks.finish(works)
         kept = torch.add(kept, arriving, out=output if distance == 1 else arriving)
 
 
@@ -89,24 +89,24 @@ def with_extra_ranks(
     """Run `steps` on the first 2^k ranks; the others send their data before and receive the sum."""
     core = 2 ** (ranks.bit_length() - 1)
     if rank >= core:
-        works = start(group, sends=[(data, rank - core)])
+        works = chunks.start(group, sends=[(data, rank - core)])
         yield
-        finish(works)
-        works = start(group, receives=[(data, rank - core)])
+        chunks.finish(works)
+        works = chunks.start(group, receives=[(data, rank - core)])
         yield
-        finish(works)
+        chunks.finish(works)
         return
     if rank + core < ranks:
         extra = torch.empty_like(data)
-        works = start(group, receives=[(extra, rank + core)])
+        works = chunks.start(group, receives=[(extra, rank + core)])
         yield
-        finish(works)
+        chunks.finish(works)
         data.add_(extra)
     yield from steps(data, group, rank, core)
     if rank + core < ranks:
-        works = start(group, sends=[(data, rank + core)])
+        works = chunks.start(group, sends=[(data, rank + core)])
         yield
-        finish(works)
+        chunks.finish(works)
 
 
 def halve_and_double(
@@ -114,19 +114,19 @@ def halve_and_double(
 ) -> Iterator[None]:
     """Exchange and add halves, quarters, ...; then repeat the steps in reverse with the sums."""
     kept, steps = data, []
-    for distance in reversed(distances(ranks)):
+    for distance in reversed(chunks.distances(ranks)):
         low, high = kept.tensor_split(2)
         kept, given = (high, low) if rank & distance else (low, high)
         arriving, partner = torch.empty_like(kept), rank ^ distance
-        works = start(group, sends=[(given, partner)], receives=[(arriving, partner)])
+        works = chunks.start(group, sends=[(given, partner)], receives=[(arriving, partner)])
         yield
-        finish(works)
+        chunks.finish(works)
         kept.add_(arriving)
         steps.append((kept, given, partner))
     for kept, given, partner in reversed(steps):
-        works = start(group, sends=[(kept, partner)], receives=[(given, partner)])
+        works = chunks.start(group, sends=[(kept, partner)], receives=[(given, partner)])
         yield
-        finish(works)
+        chunks.finish(works)
 
 
 def exchange_whole(
@@ -134,9 +134,9 @@ def exchange_whole(
 ) -> Iterator[None]:
     """Add the partner's whole tensor to this rank's, at each distance."""
     arriving = torch.empty_like(data)
-    for distance in distances(ranks):
+    for distance in chunks.distances(ranks):
         partner = rank ^ distance
-        works = start(group, sends=[(data, partner)], receives=[(arriving, partner)])
+        works = chunks.start(group, sends=[(data, partner)], receives=[(arriving, partner)])
         yield
-        finish(works)
+        chunks.finish(works)
         data.add_(arriving)  # the same bits in either order

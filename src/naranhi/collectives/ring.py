@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from naranhi.collectives.chunks import finish, start
+from naranhi.collectives import chunks
 
 
 def all_gather(
@@ -21,9 +21,9 @@ def all_gather(
     left, right = (rank - 1) % ranks, (rank + 1) % ranks
     for step in range(ranks - 1):
         leaving, arriving = blocks[(rank - step) % ranks], blocks[(rank - step - 1) % ranks]
-        works = start(group, sends=[(leaving, right)], receives=[(arriving, left)])
+        works = chunks.start(group, sends=[(leaving, right)], receives=[(arriving, left)])
         yield
-        finish(works)
+        chunks.finish(works)
 
 
 def reduce_scatter(
@@ -42,9 +42,9 @@ def reduce_scatter(
     for step in range(2, ranks + 1):
         own = blocks[(rank - step) % ranks]
         arriving = memory[step % len(memory)][: len(own)]
-        works = start(group, sends=[(leaving, right)], receives=[(arriving, left)])
+        works = chunks.start(group, sends=[(leaving, right)], receives=[(arriving, left)])
         yield
-        finish(works)
+        chunks.finish(works)
         total = own if output is None else output if step == ranks else arriving
         leaving = torch.add(arriving, own, out=total)
 

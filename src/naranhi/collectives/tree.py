@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from naranhi.collectives.chunks import distances, finish, start
+from naranhi.collectives import chunks
 
 
 def broadcast(
@@ -20,15 +20,15 @@ def broadcast(
     """Copy the root's `data` to all ranks, from parent to children."""
     place = (rank - root) % ranks  # in the tree, whose root has place 0
     sent = []
-    for distance in reversed(distances(ranks)):
+    for distance in reversed(chunks.distances(ranks)):
         if place % (2 * distance) == distance:  # the parent has the data, this rank not yet
-            arriving = start(group, receives=[(data, (rank - distance) % ranks)])
+            arriving = chunks.start(group, receives=[(data, (rank - distance) % ranks)])
             yield
-            finish(arriving)
+            chunks.finish(arriving)
         elif place % (2 * distance) == 0 and place + distance < ranks:
-            sent += start(group, sends=[(data, (rank + distance) % ranks)])
+            sent += chunks.start(group, sends=[(data, (rank + distance) % ranks)])
     yield
-    finish(sent)
+    chunks.finish(sent)
 
 
 def reduce(
@@ -36,15 +36,15 @@ def reduce(
 ) -> Iterator[None]:
     """Sum every rank's `total` into the root's; the other ranks' do not change."""
     place = (rank - root) % ranks
-    for distance in distances(ranks):
+    for distance in chunks.distances(ranks):
         if place % (2 * distance) == distance:  # this subtree is complete: send its sum up
-            sent = start(group, sends=[(total, (rank - distance) % ranks)])
+            sent = chunks.start(group, sends=[(total, (rank - distance) % ranks)])
             yield
-            finish(sent)
+            chunks.finish(sent)
             return
         if place + distance < ranks:
             child = torch.empty_like(total)
-            arriving = start(group, receives=[(child, (rank + distance) % ranks)])
+            arriving = chunks.start(group, receives=[(child, (rank + distance) % ranks)])
             yield
-            finish(arriving)
+            chunks.finish(arriving)
             total = torch.add(total, child, out=total if rank == root else child)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.autograd import Function
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from naranhi.collectives.chunks import finish, start
+from naranhi.collectives import chunks
 from naranhi.context_parallel.arguments import Cut, is_a_shape, prepare
 from naranhi.context_parallel.partial_attention import Partial, add_gradients, fold
 from naranhi.context_parallel.tiles import Documents
@@ -88,9 +88,9 @@ def around(block: torch.Tensor, cut: Cut) -> Iterator[tuple[int, torch.Tensor]]:
     left, right = (cut.rank - 1) % cut.ranks, (cut.rank + 1) % cut.ranks
     for step in range(cut.ranks - 1):
         arriving = torch.empty_like(block)
-        works = start(cut.group, sends=[(block, right)], receives=[(arriving, left)])
+        works = chunks.start(cut.group, sends=[(block, right)], receives=[(arriving, left)])
         yield (cut.rank - step) % cut.ranks, block
-        finish(works)
+        chunks.finish(works)
         block = arriving
     yield right, block
 
@@ -137,12 +137,12 @@ class RingFunction(Function):
             )
             if owner == cut.rank:
                 continue  # the sum that comes home last has what the other ranks add
-            finish(works)
+            chunks.finish(works)
             if arriving is not None:  # from the ranks that had this block before
                 grad += arriving
             leaving, arriving = grad, torch.empty_like(grad)
-            works = start(cut.group, sends=[(leaving, right)], receives=[(arriving, left)])
-        finish(works)
+            works = chunks.start(cut.group, sends=[(leaving, right)], receives=[(arriving, left)])
+        chunks.finish(works)
         if arriving is not None:
             to_own += arriving
         to_key, to_value = to_own.squeeze(3).to(key.dtype)

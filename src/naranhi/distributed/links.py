@@ -8,7 +8,6 @@ two cores take as long as four machines would. Units: seconds, bytes.
 from collections.abc import Callable, Container, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from math import isfinite
 from threading import Lock
 from time import monotonic, sleep
@@ -23,8 +22,8 @@ WAITING = 32  # messages that a rank can wait for at once, in a thread each
 def paced(alpha: float, beta: float, peers: Container[int] | None = None) -> Iterator[None]:
     """Pace this rank's link to a latency of `alpha` and an inverse bandwidth of `beta`.
 
-    This delays the messages that `dist.batch_isend_irecv`, which all of `naranhi.collectives` uses,
-    `dist.isend` and `dist.irecv` start. The model is that of `naranhi.costs`: a message of m bytes
+    This delays the messages that `dist.isend`, `dist.irecv` and `dist.batch_isend_irecv` start, so
+    also those of `naranhi.collectives`. The model is that of `naranhi.costs`: a message of m bytes
     takes alpha + m * beta seconds, and a rank sends one message and receives one message at a time.
     Enter the context on every rank. For two kinds of links, enter it twice, with other peers.
 
@@ -41,7 +40,7 @@ def paced(alpha: float, beta: float, peers: Container[int] | None = None) -> Ite
     if not all(isfinite(value) and value >= 0 for value in (alpha, beta)):
         raise ValueError(f"alpha and beta are times, 0 or more, not {alpha!r} and {beta!r}")
     unpaced, unpaced_message = dist.batch_isend_irecv, dist.P2POp
-    singles = dist.isend, dist.irecv  # as they were: perhaps paced for other peers
+    unpaced_send, unpaced_receive = dist.isend, dist.irecv  # perhaps paced for other peers
 
     def start(messages):
         return [work for message in messages for work in start_message(message)]
@@ -56,26 +55,26 @@ def paced(alpha: float, beta: float, peers: Container[int] | None = None) -> Ite
             return [_Work(inward.submit(link.receive, unpaced([message]), takes))]
         return [_Work(link.send(message, takes))]
 
-    def start_one(op, tensor, *arguments, **options):
-        return start([unpaced_message(op, tensor, *arguments, **options)])[0]
+    def send(tensor, dst=None, group=None, tag=0, group_dst=None):
+        return start([unpaced_message(isend, tensor, dst, group, tag, group_dst)])[0]
 
-    paced_ones = [partial(start_one, op) for op in (isend, irecv)]
+    def receive(tensor, src=None, group=None, tag=0, group_src=None):
+        return start([unpaced_message(irecv, tensor, src, group, tag, group_src)])[0]
 
     def message(op, *arguments, **options):
         """Make a message of a batch, whose operation is a paced one when it is looked up here."""
-        plain = (isend, irecv)[paced_ones.index(op)] if op in paced_ones else op
-        return unpaced_message(plain, *arguments, **options)
+        return unpaced_message({send: isend, receive: irecv}.get(op, op), *arguments, **options)
 
     # One worker sends, so that messages stay in order.
     with ThreadPoolExecutor(WAITING) as inward, ThreadPoolExecutor(1) as outward:
         link = Link(unpaced, outward)
         dist.batch_isend_irecv, dist.P2POp = start, message
-        dist.isend, dist.irecv = paced_ones
+        dist.isend, dist.irecv = send, receive
         try:
             yield
         finally:
             dist.batch_isend_irecv, dist.P2POp = unpaced, unpaced_message
-            dist.isend, dist.irecv = singles
+            dist.isend, dist.irecv = unpaced_send, unpaced_receive
 
 
 class Link:

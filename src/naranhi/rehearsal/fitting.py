@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from naranhi import schedules
+from naranhi.collectives import chunks
 from naranhi.costs import fit_alpha_beta
 from naranhi.pipeline import Pipeline
 from naranhi.planning import Layer, Line, Machine, Model
@@ -112,12 +113,7 @@ def _message(size, distance, group):
     dist.barrier(group)
     for _ in range(MESSAGES):
         start = perf_counter()
-        pair = [
-            dist.P2POp(dist.irecv, received, peer, group),
-            dist.P2POp(dist.isend, sent, peer, group),
-        ]
-        for work in dist.batch_isend_irecv(pair):
-            work.wait()
+        chunks.finish(chunks.start(group, sends=[(sent, peer)], receives=[(received, peer)]))
         times.append(perf_counter() - start)
     return slowest([median(times)])[0]
 

@@ -151,18 +151,11 @@ class FlatParam:
             _allocate(self.whole)
             self._rows[self.rank].copy_(self.shard)
         others = [(self.rank + distance) % self.ranks for distance in range(1, self.ranks)]
-        # Sends before receives: on gloo this makes a step of many small units a tenth shorter.
-        messages = [(dist.isend, self._rows[self.rank], other) for other in others]
-        messages += [(dist.irecv, self._rows[other], other) for other in reversed(others)]
-        works = (
-            dist.batch_isend_irecv(
-                [
-                    dist.P2POp(operation, row, group=self.group, group_peer=other, tag=self.tag)
-                    for operation, row, other in messages
-                ]
-            )
-            if messages
-            else []
+        works = chunks.start(
+            self.group,
+            sends=[(self._rows[self.rank], other) for other in others],
+            receives=[(self._rows[other], other) for other in reversed(others)],
+            tag=self.tag,
         )
         yield
         chunks.finish(works)
