@@ -28,11 +28,15 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-import nbformat
-from languages import EXECUTED
-from nbclient.exceptions import CellControlSignal, DeadKernelError
-from nbconvert.preprocessors import ExecutePreprocessor
-from traitlets.config import Config
+# jsonschema, which checks notebooks, would compile a grammar for addresses that they do not have:
+# most of a second in every process that imports nbformat.
+sys.modules.setdefault("rfc3987_syntax", None)
+
+import nbformat  # noqa: E402
+from languages import EXECUTED  # noqa: E402
+from nbclient.exceptions import CellControlSignal, DeadKernelError  # noqa: E402
+from nbconvert.preprocessors import ExecutePreprocessor  # noqa: E402
+from traitlets.config import Config  # noqa: E402
 
 PACKAGE = "naranhi"
 SECONDS = 900  # for one notebook; the book's own rule is 90
