@@ -14,6 +14,8 @@ MODEL = Model(layers=12, hidden=768, heads=12, vocabulary=50304)
         ({"gpu": "V100"}, "gpu 'V100' is not in the table; choose one of A100, A100-40GB"),
         ({"engine": "jax"}, "engine 'jax' is unknown; choose one of megatron"),
         ({"gpus": 0}, "gpus is at least 1, not 0"),
+        ({"gpus": 10**12}, "gpus = 1000000000000 cannot be right: it is at most 1,048,576"),
+        ({"gpus_per_node": 4096}, "gpus_per_node = 4096 cannot be right: it is at most 1,024"),
         ({"gpus": 12}, "12 GPUs are not whole nodes of 8"),
         ({"memory_gib": 80 * 2**30}, "memory_gib = 85899345920 cannot be right: it is in GiB"),
         ({"network": 50e9}, "cannot be right: it is in Gbit/s for each GPU"),
@@ -23,6 +25,10 @@ MODEL = Model(layers=12, hidden=768, heads=12, vocabulary=50304)
 def test_a_cluster_that_cannot_be_is_refused(arguments, words):
     with pytest.raises(ValueError, match=words):
         Cluster(**{"gpus": 16, **arguments})
+
+
+def test_the_largest_clusters_can_be_meant():
+    assert Cluster(2**20).gpus == 2**20 and Cluster(1024, 1024).gpus_per_node == 1024
 
 
 def test_a_number_of_gpus_is_whole():

@@ -109,12 +109,14 @@ class Cluster:
             raise ValueError(f"engine {self.engine!r} is unknown; choose one of {_list(engines())}")
         if self.gpus_per_node is None:
             object.__setattr__(self, "gpus_per_node", _node(self.gpus, self.sheet.gpus_per_node))
-        for name in ("gpus", "gpus_per_node"):
+        for name, most in (("gpus", MOST_GPUS), ("gpus_per_node", MOST_IN_NODE)):
             value = getattr(self, name)
             if isinstance(value, bool) or not hasattr(value, "__index__"):
                 raise TypeError(f"{name} is a whole number, not {value!r}")
             if index(value) < 1:
                 raise ValueError(f"{name} is at least 1, not {value}")
+            if index(value) > most:
+                raise ValueError(f"{name} = {value} cannot be right: it is at most {most:,}")
         if self.gpus > self.gpus_per_node and self.gpus % self.gpus_per_node:
             raise ValueError(
                 f"{self.gpus} GPUs are not whole nodes of {self.gpus_per_node}: give gpus as a "
@@ -207,6 +209,9 @@ def nearest_efficiency(gpu: str, engine: str, table: dict[tuple[str, str], float
 
 # Engines with the kernels of another one, whose run calibrates both: Megatron-Core's.
 KERNELS = {"megatron": "nemo"}
+# More than the largest cluster that anybody has, and than one switch domain joins: beyond these a
+# number was meant in another unit, or mistyped.
+MOST_GPUS, MOST_IN_NODE = 2**20, 1024
 # GPUs of a box, which are used together, and of each tray of a larger NVLink domain.
 BOX, TRAY = 8, 4
 # GPUs with the same chip. (The H100 with 96 GB has another power limit, so other clocks.)
