@@ -44,7 +44,7 @@ class Comparison(NamedTuple):
         if not self.run.memory or not self.forecast:
             return None
         stages = self.forecast.memory[: 1 if self.run.counted == "first" else None]
-        held = max(_counted(memory, self.run.counted) for memory in stages)
+        held = max(_counted(memory, self.run) for memory in stages)
         return held / self.run.memory - 1
 
     @property
@@ -249,10 +249,11 @@ def _calibrating():
     return {(row["source"], row["run"]) for row in rows("calibrations.csv")}
 
 
-def _counted(memory, what):
-    if what == "kept":
+def _counted(memory, run):
+    memory = memory._replace(activations=run.activations * memory.activations)
+    if run.counted == "kept":
         return memory.total - memory.working
-    return memory.total if what == "in use" else memory.reserved
+    return memory.total if run.counted == "in use" else memory.reserved
 
 
 def _accuracy(source, what, errors, inside):

@@ -24,6 +24,9 @@ class Run(NamedTuple):
         counted: What `memory` counts: "in use" at the fullest moment; "reserved" with the free
             blocks that the allocator keeps; "first" the same of the first stage, not of the
             fullest; or "kept" without what is in use for a moment only.
+        activations: What the run may have kept of micro-batches in flight, in multiples of what its
+            plan's schedule keeps: a schedule that was searched may fill a limit which one that is
+            made by hand does not.
     """
 
     source: str
@@ -37,3 +40,4 @@ class Run(NamedTuple):
     memory: float | None
     failed: bool = False
     counted: str = "in use"
+    activations: float = 1.0

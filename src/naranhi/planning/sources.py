@@ -125,9 +125,12 @@ def _zero_bubble(row, given):
     )  # fmt: skip
     cluster = Cluster(given["gpus"], 8, "A100", engine="megatron-2021")
     batch = given["global_batch"]
+    # ZB-1p and ZB-2p are searched, within the memory of p and 2p micro-batches (section 5.1): as
+    # many as H1 has in flight, and one more than H2.
+    more = 2 * plan.pp / (2 * plan.pp - 1) if schedule == "ZB-2p" else 1.0
     return Run(
         row["source"], f"{row['model']} {schedule} {batch}", model, cluster, plan, given["seq"],
-        batch, _seconds(given, batch, given["seq"]), given["memory_gb"] * GIB,
+        batch, _seconds(given, batch, given["seq"]), given["memory_gb"] * GIB, activations=more,
     )  # fmt: skip
 
 
