@@ -339,9 +339,10 @@ def test_the_planner_answers_as_its_command_line_does(capsys, tmp_path):
     assert all(command in printed for command in answer["commands"].values())
     for row in answer["table"]["rows"]:
         assert f"{row[1]:7.3g} s {row[2]:8.3g}" in printed and row[0] in printed
-    for name in ("step_seconds", "memory_bytes"):
-        output = answer["outputs"][name]
-        assert sum(output["sum"].values()) == pytest.approx(output["value"])
+    for engine in ("megatron", "fsdp", "nanotron"):
+        outputs = ask("planning", **values, engine=engine)["outputs"]
+        for name in ("step_seconds", "memory_bytes"):
+            assert sum(outputs[name]["sum"].values()) == pytest.approx(outputs[name]["value"])
 
 
 def test_models_have_the_parameters_that_their_names_say():

@@ -10,6 +10,7 @@ from naranhi.planning.cli import written
 
 MODELS = json.loads(Path(__file__).with_name("models.json").read_text(encoding="utf-8"))
 BEST = 10
+FREE = ("cached", "fragments")  # in no use at the fullest moment
 FIELDS = (
     Field("model", "choice", "Llama 2 7B", choices=(*MODELS, "config.json")),
     Field("config", "text", "", only=("model", ("config.json",))),
@@ -54,7 +55,7 @@ def run(
     plan, forecast = found[0]
     parts = {name: seconds for name, seconds in forecast.parts.items() if seconds}
     rank = max(forecast.memory, key=lambda memory: memory.total)
-    memory = {name: held for name, held in rank._asdict().items() if held}
+    memory = {name: held for name, held in rank._asdict().items() if held and name not in FREE}
     result["outputs"] |= {
         "plan": {"value": describe(plan), "unit": ""},
         "step_seconds": {"value": forecast.step_seconds, "unit": "s", "sum": parts},
