@@ -35,15 +35,15 @@ INDEPENDENT = {
 }
 MEMORY = {
     "Korthikanti 2022 Fig 1 (via Calculon)": (0.01, 0.02),
-    "Zero Bubble": (0.031, 0.07),
+    "Zero Bubble": (0.023, 0.07),
     # The worst: seven pipelines of 405B whose ranks hold the same bytes, 72.7 to 84.9 GiB.
     "torchtitan 2024-12": (0.046, 0.15),
     # Runs of one plan differ by up to 58%: what an allocator keeps depends on how far its host is
     # ahead, see `test_the_sweep_contradicts_itself`.
-    "HF Ultra-Scale sweep": (0.115, 2.4),
-    # The worst two are pipelines of 3 and 16 stages: 28 bytes for each parameter, where those of
-    # 4, 5 and 6 stages have 34.
-    "InternEvo memory": (0.04, 0.18),
+    "HF Ultra-Scale sweep": (0.11, 2.1),
+    # The worst is a pipeline of 16 stages: 28 bytes for each parameter, where those of 4, 5 and 6
+    # stages have 34.
+    "InternEvo memory": (0.033, 0.18),
 }
 
 
@@ -125,10 +125,54 @@ def test_an_interval_is_not_so_wide_that_it_says_nothing():
 
 
 def test_the_sweep_fits_or_fails_as_forecast():
-    """Of 614 failures 68 would hold less than 52 of 85 GB, at times 2 GB: no memory explains them.
-    Between 60 and 70 GB runs and failures alternate: of the 8B with tp = 4, pp = 2, ZeRO-1 and
-    micro-batches of 8, dp = 4, 16 and 32 ran, 2 and 8 failed, though 8 hold less than 4."""
-    assert accuracy.fits_right(accuracy.sweep_comparisons()) >= 0.935
+    """At 94.2%, by a limit that leaves 8% free, as for Megatron-Core, and a quarter of what comes
+    and goes in a micro-batch to free pieces. (A limit on the bytes in use alone is right in 94.0%
+    where it is best, at 77% of the memory, which many a run passed.)"""
+    assert accuracy.fits_right(accuracy.sweep_comparisons()) >= 0.94
+
+
+def test_most_mistakes_that_five_percent_would_allow_are_in_the_labels():
+    """Of 614 failures 47 need less than 45 of 85 GB, at times 2 GB: no memory explains them. And 18
+    more failed though a plan that holds as much or more ran: of the 8B with tp = 4, pp = 2, ZeRO-1
+    and micro-batches of 8, dp = 4, 16 and 32 ran, 2 and 8 failed, though 8 hold less than 4. So
+    65 of 82 allowed mistakes are certain, for any forecast in which more is not less."""
+
+    def small(c):
+        return c.forecast and max(memory.needed for memory in c.forecast.memory) < 45e9
+
+    failed = [c for c in accuracy.sweep_comparisons() if c.run.failed]
+    ran = [c.run for c in accuracy.sweep_comparisons() if not c.run.failed]
+    paired = {}  # of each run that ran, a failure that holds no more: one of both is a mistake
+
+    def pair(failure, seen):
+        for place, run in enumerate(ran):
+            if place not in seen and holds_no_more(failure, run):
+                seen.add(place)
+                if place not in paired or pair(paired[place], seen):
+                    paired[place] = failure
+                    return True
+        return False
+
+    assert sum(map(bool, map(small, failed))) == 47
+    assert sum(pair(c.run, set()) for c in failed if not small(c)) == 18
+    assert int(0.05 * len(sweep())) == 82
+
+
+def holds_no_more(run, other):
+    """Whether a plan holds no more than another of the same shards, in any of its parts."""
+    plan, than = run.plan, other.plan
+    if (run.model, plan.tp, plan.pp, plan.dp == 1) != (other.model, than.tp, than.pp, than.dp == 1):
+        return False
+    flights = [
+        min(r.plan.pp, r.plan.microbatches(r.global_batch)) * r.plan.microbatch
+        for r in (run, other)
+    ]
+    return (
+        plan.dp >= than.dp
+        and plan.zero >= than.zero
+        and plan.microbatch <= than.microbatch
+        and flights[0] <= flights[1]
+    )
 
 
 def test_failures_that_no_memory_explains_come_in_a_block():
@@ -154,29 +198,30 @@ def test_failures_that_no_memory_explains_come_in_a_block():
     assert block(0, (1,)) == [False] * 3
 
 
-def test_no_single_limit_of_memory_would_be_right_much_more_often():
-    """Some limit on the bytes in use at the fullest moment is right in 94.0%; the limit by the
-    engine's headroom in 93.7%. What is missing to 95% is not in that number."""
-    known = [
-        (max(m.total for m in c.forecast.memory), c.run.failed)
-        for c in accuracy.sweep_comparisons()
-        if c.forecast
-    ]
-    refused = sum(c.run.failed for c in accuracy.sweep_comparisons() if c.forecast is None)
-    right = refused + sum(failed for _, failed in known)
-    best = right
-    for _, failed in sorted(known):
-        right += -1 if failed else 1
-        best = max(best, right)
-    assert 0.937 < best / len(sweep()) < 0.945
-
-
 def test_what_the_forecasts_choose_is_among_the_best():
-    """Of 14 choices none failed, and 12 are within a tenth of the best. The other two are those on
-    512 GPUs, where nearly all runs took a second longer for each micro-batch, whatever its size."""
+    """Of 14 choices none failed, and 12 are within a tenth of the best; the other two are on 512
+    GPUs, see `test_on_512_gpus_the_best_run_is_the_one_that_was_not_late`."""
     choices = accuracy.choices()
     assert len(choices) == 14 and not any(choice.picked.failed for choice in choices)
     assert all(choice.regret <= 0.10 for choice in choices if choice.gpus <= 256)
+
+
+def test_on_512_gpus_the_best_run_is_the_one_that_was_not_late():
+    """There the best run of each model took 1.4 and 1.7 times less than the next best: every other
+    choice is further off than a tenth. What made it the best is in no column: of pipelines, 97% of
+    the runs took half a second longer than forecast for each micro-batch, whatever its size."""
+    on_512 = [c for c in accuracy.sweep_comparisons() if c.run.cluster.gpus == 512]
+    on_512 = [c for c in on_512 if c.run.seconds]
+    for layers, ratio in ((16, 1.67), (32, 1.44)):
+        best, second, *_ = sorted(c.run.seconds for c in on_512 if c.run.model.layers == layers)
+        assert second / best == pytest.approx(ratio, abs=0.01)
+    late = [
+        (c.run.seconds - c.forecast.step_seconds) / c.run.plan.microbatches(c.run.global_batch)
+        for c in on_512
+        if c.run.plan.pp > 1
+    ]
+    assert len(late) == 110
+    assert mean(seconds > 0.5 for seconds in late) == pytest.approx(0.97, abs=0.01)
 
 
 def test_the_sweep_contradicts_itself():

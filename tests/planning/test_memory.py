@@ -133,16 +133,39 @@ def test_what_an_allocator_keeps_does_not_decide_what_fits():
 
 
 def test_a_host_that_runs_ahead_has_asked_for_gathered_inputs_of_thirty_layers():
-    """2 x 1024 / 34 of them, but not in a pipeline, with one micro-batch, or without ranks."""
+    """2 x 1024 / 34 of them, or those of a step; none in a pipeline, or without ranks to gather."""
     cluster = Cluster(8, engine="nanotron")
-    ahead, *others = (
+    ahead, eight, *others = (
         stage_memory(LLAMA, cluster, plan, 1024, count)[0].cached
         for plan, count in (
             (Plan(4, 2), 4), (Plan(4, 2), 1), (Plan(8), 4), (Plan(2, 2, 2), 4),
         )
     )  # fmt: skip
     assert ahead == pytest.approx(2 * 1024 / 34 * 2 * 1024 * LLAMA.hidden)
-    assert others == [0, 0, 0]
+    assert eight == 2 * 8 * 2 * 1024 * LLAMA.hidden
+    assert others == [0, 0]
+
+
+def test_free_pieces_decide_what_fits_and_free_blocks_do_not():
+    """A quarter of what comes and goes is lost to pieces; of the model state, nothing."""
+    forecast = predict(LLAMA, Cluster(8, engine="nanotron"), Plan(4, 2, microbatch=4), 1024, 64)
+    [memory] = forecast.memory
+    assert memory.fragments == (memory.activations + memory.working) / 4
+    assert memory.needed == memory.total + memory.fragments
+    assert memory.wanted == memory.needed + memory.cached > memory.needed
+    assert forecast._replace(capacity=memory.needed).fits
+    assert not forecast._replace(capacity=memory.needed - 1).fits
+    assert not forecast._replace(capacity=memory.needed).fits_with(0.0)
+    assert forecast._replace(capacity=memory.wanted).fits_with(0.0)
+
+
+def test_an_allocator_keeps_no_more_than_there_is_room_for():
+    """Of 30 GiB, FSDP can fill 27; 24.6 are in use, and 2.6 would be kept if there were room."""
+    large, small = (Cluster(1, engine="fsdp", memory_gib=memory) for memory in (79.1, 30))
+    plan = Plan(1, microbatch=8)
+    much, little = (stage_memory(LLAMA, gpu, plan, 4096, 1)[0] for gpu in (large, small))
+    assert much.total == little.total and much.reserved > small.capacity
+    assert little.reserved == pytest.approx(small.capacity)
 
 
 @pytest.mark.parametrize("engine, last", [("fsdp", 1024), ("fsdp-compile", 0)])

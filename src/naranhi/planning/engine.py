@@ -2,8 +2,8 @@
 
 `engines.csv` has what an engine's authors say or its code does; its note says which engine of which
 time it is. What no source says (the parts that overlap, the host's time, and for nanotron the late
-micro-batches) was read off one or few published runs each, and is as good as those. Units: bytes,
-seconds.
+micro-batches and the free pieces of memory) was read off one or few published runs each, or what
+fits and fails among many, and is as good as those. Units: bytes, seconds.
 """
 
 from functools import lru_cache
@@ -29,8 +29,11 @@ class Engine(NamedTuple):
             in order to send them, as torch's DDP does, where there are ranks to send them to.
         casts_shards: Whether parameters are kept in fp32 and cast as they are gathered, as FSDP
             does, without a 16-bit copy besides.
-        headroom: The part of a GPU's memory that it cannot fill with tensors: the CUDA context, the
-            communicators' buffers, and pieces that are free but too small.
+        headroom: The part of a GPU's memory that it cannot fill with tensors: the CUDA context and
+            the communicators' buffers.
+        fragments: The part of what is allocated and freed in each micro-batch that is lost besides
+            in free pieces, each too small for what is allocated next. (What is allocated once, the
+            model state, leaves no such pieces.) 0 if they are counted in `headroom`.
         cached: What its allocator keeps in blocks that are free at the fullest moment: "loss" for
             an unfused loss, whose large blocks are not made of those of a layer; "gathers" for
             inputs gathered while the host runs ahead of the GPU; "none" if not known.
@@ -77,6 +80,7 @@ class Engine(NamedTuple):
     reducer_bytes: int
     casts_shards: bool
     headroom: float
+    fragments: float
     cached: str
     update_bytes: int
     update_cached_bytes: int
@@ -114,6 +118,7 @@ def engines() -> dict[str, Engine]:
             int(row["reducer_bytes"]),
             row["casts_shards"] == "1",
             float(row["headroom"]),
+            float(row["fragments"]),
             row["cached"],
             int(row["update_bytes"]),
             int(row["update_cached_bytes"]),

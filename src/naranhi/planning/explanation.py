@@ -71,7 +71,7 @@ def _step(found, forecast: Forecast):
 
 
 def _memory(forecast: Forecast):
-    stage = max(range(len(forecast.memory)), key=lambda s: forecast.memory[s].total)
+    stage = max(range(len(forecast.memory)), key=lambda s: forecast.memory[s].needed)
     yield f"It {forecast.verdict}."
     for name, held in forecast.memory[stage]._asdict().items():
         if held:

@@ -50,25 +50,26 @@ class Forecast(NamedTuple):
     @property
     def fits(self) -> bool:
         """Whether every rank has room."""
-        return self.memory_bytes <= self.capacity
+        return max(memory.needed for memory in self.memory) <= self.capacity
 
     def fits_with(self, margin: float) -> bool:
         """Return whether every rank has room, and leaves that part of the capacity free.
 
         What the allocator keeps counts as well: a plan without room for it may run or not.
         """
-        return self.reserved_bytes <= self.capacity * (1 - margin)
+        return max(memory.wanted for memory in self.memory) <= self.capacity * (1 - margin)
 
     @property
     def verdict(self) -> str:
         """Whether the plan fits, by how much not, and because of what, in one sentence."""
-        stage = max(range(len(self.memory)), key=lambda s: self.memory[s].total)
+        stage = max(range(len(self.memory)), key=lambda s: self.memory[s].needed)
         fullest = self.memory[stage]
-        needed, capacity = fullest.total / GIB, self.capacity / GIB
+        needed, capacity = fullest.needed / GIB, self.capacity / GIB
         where = f"stage {stage}" if len(self.memory) > 1 else "each rank"
         if self.fits:
             return f"fits: {where} holds {needed:.1f} GiB of {capacity:.1f} GiB"
-        most = max(fullest._fields[:-1], key=lambda name: getattr(fullest, name))
+        parts = (name for name in fullest._fields if name != "cached")
+        most = max(parts, key=lambda name: getattr(fullest, name))
         return (
             f"does not fit, by {needed - capacity:.1f} GiB: {where} needs {needed:.1f} GiB and "
             f"has {capacity:.1f} GiB; the largest part is {MEMORY[most]} "
@@ -84,6 +85,7 @@ MEMORY = {
     "activations": "activations",
     "working": "what one layer, the loss or the update needs for a moment",
     "cached": "free blocks that the allocator keeps until it needs them",
+    "fragments": "free pieces too small for what is allocated next",
 }
 # What a part of a step is, in words.
 PARTS = {

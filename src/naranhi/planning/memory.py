@@ -29,6 +29,8 @@ class Memory(NamedTuple):
         working: What one layer, the loss, or the optimizer's update needs besides for a moment.
         cached: What the allocator keeps besides in blocks that nothing uses at that moment: it
             gives them back before it runs out, so that they do not decide what fits.
+        fragments: The free pieces of blocks that are in use in part: too small for what is
+            allocated next, and not to be given back.
     """
 
     parameters: float
@@ -37,15 +39,26 @@ class Memory(NamedTuple):
     activations: float
     working: float
     cached: float = 0.0
+    fragments: float = 0.0
 
     @property
     def total(self) -> float:
         """All that is in use, as `torch.cuda.max_memory_allocated` counts it."""
-        return sum(self[:-1])
+        return sum(self[:5])
+
+    @property
+    def needed(self) -> float:
+        """What has to have room: all that is in use, and the pieces that are lost to it."""
+        return self.total + self.fragments
 
     @property
     def reserved(self) -> float:
         """What is in use and what is cached, as `torch.cuda.max_memory_reserved` counts it."""
+        return self.total + self.cached
+
+    @property
+    def wanted(self) -> float:
+        """What has to have room if the allocator is never to give a block back."""
         return sum(self)
 
 
@@ -157,12 +170,14 @@ def stage_memory(
             cached = min(forward, loss) + value * logits
         elif engine.cached == "gathers":
             cached = _launched_ahead(model, plan, tokens, microbatches)
-        backward = Memory(parameters, gradients, optimizer, held * of_layers, working, cached)
+        activations = held * of_layers
+        lost = engine.fragments * (activations + working)
+        backward = Memory(parameters, gradients, optimizer, activations, working, cached, lost)
         shards = plan.zero_group if plan.zero else 1
         updated = dense / shards + experts / max(1, shards // plan.ep)
         update = _at_update(backward, plan, engine, updated)
-        fullest = max(backward, update, key=lambda memory: memory.total)
-        free = max(0.0, cluster.memory - fullest.total)
+        fullest = max(backward, update, key=lambda memory: memory.needed)
+        free = max(0.0, cluster.capacity - fullest.total)
         result.append(fullest._replace(cached=min(fullest.cached, free)))
     return tuple(result)
 
@@ -176,8 +191,12 @@ def _at_update(backward, plan, engine, updated):
     """
     freed = backward.activations + backward.working + backward.cached
     copies = 0.0 if plan.zero == 3 else engine.update_cached_bytes * updated
+    working = engine.update_bytes * updated
     return backward._replace(
-        activations=0.0, working=engine.update_bytes * updated, cached=max(freed, copies)
+        activations=0.0,
+        working=working,
+        cached=max(freed, copies),
+        fragments=engine.fragments * working,
     )
 
 
@@ -224,13 +243,14 @@ def _launched_ahead(model, plan, tokens, microbatches):
 
     An input that is gathered on another stream is free for the host only when the GPU is past its
     last use. A host that waits for nothing is `LAUNCHES_AHEAD` kernels ahead, so it has asked for
-    the two gathered inputs of so many layers as those are. A pipeline's host waits for each
-    message, and with a single micro-batch it waits for the step.
+    the two gathered inputs of so many layers as those are, and at most of those of a step. A
+    pipeline's host waits for each message.
     """
-    if plan.tp == 1 or plan.pp > 1 or microbatches == 1:
+    if plan.tp == 1 or plan.pp > 1:
         return 0.0
     value = 4 if plan.precision == "fp32" else 2
-    return 2 * LAUNCHES_AHEAD / LAUNCHES_OF_A_LAYER * value * tokens * model.hidden
+    layers = min(LAUNCHES_AHEAD / LAUNCHES_OF_A_LAYER, microbatches * model.layers)
+    return 2 * layers * value * tokens * model.hidden
 
 
 def _scored(plan, stage, microbatches):

@@ -90,7 +90,7 @@ def search(
         tried += 1
         count = plan.microbatches(global_batch)
         held = max(
-            memory.reserved for memory in stage_memory(model, cluster, plan, sequence_length, count)
+            memory.wanted for memory in stage_memory(model, cluster, plan, sequence_length, count)
         )
         if nearest is None or held < nearest[0]:
             nearest = held, plan
