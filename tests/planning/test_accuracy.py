@@ -25,9 +25,12 @@ STEPS = {
     "torchtitan 2024-12": (0.08, 0.20),
     "Megatron SC'21 T2": (0.07, 0.14),
 }
-# Of other sources, in which no constant was chosen, except one efficiency by one run of DGX Cloud.
+# Of other sources, in which no constant was chosen, except efficiencies by two runs of DGX Cloud.
+# Megatron Bridge's are all runs of dense models with fp8 in one scale a tensor, without those that
+# by their scripts move activations to the host, or recompute some layers: no `Plan` says that.
 INDEPENDENT = {
     "DGX Cloud": (0.055, 0.15),
+    "Megatron Bridge": (0.04, 0.11),
     "BLOOM": (0.04, 0.04),
     "MT-NLG": (0.16, 0.18),
     "Nemotron-4": (0.07, 0.08),
@@ -95,11 +98,17 @@ def test_runs_that_ran_are_forecast_to_fit():
 
 def test_runs_by_which_nothing_was_chosen_are_forecast_to_fit():
     """Exceptions: Nemotron-4 340B with only two data parallel ranks, by 7 GiB; DeepSeek-V3, which
-    recomputes norms and up-projections, and keeps activations in fp8 and moments in bf16."""
+    recomputes norms and up-projections, and keeps activations in fp8 and moments in bf16; Llama
+    405B in 16 stages of four chunks, by 26 GiB."""
     compared = accuracy.independent_comparisons()
     wrong = [c.run.name for c in compared if not c.forecast.fits]
     assert len(compared) > 30
-    assert wrong == ["671B on 2048", "Nemotron-4 340B bf16 on 128", "Nemotron-4 340B fp8 on 128"]
+    assert wrong == [
+        "671B on 2048",
+        "Nemotron-4 340B bf16 on 128",
+        "Nemotron-4 340B fp8 on 128",
+        "Llama 3.1 405B on 256 GB200",
+    ]
 
 
 def test_every_source_has_its_bound(errors):

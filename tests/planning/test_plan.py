@@ -39,7 +39,10 @@ def test_a_number_of_gpus_is_whole():
 def test_an_efficiency_that_no_run_has_calibrated_is_that_of_the_nearest():
     own = Cluster(8, gpu="H100", engine="megatron").matmul_efficiency
     assert Cluster(8, gpu="H200", engine="megatron").matmul_efficiency == own  # the same chip
-    assert Cluster(8, gpu="B200", engine="megatron").matmul_efficiency == own  # the same engine
+    assert Cluster(8, gpu="H200", engine="fsdp-2023").matmul_efficiency != own
+    # Of the same family, though not of the same engine: a smaller part of a higher peak.
+    blackwell = Cluster(8, gpu="GB200", engine="megatron").matmul_efficiency
+    assert Cluster(8, gpu="B200", engine="fsdp").matmul_efficiency == blackwell < own
     a100 = [
         value for (gpu, _), value in calibrations().items() if gpu in ("A100", "A100-40GB", "A800")
     ]

@@ -28,7 +28,7 @@ def sweep() -> tuple[Run, ...]:
 def independent() -> tuple[Run, ...]:
     """Return runs of other sources, in which nothing was chosen by how near forecasts come.
 
-    One of them calibrates an efficiency, as `calibrations.csv` says.
+    Two of them calibrate an efficiency, as `calibrations.csv` says.
     """
     data = files("naranhi.planning").joinpath("data", "independent_runs.json")
     return tuple(map(_independent, json.loads(data.read_text(encoding="utf-8"))))
