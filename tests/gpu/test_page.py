@@ -5,11 +5,15 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from naranhi import models
 from naranhi.planning.cluster import Cluster, gpus
 from naranhi.planning.compute import layer_work
 from naranhi.planning.model import Model
 from naranhi.planning.plan import Plan
+from naranhi.planning.prediction import layer_times
 
 ROOT = Path(__file__).parents[2]
 UNITS = {"GB/s": 1e9, "TB/s": 1e12, "TFLOP/s": 1e12, "PFLOP/s": 1e15, "µs": 1e-6, "ms": 1e-3}
@@ -48,11 +52,24 @@ def test_rates_beside_the_data_sheet(pages):
     assert round(multiplied, -2) == 1400
 
 
-def planned(width):
+EAGER = Cluster(1, gpu="H100", engine="fsdp")  # PyTorch without a compiler
+
+
+def planned(width, seconds=layer_times):
     """Forward and backward of the block, in milliseconds, by the planner of chapter 23."""
     model = Model(1, width, width // 64, positions=1024, biases=True)
-    work = layer_work(model, Cluster(1, gpu="H100"), Plan(1, microbatch=4), 1024, False)
-    return 1e3 * work.forward, 1e3 * work.backward
+    times = seconds(model, EAGER, Plan(1, microbatch=4), 1024, sparse=False)
+    return 1e3 * times.forward, 1e3 * times.backward
+
+
+class Launched(TorchDispatchMode):
+    """Counts the operations that launch a kernel: those that do not only look at a tensor anew."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += not function.is_view
+        return function(*args, **(kwargs or {}))
 
 
 def test_the_planner_beside_a_measured_block(pages):
@@ -64,8 +81,30 @@ def test_the_planner_beside_a_measured_block(pages):
     parts = measured["4,096"]
     for said, took in zip(planned(4096), (parts[0], sum(parts[1:])), strict=True):
         assert all(f"{took / said - 1:.0%}" in page for page in pages)
-    assert all(f"{planned(512)[0]:.2f} ms" in page for page in pages)
     assert measured["2,048"][0] < 1.5 * measured["512"][0]
+
+
+def test_the_planner_has_a_lower_bound_where_the_gpu_waits(pages):
+    assert all(f"{sum(planned(512, layer_work)):.2f} ms" in page for page in pages)
+    assert sum(planned(512)) == pytest.approx(1.5)
+    assert all("1.5 ms" in page for page in pages)
+    alone = ["data parallelism, width 1,024", "the model alone"]
+    [run] = (row[2] for row in table("beside") if row[:2] == alone)
+    each = 1e3 * value(run) / 8
+    assert all(f"{each:.1f} ms" in page for page in pages)
+    assert sum(planned(1024)) == pytest.approx(each, rel=0.15)
+
+
+def test_launches_alone_take_a_fraction_of_what_the_host_takes(pages):
+    _, block, _ = models.gpt2(models.gpt2_config(16, 32, 128, 2, 1), attention="sdpa", dropout=0.0)
+    x = torch.randn(2, 32, 128, requires_grad=True)
+    with Launched() as forward:
+        y = block(x)
+    with Launched() as backward:
+        y.backward(torch.ones_like(y))
+    assert (forward.count, backward.count) == (17, 30)
+    launch = next(value(row[2]) for row in table("limits") if row[0] == "launch of a kernel")
+    assert all(f"{1e3 * 47 * launch:.2f} ms" in page for page in pages)
 
 
 def test_counted_bytes_are_the_allocators():
