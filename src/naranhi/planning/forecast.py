@@ -12,7 +12,7 @@ class Forecast(NamedTuple):
     Attributes:
         step_seconds: Seconds of a training step.
         low: A run is expected to take at least so long, and at most `high`, nine times in ten.
-            `accuracy` says of which published runs that is true: of the sweep's it is not.
+            `accuracy` says of which published runs that is true.
         high: See `low`.
         parts: Where the seconds of a step go, by name (`PARTS`); their sum is `step_seconds`.
         memory: The `Memory` of each stage.
