@@ -88,8 +88,9 @@ class Lab:
         return self.page.evaluate(CHANGE, [kind, values])
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def visit(chromium, site):
+    """Pages that are closed when the test is over: an open one goes on drawing what moves."""
     opened = []
 
     def open_page(path="en/lab.html", **context):
@@ -102,20 +103,23 @@ def visit(chromium, site):
 
 
 @pytest.fixture(scope="module", params=WORDS)
-def live(request, visit):
+def live(request, chromium, site):
     """The page of labs in a language, with all of them running."""
-    lab = visit(f"{request.param}/lab.html").go()
+    lab = Lab(chromium, site, f"{request.param}/lab.html").go()
     lab.language, lab.before = request.param, len(lab.requests)
     for kind in KINDS_OF_LABS:
         lab.run(kind)
     assert lab.failures == []
-    return lab
+    yield lab
+    lab.context.close()
 
 
 @pytest.fixture(scope="module")
-def english(visit):
+def english(chromium, site):
     """The schedule lab of a chapter."""
-    return visit("en/06_gpipe.html").go().run()
+    lab = Lab(chromium, site, "en/06_gpipe.html").go().run()
+    yield lab
+    lab.context.close()
 
 
 def test_nothing_is_fetched_before_a_click_and_nothing_from_elsewhere(live, site):
