@@ -52,7 +52,8 @@ class Book:
         groups = [(name, [p for p in pages if only is None or p in only]) for name, pages in groups]
         self.groups = [(name, pages) for name, pages in groups if pages]
         self.pages = [page for _, pages in self.groups for page in pages]
-        picture = (root / "images" / "ring.svg").read_text(encoding="utf-8")
+        own, first = root / "images" / language.code / "ring.svg", root / "images" / "ring.svg"
+        picture = (own if own.exists() else first).read_text(encoding="utf-8")
         self.picture = re.sub(r"<style>.*?</style>", "", picture)
         self.licence = LICENCE.search(self._read(self.pages[0]))[1]
 

@@ -139,8 +139,9 @@ def stage(language: str, root: Path) -> tuple[Path, str]:
         text = records.expand(page.read_text(encoding="utf-8"), root, language)
         (folder / page.name).write_text(text, encoding="utf-8")
     shutil.copy(root / "book" / "references.bib", folder)
-    for picture in (root / "images").glob("*.svg"):
-        shutil.copy(picture, folder)
+    for place in (root / "images", root / "images" / language):  # the language's own come last
+        for picture in place.glob("*.svg"):
+            shutil.copy(picture, folder)
     for chapter in (root / "notebooks" / language).glob("*.ipynb"):
         notebook, missing = with_outputs(chapter, root, language)
         nbformat.write(notebook, folder / chapter.name)

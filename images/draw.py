@@ -1,8 +1,11 @@
 """Draw the pictures that do not stand in a notebook: the cover, the mark, the collectives.
 
-`make images` runs this. The files are committed; a test draws them again and compares.
+`make images` runs this. The files are committed; a test draws them again and compares. What a
+picture says in another language is in `book/CODE/outputs/images.yml`, as a chapter's words are
+(`book/localize.py`), and the picture in `images/CODE`.
 """
 
+import sys
 from pathlib import Path
 
 from matplotlib.patches import Circle, FancyBboxPatch, PathPatch
@@ -20,6 +23,12 @@ from naranhi.show._collectives import (
 from naranhi.show._figure import INK, svg_file
 
 HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+sys.path.insert(0, str(ROOT / "book"))
+
+import localize  # noqa: E402
+from languages import BY_CODE  # noqa: E402
+
 RANKS = 4
 # Columns between two steps of a ring, and from the start of a step to that of the next.
 GAP = 2.0
@@ -132,7 +141,11 @@ def mark():
 
 
 def pictures():
-    """The text of every picture by its file's name."""
+    """The text of every picture by its file's name, and by folder where it speaks a language.
+
+    Raises:
+        ValueError: a picture says what a language has no words for.
+    """
     drawn = {
         "hero": hero(),
         "hero-narrow": hero_narrow(),
@@ -142,10 +155,22 @@ def pictures():
     }
     for name in definitions.COLLECTIVES:
         drawn[name] = draw_collective(name, RANKS), f"{name}, before and after, on {RANKS} ranks"
-    return {f"{name}.svg": svg_file(*picture) for name, picture in drawn.items()}
+    texts = {f"{name}.svg": svg_file(*picture) for name, picture in drawn.items()}
+    said = {}
+    for language in BY_CODE:
+        catalogue = localize.load(language, ROOT, "images")
+        if catalogue:
+            said |= {
+                f"{language}/{name}": localize.page(text, catalogue) for name, text in texts.items()
+            }
+            if catalogue.missing:
+                where = f"book/{language}/outputs/images.yml"
+                raise ValueError(f"{where} does not have {sorted(catalogue.missing)}")
+    return texts | said
 
 
 if __name__ == "__main__":
     for name, text in pictures().items():
+        (HERE / name).parent.mkdir(exist_ok=True)
         (HERE / name).write_text(text, encoding="utf-8")
         print(f"images/{name}")

@@ -46,6 +46,8 @@ WORDS = {
     "ko": ("장", "{numref}`fig-01_ring`과 {numref}`table-02-rows`을 보십시오.", "네모."),
 }
 
+PICTURES = {"": "side by side", "ko": "나란히"}
+
 
 def write_chapter(root: Path, name: str, source: str) -> None:
     for language, (title, text, caption) in WORDS.items():
@@ -90,7 +92,13 @@ def built(tmp_path_factory):
     for language in WORDS:
         page = root / "book" / language / "welcome.md"
         page.parent.mkdir(parents=True)
-        page.write_text("# Book\n\n:::{only} repository\nAt {{ repository_url }}.\n:::\n")
+        page.write_text(
+            "# Book\n\n:::{only} repository\nAt {{ repository_url }}.\n:::\n\n"
+            "```{raw} html\n:file: cover.svg\n```\n"
+        )
+    for place, words in PICTURES.items():
+        (root / "images" / place).mkdir(exist_ok=True)
+        (root / "images" / place / "cover.svg").write_text(f"<svg><text>{words}</text></svg>")
     (root / "book/references.bib").write_text("")
     (root / "requirements.txt").write_text("torch\n")
     (root / "_toc.yml").write_text(
@@ -127,6 +135,14 @@ def test_a_change_in_a_module_executes_only_what_imports_it(book):
     assert "executing (naranhi.ring changed)" in result.stdout
     for language in WORDS:  # executed once, shown in both
         assert "total 106" in (book / f"_build/html/{language}/01_ring.html").read_text()
+
+
+def test_a_picture_is_in_the_language_of_the_page(built):
+    english, korean = (
+        (built / f"_build/html/{language}/welcome.html").read_text() for language in WORDS
+    )
+    assert "<text>side by side</text>" in english and "<text>나란히</text>" not in english
+    assert "<text>나란히</text>" in korean and "<text>side by side</text>" not in korean
 
 
 def test_prose_is_rendered_without_executing(book):

@@ -641,13 +641,25 @@ def test_pictures_that_cannot_be_drawn_are_refused(shown):
 
 def test_the_committed_images_are_what_is_drawn():
     drawn = runpy.run_path(str(IMAGES / "draw.py"))["pictures"]()
-    assert set(drawn) == {
-        path.name for path in IMAGES.iterdir() if path.suffix != ".py" and path.is_file()
-    }
+    assert set(drawn) == {str(path.relative_to(IMAGES)) for path in IMAGES.rglob("*.svg")}
     for name, text in drawn.items():
         assert (IMAGES / name).read_text(encoding="utf-8") == text, f"{name}: run `make images`"
         assert len(text) < 100_000
         ElementTree.fromstring(text)
+
+
+def test_the_images_of_the_korean_book_speak_korean():
+    """But for the names of operations, which are the same in both languages."""
+    names = {"reduce-scatter", "all-gather"}
+    for path in sorted(IMAGES.glob("*.svg")):
+        english, korean = (
+            ElementTree.parse(one).getroot() for one in (path, IMAGES / "ko" / path.name)
+        )
+        assert re.search("[가-힣]", korean.get("aria-label")), path.name
+        words = {text.text for text in korean.iter("{http://www.w3.org/2000/svg}text")}
+        assert {word for word in words if re.search("[A-Za-z]{2}", word)} <= names, path.name
+        drawn = [[one.get("d") for one in root.iter()] for root in (english, korean)]
+        assert drawn[0] == drawn[1], path.name
 
 
 def before(x):

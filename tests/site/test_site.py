@@ -624,6 +624,11 @@ def test_each_entry_of_the_catalogue_says_something(site):
         # A claim about times that failed on this machine.
         failed = "".join(re.findall(r"✗ .*", str(notebook)))
         left[path.stem] = {key for key in left[path.stem] if key.split("{")[0] not in failed}
+    pictures = localize.load("ko", REPOSITORY, "images")
+    for path in REPOSITORY.glob("images/*.svg"):
+        localize.page(path.read_text(encoding="utf-8"), pictures)
+    for name in ("common", "images"):
+        left[name] -= pictures.used
     for path in REPOSITORY.glob("book/recorded/*/one_gpu.json"):  # tables of no chapter
         catalogue = localize.load("ko", REPOSITORY, "one_gpu")
         for cell in json.loads(path.read_text())["cells"].values():
@@ -632,6 +637,19 @@ def test_each_entry_of_the_catalogue_says_something(site):
                     catalogue.say(text, required=False)
         left["one_gpu"] -= catalogue.used
     assert {name: keys for name, keys in left.items() if keys} == {}
+
+
+def test_the_pictures_of_the_first_page_speak_its_language(site, chromium):
+    word = {"en": "step 1", "ko": "스텝 1"}
+    for viewport in (PHONE, DESK):
+        page = chromium.new_page(viewport=viewport)
+        for language in TWIN:
+            page.goto(f"{site}/{language}/welcome.html")
+            shown = page.locator("article svg[role=img]:visible")
+            assert shown.count() == 1
+            words = shown.locator("text").all_text_contents()
+            assert word[language] in words and word[TWIN[language]] not in words
+        page.close()
 
 
 def test_a_term_says_its_definition(site, chromium):
