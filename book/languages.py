@@ -18,7 +18,8 @@ class Language(NamedTuple):
         subtitle: what the book is, for a cover.
         contents: the title of a table of contents.
         captions: the part titles of ``_toc.yml``, where they are not as there.
-        fold: the labels of folded cells (closed, open), by what is folded.
+        fold: the labels of folded cells (closed, open), by what is folded; words that tell apart
+            what would have the same label.
         not_found: what the page says that stands for an address without a page.
         recorded: the title of what another machine recorded; a format of its stamp.
         predict: the words around a question whose answer the reader guesses first.
@@ -32,7 +33,7 @@ class Language(NamedTuple):
     subtitle: str
     contents: str
     captions: dict[str, str]
-    fold: dict[str, list[str]]
+    fold: dict[str, str | list[str]]
     not_found: str
     recorded: str
     predict: dict[str, str | list[str]]
@@ -51,7 +52,12 @@ LANGUAGES = (
         fold={
             "content": ["Show the answer", "Hide the answer"],
             "answer": ["Show the answer to exercise {}", "Hide the answer to exercise {}"],
-            "source": ["Show the code", "Hide the code"],
+            "given": ["Show the set-up of exercise {}", "Hide the set-up of exercise {}"],
+            "set-up": ["Show the set-up", "Hide the set-up"],
+            "check": ["Show the check", "Hide the check"],
+            "drawing": ["Show the code of {}", "Hide the code of {}"],
+            "exercise": "exercise {}",
+            "part": "{} of {}",
             "output": ["Show the output", "Hide the output"],
             "outputs": ["Show the output", "Hide the output"],
         },
@@ -86,7 +92,12 @@ LANGUAGES = (
         fold={
             "content": ["답 펼치기", "답 접기"],
             "answer": ["{}번 답 펼치기", "{}번 답 접기"],
-            "source": ["코드 펼치기", "코드 접기"],
+            "given": ["{}번 준비 코드 펼치기", "{}번 준비 코드 접기"],
+            "set-up": ["준비 코드 펼치기", "준비 코드 접기"],
+            "check": ["검사 코드 펼치기", "검사 코드 접기"],
+            "drawing": ["{} 코드 펼치기", "{} 코드 접기"],
+            "exercise": "{}번",
+            "part": "{}/{}",
             "output": ["출력 펼치기", "출력 접기"],
             "outputs": ["출력 펼치기", "출력 접기"],
         },

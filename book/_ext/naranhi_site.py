@@ -5,11 +5,13 @@ terms where they are used, and MathJax and an icon served from the site itself.
 What differs between the languages is in ``book/languages.py``.
 """
 
+import html
 import importlib.util
 import json
 import re
 import shutil
 import sys
+from collections import Counter
 from pathlib import Path
 from urllib.parse import quote
 
@@ -36,6 +38,14 @@ SOURCES = {
     "https://gitlab.com/": "-/blob",
     "https://codeberg.org/": "src/branch",
 }
+# What stays in a line with a formula: what opens right before it, and all up to the next blank.
+OPENS = re.compile(r"[(\[{‘“「『《]+$")
+FOLLOWS = re.compile(r"\S+")
+MARKUP = re.compile(r"\\(?:text|mathrm|operatorname)\b|[{}\s_^]")  # of a formula: takes no room
+SYMBOL = re.compile(r"\\[A-Za-z]+|[^\\]")
+PHONE = 35  # symbols in a line of a phone; a syllable of Hangul is as wide as two
+SUMMARY = re.compile(r"(?<=<summary>)[^<]+(?=</summary>)")  # of a fold in the text, of a record
+CHECK = re.compile(r"\bcheck\.\w+\(")
 EXERCISE = re.compile(r"(\d+)\. ")  # the bold words with which an exercise begins
 MATHJAX = ["tex-chtml.js", "input/tex/extensions", "output/chtml/fonts/woff-v2"]
 
@@ -116,26 +126,135 @@ class ExplicitAnchors(SphinxTransform):
 
 
 class FoldLabels(SphinxPostTransform):
-    """Give a folded cell a label in the page's language, by what is folded."""
+    """Give each fold a label in the page's language, which says what is in it, and which it is.
+
+    A label that a page has twice says its exercise or its section, and after that is counted.
+    """
 
     default_priority = 200  # right after MyST-NB folds (199)
     formats = ("html",)
 
     def run(self, **kwargs) -> None:
-        language = BY_CODE[self.config.language]
-        number = None
+        self.words = BY_CODE[self.config.language].fold
+        folds = []  # (node, labels, where it stands)
+        heading = number = cell = None
         for node in self.document.findall():
             if isinstance(node, nodes.title):
-                number = None
+                heading, number = node.astext(), None
             elif isinstance(node, nodes.strong) and (exercise := EXERCISE.match(node.astext())):
                 number = exercise[1]
+            elif isinstance(node, nodes.container) and node.get("nb_element") == "cell_code":
+                cell = node
             elif isinstance(node, HideCodeCellNode):
-                kind = node["prompt_show"]
-                if kind == "content" and number:
-                    labels = [label.format(number) for label in language.fold["answer"]]
-                else:
-                    labels = language.fold[kind]
+                labels, said = self._labels(node["prompt_show"], cell, number)
+                folds.append((node, labels, "" if said else self._place(heading, number)))
+            elif isinstance(node, nodes.raw) and (summary := SUMMARY.search(node.astext())):
+                folds.append((node, [html.unescape(summary[0])], self._place(heading, number)))
+        for (node, *_), labels in zip(folds, self._told_apart(folds), strict=True):
+            if isinstance(node, HideCodeCellNode):
                 node["prompt_show"], node["prompt_hide"] = labels
+            else:
+                label = html.escape(labels[0], quote=False)
+                new = SUMMARY.sub(lambda _, label=label: label, node.astext(), count=1)
+                node.children = [nodes.Text(new)]
+                node.rawsource = new
+
+    def _labels(self, kind, cell, number) -> tuple[list[str], bool]:
+        """Labels (closed, open) of a folded cell, and whether they say where it stands."""
+        metadata = cell.get("cell_metadata", {})
+        what = number
+        if kind == "content" and number:
+            kind = "given" if "set-up" in metadata.get("tags", []) else "answer"
+        elif kind == "source":
+            figure = metadata.get("mystnb", {}).get("figure", {}).get("name")
+            if what := self._numbered(figure or metadata.get("naranhi", {}).get("table")):
+                kind = "drawing"
+            else:
+                code = next(iter(cell.findall(nodes.literal_block))).astext()
+                kind = "check" if CHECK.search(code) else "set-up"
+        labels = [label.format(what) for label in self.words[kind]]
+        return labels, kind in ("given", "answer", "drawing")
+
+    def _numbered(self, name) -> str | None:
+        """Return "Figure 2.3", of the name of what a cell shows."""
+        page, target = self.env.get_domain("std").anonlabels.get(name, (None, None))
+        for kind, targets in self.env.toc_fignumbers.get(page, {}).items():
+            if target in targets:
+                return self.config.numfig_format[kind] % ".".join(map(str, targets[target]))
+        return None
+
+    def _place(self, heading, number) -> str:
+        return self.words["exercise"].format(number) if number else heading or ""
+
+    def _told_apart(self, folds) -> list[list[str]]:
+        """Return the labels, of which no two are the same."""
+        times = Counter(labels[0] for _, labels, _ in folds)
+        keys = [(labels[0], place) for _, labels, place in folds]
+        of, seen, apart = Counter(keys), Counter(), []
+        for (_, labels, place), key in zip(folds, keys, strict=True):
+            seen[key] += 1
+            more = [place] if place and times[labels[0]] > 1 else []
+            if of[key] > 1:
+                more.append(self.words["part"].format(seen[key], of[key]))
+            apart.append([" · ".join([label, *more]) for label in labels])
+        return apart
+
+
+class JoinedFormulas(SphinxPostTransform):
+    """Keep a formula in a line together with its punctuation, or the particle that follows it.
+
+    To a browser a formula is a picture, and a line may break on either side of it. It still may
+    where both together are wider than a phone.
+    """
+
+    default_priority = 20
+    formats = ("html",)
+
+    def run(self, **kwargs) -> None:
+        for parent in {formula.parent for formula in self.document.findall(nodes.math)}:
+            rest, parent.children = list(parent.children), []
+            while rest:
+                for child in self._next(rest):
+                    parent.append(child)
+
+    def _next(self, rest):
+        """Take children from `rest`: a formula with what belongs to it as one, or another child."""
+        child, together = rest.pop(0), []
+        if not isinstance(child, nodes.math):
+            opens = isinstance(child, nodes.Text) and OPENS.search(child)
+            if not opens or not rest or not isinstance(rest[0], nodes.math):
+                return [child]
+            together = [nodes.Text(opens[0])]
+            before = [nodes.Text(child[: opens.start()])] if opens.start() else []
+            child = rest.pop(0)
+        else:
+            before = []
+        together.append(child)
+        while rest:
+            if isinstance(rest[0], nodes.math):
+                together.append(rest.pop(0))
+            elif isinstance(rest[0], nodes.Text) and (follows := FOLLOWS.match(rest[0])):
+                together.append(nodes.Text(follows[0]))
+                text = rest.pop(0)[follows.end() :]
+                if text:
+                    rest.insert(0, nodes.Text(text))
+                    break
+            else:
+                break
+        if len(together) == 1 or symbols(together) > PHONE:
+            return [*before, *together]
+        return [*before, nodes.inline("", "", *together, classes=["naranhi-joined"])]
+
+
+def symbols(parts: list[nodes.Node]) -> int:
+    """About how wide formulas and text are, in symbols."""
+    width = 0
+    for part in parts:
+        if isinstance(part, nodes.math):
+            width += len(SYMBOL.findall(MARKUP.sub("", part.astext())))
+        else:
+            width += sum(2 if character > "\u1100" else 1 for character in part)
+    return width
 
 
 class Definitions(SphinxPostTransform):
@@ -236,5 +355,6 @@ def setup(app) -> dict:
     app.connect("build-finished", remove_unused)
     app.add_transform(ExplicitAnchors)
     app.add_post_transform(FoldLabels)
+    app.add_post_transform(JoinedFormulas)
     app.add_post_transform(Definitions)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -49,15 +49,46 @@ WORDS = {
 PICTURES = {"": "side by side", "ko": "나란히"}
 
 
+FOLDED = ("import re", "x = 1", "class check:\n    true = print\n\n\ncheck.true(1)")
+EXERCISES = "## Exercises\n\n**1. Paper.** Why?\n"
+WORDS_OF_ANSWER = """<details>
+<summary>In words</summary>
+
+So.
+
+</details>
+
+**2. Paper.** Why?
+
+<details>
+<summary>In words</summary>
+
+So.
+
+</details>
+"""
+
+
 def write_chapter(root: Path, name: str, source: str) -> None:
     for language, (title, text, caption) in WORDS.items():
         figure = {"mystnb": {"figure": {"name": f"fig-{name}", "caption": caption}}}
+        folded = {"tags": ["hide-input"]}
         cells = [
             new_markdown_cell(f"# {title} {name}\n\n{text}", id="title"),
             new_code_cell(source, id="run"),
-            new_code_cell(FIGURE, id="figure", metadata=figure),
+            new_code_cell(FIGURE, id="figure", metadata={**figure, **folded}),
             new_code_cell(TABLE.format(CAPTIONS[name]), id="rows"),
             new_code_cell("print('answer', 6 * 7)", id="answer", metadata={"tags": ["hide-cell"]}),
+            *(
+                new_code_cell(code, id=f"fold-{i}", metadata=folded)
+                for i, code in enumerate(FOLDED)
+            ),
+            new_markdown_cell(EXERCISES, id="exercises"),
+            *(
+                new_code_cell("1", id=f"given-{i}", metadata={"tags": ["hide-cell", *tags]})
+                for i, tags in enumerate((["set-up"], [], []))
+            ),
+            new_markdown_cell(WORDS_OF_ANSWER, id="words"),
         ]
         path = root / "notebooks" / language / f"{name}.ipynb"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -94,7 +125,10 @@ def built(tmp_path_factory):
         page.parent.mkdir(parents=True)
         page.write_text(
             "# Book\n\n:::{only} repository\nAt {{ repository_url }}.\n:::\n\n"
-            "```{raw} html\n:file: cover.svg\n```\n"
+            "```{raw} html\n:file: cover.svg\n```\n\n"
+            "값 $x$는 **1**($y$), and $z$, but $a$ and\n$b$-th($c$)... $d$: "
+            rf"$w(t+1) = w(t) - \text{{rate}}\cdot\nabla\text{{loss}}_t(w(t-1))${'이고' * 4}"
+            "\n"
         )
     for place, words in PICTURES.items():
         (root / "images" / place).mkdir(exist_ok=True)
@@ -143,6 +177,40 @@ def test_a_picture_is_in_the_language_of_the_page(built):
     )
     assert "<text>side by side</text>" in english and "<text>나란히</text>" not in english
     assert "<text>나란히</text>" in korean and "<text>side by side</text>" not in korean
+
+
+def test_a_formula_is_together_with_what_follows_it(built):
+    page = (built / "_build/html/ko/welcome.html").read_text()
+    joined = re.findall(r'<span class="naranhi-joined">(.*?)</span>([^<]*)</span>', page)
+    text = [re.sub(r"<[^>]*>|\\[()]", "", "".join(one)) for one in joined]
+    assert text == ["x는", "(y),", "z,", "b-th(c)…", "d:"]  # and not what a phone cannot show
+
+
+def test_each_fold_says_what_is_in_it(built):
+    """And no two of a page say the same."""
+    labels = {
+        "en": [
+            *("Show the code of Figure 1.1", "Show the answer"),
+            *(
+                "Show the set-up · Chapter 01_ring · 1 of 2",
+                "Show the set-up · Chapter 01_ring · 2 of 2",
+            ),
+            *("Show the check", "Show the set-up of exercise 1"),
+            *("Show the answer to exercise 1 · 1 of 2", "Show the answer to exercise 1 · 2 of 2"),
+            *("In words · exercise 1", "In words · exercise 2"),
+        ],
+        "ko": [
+            *("그림 1.1 코드 펼치기", "답 펼치기"),
+            *("준비 코드 펼치기 · 장 01_ring · 1/2", "준비 코드 펼치기 · 장 01_ring · 2/2"),
+            *("검사 코드 펼치기", "1번 준비 코드 펼치기"),
+            *("1번 답 펼치기 · 1/2", "1번 답 펼치기 · 2/2"),
+            *("In words · 1번", "In words · 2번"),
+        ],
+    }
+    for language, expected in labels.items():
+        page = (built / f"_build/html/{language}/01_ring.html").read_text()
+        found = re.findall(r'<p class="collapsed[^>]*>(.*?)</p>|<summary>([^<]+)</summary>', page)
+        assert [one or other for one, other in found] == expected
 
 
 def test_prose_is_rendered_without_executing(book):

@@ -65,10 +65,24 @@ FACTS = """() => ({
       && ["auto", "scroll"].includes(getComputedStyle(region).overflowX)
       && !(region.tabIndex === 0 && region.ariaLabel
         && getComputedStyle(region).boxShadow !== "none")).length,
-  cut: [...document.querySelectorAll("article span.math mjx-container")]
+  cut: [...document.querySelectorAll("article :is(span.math mjx-container, .naranhi-joined)")]
     .filter((formula) => !formula.closest("table")
       && formula.getBoundingClientRect().right > innerWidth)
     .map((formula) => formula.closest("[id]").id),
+  clipped: [...document.querySelectorAll("article span.math")]
+    .filter((formula) => formula.scrollWidth > formula.clientWidth + 1
+      && getComputedStyle(formula).overflowX === "hidden")
+    .map((formula) => formula.closest("[id]").id),
+  joined: document.querySelectorAll(".naranhi-joined").length,
+  parted: [...document.querySelectorAll(".naranhi-joined")]
+    .filter((one) => one.checkVisibility() && one.lastChild.nodeType === Node.TEXT_NODE)
+    .filter((one) => {
+      const [formula, after] = [one.querySelector("mjx-container"), document.createRange()];
+      after.selectNodeContents(one.lastChild);
+      return after.getBoundingClientRect().left < formula.getBoundingClientRect().right - 1;
+    }).map((one) => one.closest("[id]").id),
+  folds: [...document.querySelectorAll("article details > summary")]
+    .map((label) => (label.querySelector(".collapsed") ?? label).textContent.trim()),
   names: Math.max(0, ...[
     ...document.querySelectorAll(".pst-scrollable-table-container td:first-child")]
     .map((cell) => cell.offsetWidth)),
@@ -475,6 +489,21 @@ def test_a_formula_in_a_line_is_no_wider_than_a_phone(visits):
     """It cannot scroll, nor break."""
     for name, facts in visits.items():
         assert facts["cut"] == [], name
+        assert facts["clipped"] == [], name
+
+
+def test_what_follows_a_formula_is_in_its_line(visits):
+    """A comma, or a particle of Korean, does not begin the next line."""
+    for language in TWIN:
+        assert sum(facts["joined"] for (code, _), facts in visits.items() if code == language) > 200
+    assert {where: facts["parted"] for where, facts in visits.items() if facts["parted"]} == {}
+
+
+def test_each_fold_of_a_page_has_a_label_of_its_own(visits):
+    """Which is more than that neighbours differ: a screen reader may list all of a page."""
+    for where, facts in visits.items():
+        twice = {label for label in facts["folds"] if facts["folds"].count(label) > 1}
+        assert twice == set(), where
 
 
 def test_no_command_of_tex_is_left_in_prose(visits):
@@ -662,7 +691,10 @@ def test_a_term_says_its_definition(site, chromium):
 
 
 def test_an_answer_is_folded_until_it_is_asked_for(visits):
-    label = {"en": r"Show the answer to exercise \d+", "ko": r"\d+번 답 펼치기"}
+    label = {
+        "en": r"Show the answer to exercise \d+( · 1 of \d)?",
+        "ko": r"\d+번 답 펼치기( · 1/\d)?",
+    }
     for (language, name), facts in visits.items():
         if name in chapters():
             found = facts["answers"]
