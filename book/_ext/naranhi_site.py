@@ -41,8 +41,8 @@ SOURCES = {
 # What stays in a line with a formula: what opens right before it, and all up to the next blank.
 OPENS = re.compile(r"[(\[{‘“「『《]+$")
 FOLLOWS = re.compile(r"\S+")
-MARKUP = re.compile(r"\\(?:text|mathrm|operatorname)\b|[{}\s_^]")  # of a formula: takes no room
-SYMBOL = re.compile(r"\\[A-Za-z]+|[^\\]")
+# A symbol of a formula, in the group; the rest takes no room.
+SYMBOL = re.compile(r"\\(?:text|mathrm|operatorname)\b|[{}\s_^]|(\\[A-Za-z]+|\\?.)")
 PHONE = 35  # symbols in a line of a phone; a syllable of Hangul is as wide as two
 SUMMARY = re.compile(r"(?<=<summary>)[^<]+(?=</summary>)")  # of a fold in the text, of a record
 CHECK = re.compile(r"\bcheck\.\w+\(")
@@ -251,7 +251,7 @@ def symbols(parts: list[nodes.Node]) -> int:
     width = 0
     for part in parts:
         if isinstance(part, nodes.math):
-            width += len(SYMBOL.findall(MARKUP.sub("", part.astext())))
+            width += sum(map(bool, SYMBOL.findall(part.astext())))
         else:
             width += sum(2 if character > "\u1100" else 1 for character in part)
     return width

@@ -127,7 +127,7 @@ def built(tmp_path_factory):
             "# Book\n\n:::{only} repository\nAt {{ repository_url }}.\n:::\n\n"
             "```{raw} html\n:file: cover.svg\n```\n\n"
             "값 $x$는 **1**($y$), and $z$, but $a$ and\n$b$-th($c$)... $d$: "
-            rf"$w(t+1) = w(t) - \text{{rate}}\cdot\nabla\text{{loss}}_t(w(t-1))${'이고' * 4}"
+            r"$w(t+1) = w(t) - \text{rate}\cdot\nabla\text{loss}_t(w(t-1))$이고,"
             "\n"
         )
     for place, words in PICTURES.items():
