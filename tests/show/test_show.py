@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from naranhi import collectives, show
-from naranhi.collectives import ring, tree
+from naranhi.collectives import chunks, ring, tree
 from naranhi.show import _collectives, _figure, _hierarchy, _source, _table, definitions
 
 IMAGES = Path(__file__).parents[2] / "images"
@@ -521,9 +521,8 @@ class Wire:
 
     def __init__(self, monkeypatch):
         self.sent, self.awaited, self.steps = {}, {}, []
-        for algorithm in (ring, tree):
-            monkeypatch.setattr(algorithm, "start", self.start)
-            monkeypatch.setattr(algorithm, "finish", lambda works: None)
+        monkeypatch.setattr(chunks, "start", self.start)
+        monkeypatch.setattr(chunks, "finish", lambda works: None)
 
     def start(self, group, sends=(), receives=()):
         self.sent |= {(self.rank, peer): tensor.clone() for tensor, peer in sends}
