@@ -4,6 +4,7 @@ import hashlib
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from unittest import mock
 
@@ -440,6 +441,26 @@ def test_bad_arguments_are_refused_before_anything_is_sent(five):
             assert error.startswith(kind) and len(error) < 200, (name, error)
             assert REASONS.get(name, "") in error, (name, error)
         assert set(REASONS) - set(told) <= {"not a member", "root of a group"}
+
+
+def to_no_rank():
+    """The errors of messages from and to ranks that the world, or a group of it, does not have."""
+    errors = []
+    for group in (None, group_of((0, 2))):
+        if group is not None and dist.get_rank() not in (0, 2):
+            continue
+        ranks = dist.get_world_size(group)
+        for way, peer in product(("sends", "receives"), (-1, ranks)):
+            with pytest.raises(ValueError) as error:
+                chunks.start(group, **{way: [(torch.ones(1), peer)]})
+            assert f"rank {peer}, not 0 to {ranks - 1}" in str(error.value)
+            errors.append(error)
+    return len(errors)
+
+
+def test_a_message_to_a_rank_that_the_group_does_not_have_is_refused(five):
+    """On gloo it would end the process, or wait for the deadline."""
+    assert five.call(to_no_rank) == [8, 4, 8, 4, 4]
 
 
 @pytest.mark.ranks

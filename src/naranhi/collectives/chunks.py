@@ -46,11 +46,12 @@ def start(
         The messages in flight: the sends, then the receives.
 
     Raises:
-        ValueError: a tensor is not in a CPU's memory, from which alone gloo sends (it would end the
-            process).
+        ValueError: the group has no such rank (gloo would read memory that is not its own), or a
+            tensor is not in a CPU's memory, from which alone gloo sends (it would end the process).
     """
     messages = [(dist.isend, tensor, peer) for tensor, peer in sends if tensor.numel()]
     messages += [(dist.irecv, tensor, peer) for tensor, peer in receives if tensor.numel()]
+    refuse_other_ranks((peer for _, _, peer in messages), dist.get_world_size(group))
     if dist.get_backend(group) == "gloo":
         refuse_other_memory(tensor for _, tensor, _ in messages)
         return [operation(tensor, None, group, tag, peer) for operation, tensor, peer in messages]
@@ -59,6 +60,13 @@ def start(
         for operation, tensor, peer in messages
     ]
     return dist.batch_isend_irecv(batch) if batch else []
+
+
+def refuse_other_ranks(peers: Iterable[int], ranks: int) -> None:
+    """Raise a ValueError for a rank that a group of so many does not have, if there is one."""
+    for peer in peers:
+        if not 0 <= peer < ranks:
+            raise ValueError(f"a message is to or from rank {peer}, not 0 to {ranks - 1}")
 
 
 def refuse_other_memory(tensors: Iterable[torch.Tensor]) -> None:
