@@ -277,6 +277,22 @@ def test_no_deadlock_where_messages_run_in_the_order_they_were_started(five):
     assert not any(five.call(one_batch_at_a_time))
 
 
+def in_batches():
+    """(differences, batches) of a group whose backend is not called gloo, though gloo sends."""
+    group = dist.new_group([1, 3, 4], backend="cpu:gloo")
+    if dist.get_rank() not in (1, 3, 4):
+        return [], 0
+    batch = dist.batch_isend_irecv
+    with mock.patch.object(dist, "batch_isend_irecv", wraps=batch) as batches:
+        return list(_differences(group, (3, 7), "float32", 2, seed=5)), batches.call_count
+
+
+def test_batches_as_for_nccl_carry_the_same_messages(five):
+    for rank, (found, batches) in enumerate(five.call(in_batches)):
+        assert not found
+        assert (batches > 0) == (rank in (1, 3, 4))
+
+
 def sent(members, collective, numel, algorithm, root):
     """(bytes handed to isend, bytes on the wire) of this rank in one collective of float32."""
     group = group_of(members)
