@@ -149,6 +149,41 @@ def test_single_messages_are_delayed_each_by_its_own_kind_of_link(five):
     assert 0.18 < other < slow - 0.1
 
 
+def in_a_group():
+    """Ranks 1 and 4 send to each other in a group of two, and receive in another order."""
+    group = dist.new_group([1, 4])
+    rank = dist.get_rank(group)
+    if rank < 0:
+        return None
+    other = dist.get_global_rank(group, 1 - rank)
+    sent = [torch.full((4,), 10.0 * dist.get_rank() + tag) for tag in (1, 2)]
+    received = [torch.zeros(4) for _ in sent]
+    with links.paced(0.2, 0.0, peers={other}):
+        start = perf_counter()
+        works = [dist.isend(x, group=group, tag=i, group_dst=1 - rank) for i, x in enumerate(sent)]
+        for i in (1, 0):
+            works.append(dist.irecv(received[i], group=group, tag=i, group_src=1 - rank))
+        for work in works:
+            work.wait()
+        return [x[0].item() for x in received], perf_counter() - start
+
+
+def test_ranks_of_a_group_and_tags_mean_what_they_mean_without_a_pace(five):
+    answers = five.call(in_a_group)
+    assert answers[1][0] == [41.0, 42.0] and answers[4][0] == [11.0, 12.0]
+    assert all(seconds > 0.35 for _, seconds in (answers[1], answers[4]))
+
+
+def from_anyone():
+    with links.paced(0.0, 0.0), pytest.raises(ValueError, match="pass src= or group_src="):
+        dist.irecv(torch.zeros(1))
+    return True
+
+
+def test_a_receive_from_any_rank_is_refused(five):
+    assert all(five.call(from_anyone))
+
+
 def blocked():
     """Rank 1 waits for rank 2, which waits for rank 0's message to it, sent behind rank 1's."""
     rank, tensor = dist.get_rank(), torch.zeros(1)

@@ -35,7 +35,8 @@ def paced(alpha: float, beta: float, peers: Container[int] | None = None) -> Ite
             for all. Messages from and to other ranks are not delayed.
 
     Raises:
-        ValueError: alpha or beta is negative or not finite, or a message is not sent by gloo.
+        ValueError: alpha or beta is negative or not finite; a message is not sent by gloo; or a
+            receive does not name its sender, on whom the delay depends.
     """
     if not all(isfinite(value) and value >= 0 for value in (alpha, beta)):
         raise ValueError(f"alpha and beta are times, 0 or more, not {alpha!r} and {beta!r}")
@@ -59,6 +60,8 @@ def paced(alpha: float, beta: float, peers: Container[int] | None = None) -> Ite
         return start([unpaced_message(isend, tensor, dst, group, tag, group_dst)])[0]
 
     def receive(tensor, src=None, group=None, tag=0, group_src=None):
+        if src is None and group_src is None:
+            raise ValueError("a paced link receives from a named rank: pass src= or group_src=")
         return start([unpaced_message(irecv, tensor, src, group, tag, group_src)])[0]
 
     def message(op, *arguments, **options):
