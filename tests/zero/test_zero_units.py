@@ -11,7 +11,9 @@ from gloo_ranks import first_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from naranhi.collectives import chunks
 from naranhi.zero import Zero, children, joined
+from naranhi.zero.flat_param import FlatParam
 from naranhi.zero.units import SMALL
 
 STAGES = 1, 2, 3
@@ -228,3 +230,21 @@ def other_modules():
 
 def test_ranks_that_join_other_modules_are_told(five):
     assert five.call(other_modules)[:2] == ["units: ['0, 2'] on rank 0, ['0, 1, 2'] on rank 1"] * 2
+
+
+def gathered_in_another_order():
+    """Two flat parameters of one length, which rank 1 gathers in the other order."""
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return None
+    params = [nn.Parameter(torch.full((16,), float(value))) for value in (1, 2)]
+    flats = [
+        FlatParam([("x", param)], {param: 0}, 3, torch.float32, group, tag)
+        for tag, param in enumerate(params, 1)
+    ]
+    chunks.overlap(flat.all_gather() for flat in (flats if rank == 0 else reversed(flats)))
+    return [flat.whole.tolist() for flat in flats]
+
+
+def test_gathers_in_different_orders_do_not_mistake_one_another(five):
+    assert five.call(gathered_in_another_order)[:2] == [[[1.0] * 16, [2.0] * 16]] * 2
