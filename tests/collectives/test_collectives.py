@@ -479,6 +479,23 @@ def test_a_message_to_a_rank_that_the_group_does_not_have_is_refused(five):
     assert five.call(to_no_rank) == [8, 4, 8, 4, 4]
 
 
+def after_a_refusal():
+    """Rank 0 sends, and receives with gaps, which is refused; then ranks 0 and 1 exchange."""
+    rank, received = dist.get_rank(), torch.zeros(4)
+    if rank == 0:
+        with pytest.raises(ValueError, match="contiguous"):
+            chunks.start(None, sends=[(received, 1)], receives=[(torch.ones(4, 4)[:, 0], 1)])
+    dist.barrier()
+    if rank < 2:
+        own = torch.full((4,), float(rank + 1))
+        chunks.finish(chunks.start(None, sends=[(own, 1 - rank)], receives=[(received, 1 - rank)]))
+    return received[0].item()
+
+
+def test_a_refused_receive_leaves_no_send_behind(five):
+    assert five.call(after_a_refusal) == [2, 1, 0, 0, 0]
+
+
 @pytest.mark.ranks
 def test_the_same_kernels_under_torchrun():
     ranks = 3

@@ -46,13 +46,16 @@ def start(
         The messages in flight. On gloo the sends, then the receives; NCCL makes one of them all.
 
     Raises:
-        ValueError: the group has no such rank (gloo would read memory that is not its own), or a
-            tensor is not in a CPU's memory, from which alone gloo sends (it would end the process).
+        ValueError: the group has no such rank (gloo would read memory that is not its own), a
+            tensor is not contiguous, or it is not in a CPU's memory, from which alone gloo sends
+            (it would end the process). Nothing has been started.
     """
     # Sends first: on gloo this makes a step of many small messages a tenth shorter.
     messages = [(dist.isend, tensor, peer) for tensor, peer in sends if tensor.numel()]
     messages += [(dist.irecv, tensor, peer) for tensor, peer in receives if tensor.numel()]
+    # All are checked before one starts: one that is refused later leaves others behind, half sent.
     refuse_other_ranks((peer for _, _, peer in messages), dist.get_world_size(group))
+    refuse_gaps(tensor for _, tensor, _ in messages)
     if dist.get_backend(group) == "gloo":
         refuse_other_memory(tensor for _, tensor, _ in messages)
         return [operation(tensor, None, group, tag, peer) for operation, tensor, peer in messages]
@@ -68,6 +71,16 @@ def refuse_other_ranks(peers: Iterable[int], ranks: int) -> None:
     for peer in peers:
         if not 0 <= peer < ranks:
             raise ValueError(f"a message is to or from rank {peer}, not 0 to {ranks - 1}")
+
+
+def refuse_gaps(tensors: Iterable[torch.Tensor]) -> None:
+    """Raise a ValueError for a tensor whose elements do not lie in order, if there is one."""
+    for tensor in tensors:
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"a message of shape {tuple(tensor.shape)} has strides {tensor.stride()}: send and "
+                "receive contiguous tensors"
+            )
 
 
 def refuse_other_memory(tensors: Iterable[torch.Tensor]) -> None:
