@@ -55,7 +55,8 @@ class Forecast(NamedTuple):
     def fits_with(self, margin: float) -> bool:
         """Return whether every rank has room, and leaves that part of the capacity free.
 
-        What the allocator keeps counts as well: a plan without room for it may run or not.
+        What the allocator keeps counts as far as the capacity has room for it: the allocator gives
+        it back before it fails.
         """
         return max(memory.wanted for memory in self.memory) <= self.capacity * (1 - margin)
 

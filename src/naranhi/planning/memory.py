@@ -53,7 +53,10 @@ class Memory(NamedTuple):
 
     @property
     def reserved(self) -> float:
-        """What is in use and what is cached, as `torch.cuda.max_memory_reserved` counts it."""
+        """What is in use and what is cached: runs report about this as the memory reserved.
+
+        Without `fragments`, which torch would count: the runs that are known report less.
+        """
         return self.total + self.cached
 
     @property
