@@ -50,8 +50,8 @@ _ALL_REDUCE = {
     "doubling": halving_doubling.all_reduce_whole,
 }
 _ALGORITHMS = {
-    "all_gather": ("ring", "doubling"),
-    "reduce_scatter": ("ring", "halving"),
+    "all_gather": ("doubling", "ring"),  # on two ranks they are the same, and the first is chosen
+    "reduce_scatter": ("halving", "ring"),
     "all_reduce": tuple(_ALL_REDUCE),
 }
 
@@ -162,11 +162,11 @@ def all_gather(
     expect("output", output, (ranks, *input.shape), like=input)
     algorithm = _choose("all_gather", output, ranks, algorithm)
     flat = writable("output", output)
-    rows = flat.tensor_split(ranks)
-    rows[rank].copy_(readable(input))
+    output.detach()[rank].copy_(input.detach())
     if algorithm == "doubling":
         chunks.overlap([halving_doubling.all_gather(flat, group, rank, ranks)])
         return
+    rows = flat.tensor_split(ranks)
     chunks.overlap(
         ring.all_gather([row[chunk] for row in rows], group, rank, ranks)
         for chunk in chunks.cut(rows[rank])

@@ -46,6 +46,8 @@ def expect(name: str, tensor: object, shape: Sequence[int], like: torch.Tensor) 
         kind = "None" if tensor is None else f"a {type(tensor).__name__}"
         raise ValueError(f"{name} must be a tensor of shape {wanted[0]} here, not {kind}")
     given = (tuple(tensor.shape), tensor.dtype, tensor.device)
+    if given == wanted:
+        return
     for what, value, other in zip(("shape", "dtype", "device"), given, wanted, strict=True):
         if value != other:
             raise ValueError(f"{name} must have {what} {other}, not {value}")

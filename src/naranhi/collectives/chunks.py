@@ -53,11 +53,9 @@ def start(
     # Sends first: on gloo this makes a step of many small messages a tenth shorter.
     messages = [(dist.isend, tensor, peer) for tensor, peer in sends if tensor.numel()]
     messages += [(dist.irecv, tensor, peer) for tensor, peer in receives if tensor.numel()]
-    # All are checked before one starts: one that is refused later leaves others behind, half sent.
-    refuse_other_ranks((peer for _, _, peer in messages), dist.get_world_size(group))
-    refuse_gaps(tensor for _, tensor, _ in messages)
-    if dist.get_backend(group) == "gloo":
-        refuse_other_memory(tensor for _, tensor, _ in messages)
+    gloo = dist.get_backend(group) == "gloo"
+    refuse(messages, dist.get_world_size(group), gloo)
+    if gloo:
         return [operation(tensor, None, group, tag, peer) for operation, tensor, peer in messages]
     batch = [
         dist.P2POp(operation, tensor, None, group, tag, peer)
@@ -66,27 +64,21 @@ def start(
     return dist.batch_isend_irecv(batch) if batch else []
 
 
-def refuse_other_ranks(peers: Iterable[int], ranks: int) -> None:
-    """Raise a ValueError for a rank that a group of so many does not have, if there is one."""
-    for peer in peers:
+def refuse(messages: Iterable[tuple[object, torch.Tensor, int]], ranks: int, gloo: bool) -> None:
+    """Raise a ValueError for the first message that cannot be sent, before one is started.
+
+    One that is refused later leaves others behind, half sent. In a short message's time every
+    function called counts, so this is one loop.
+    """
+    for _, tensor, peer in messages:
         if not 0 <= peer < ranks:
             raise ValueError(f"a message is to or from rank {peer}, not 0 to {ranks - 1}")
-
-
-def refuse_gaps(tensors: Iterable[torch.Tensor]) -> None:
-    """Raise a ValueError for a tensor whose elements do not lie in order, if there is one."""
-    for tensor in tensors:
         if not tensor.is_contiguous():
             raise ValueError(
                 f"a message of shape {tuple(tensor.shape)} has strides {tensor.stride()}: send and "
                 "receive contiguous tensors"
             )
-
-
-def refuse_other_memory(tensors: Iterable[torch.Tensor]) -> None:
-    """Raise a ValueError for a tensor that is not in a CPU's memory, if there is one."""
-    for tensor in tensors:
-        if tensor.device.type != "cpu":
+        if gloo and not tensor.is_cpu:
             raise ValueError(
                 f"gloo sends from a CPU's memory, and a tensor is on {tensor.device}: use NCCL "
                 "between GPUs, or move the tensor to the CPU"

@@ -35,7 +35,7 @@ def all_gather(
     for held in chunks.distances(ranks):
         partner = rank ^ held
         kept, theirs = (
-            flat[place // held * held * block :][: held * block] for place in (rank, partner)
+            flat.narrow(0, place // held * held * block, held * block) for place in (rank, partner)
         )
         works = chunks.start(group, sends=[(kept, partner)], receives=[(theirs, partner)])
         yield
