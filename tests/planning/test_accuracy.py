@@ -26,8 +26,9 @@ STEPS = {
     "Megatron SC'21 T2": (0.07, 0.14),
 }
 # Of other sources, in which no constant was chosen, except efficiencies by two runs of DGX Cloud.
-# Megatron Bridge's are all runs of dense models with fp8 in one scale a tensor, without those that
-# by their scripts move activations to the host, or recompute some layers: no `Plan` says that.
+# Megatron Bridge's are all runs of dense models with fp8 in one scale a tensor on GPUs of
+# `gpus.csv` (not GB300), without those that by their scripts move activations to the host, or
+# recompute some layers: no `Plan` says that.
 INDEPENDENT = {
     "DGX Cloud": (0.055, 0.15),
     "Megatron Bridge": (0.04, 0.11),
