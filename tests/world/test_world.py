@@ -2,6 +2,7 @@
 
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 
@@ -26,7 +27,18 @@ def test_four_ranks_are_ready_within_twelve_seconds():
     assert min(seconds) < 12
 
 
-def test_ranks_that_do_not_come_up_are_quoted(monkeypatch):
+@pytest.mark.parametrize("removed", [False, True], ids=["at once", "their output removed"])
+def test_ranks_that_do_not_come_up_are_quoted(monkeypatch, removed):
+    said = launch.Launched._said
+
+    def said_late(launched):
+        ranks = launched._cluster.engine_set
+        ranks.notify_stop({})  # as ipyparallel does, a moment before or after this
+        assert not Path(ranks.output_file).exists()
+        return said(launched)
+
+    if removed:
+        monkeypatch.setattr(launch.Launched, "_said", said_late)
     monkeypatch.setattr(launch.fork, "__name__", "naranhi.world.not_there")
     with pytest.raises(naranhi.RankError, match="0 of 4 ranks were up") as raised:
         World(4)

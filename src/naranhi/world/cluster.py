@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ipyparallel import Cluster
-    from ipyparallel.cluster.launcher import EngineLauncher
+    from ipyparallel.cluster.launcher import EngineLauncher, LocalProcessLauncher
 
 START_SECONDS = 60
 HEARTBEAT_MS = 500
@@ -88,6 +89,14 @@ def fork_launcher() -> type[EngineLauncher]:
             return [*self.engine_cmd, str(self.n), *self.program_args]
 
     return ForkEngineSetLauncher
+
+
+def printed(launcher: LocalProcessLauncher) -> str:
+    """Return what a launcher's process has printed."""
+    try:
+        return Path(launcher.output_file).read_text(errors="replace")
+    except FileNotFoundError:  # it has ended: ipyparallel has read the file and then removed it
+        return launcher.get_output()
 
 
 class environment:

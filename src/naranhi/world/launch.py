@@ -266,9 +266,9 @@ class Launched:
 
     def _said(self):
         """Return the ends of what the processes have printed so far."""
-        files = [Path(launcher.output_file) for launcher in self._launchers()]
-        files += Path(self.folder).glob("*.said")
-        return "\n".join(f.read_text(errors="replace")[-2000:] for f in files if f.exists())
+        texts = [cluster.printed(launcher) for launcher in self._launchers()]
+        texts += [file.read_text(errors="replace") for file in Path(self.folder).glob("*.said")]
+        return "\n".join(text[-2000:] for text in texts)
 
     def close(self) -> None:
         """Kill the processes, close the sockets, remove the folder."""
