@@ -9,7 +9,6 @@ section; for the ePub it sets the formulas in MathML and writes XHTML.
 import json
 import os
 import re
-import shutil
 import time
 import uuid
 import zipfile
@@ -20,9 +19,10 @@ from html import escape
 from pathlib import Path
 
 import yaml
+from browser import chromium
 from execution import digest
 from languages import LANGUAGES, Language
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Page
 
 HERE = Path(__file__).resolve().parent
 FILES = HERE / "_print"
@@ -140,18 +140,14 @@ def opened(book: Book) -> Iterator[Page]:
         f'<script src="{(FILES / "part.js").as_uri()}"></script><body></body></html>',
         encoding="utf-8",
     )
-    with sync_playwright() as playwright:
-        # The system's Chromium where there is one, else the one that Playwright installed.
-        where = shutil.which("chromium") or shutil.which("chromium-browser")
-        browser = playwright.chromium.launch(executable_path=where, args=["--no-sandbox"])
-        try:
+    try:
+        with chromium() as browser:
             document = browser.new_page(viewport=COVER, device_scale_factor=2)
             document.set_default_timeout(300_000)
             document.goto(skeleton.as_uri())
             yield document
-        finally:
-            browser.close()
-            skeleton.unlink()
+    finally:
+        skeleton.unlink()
 
 
 def pdf(book: Book, document: Page, target: Path) -> None:

@@ -1,5 +1,4 @@
 import functools
-import shutil
 import subprocess
 import sys
 import threading
@@ -7,11 +6,12 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import sync_playwright
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 for place in ("book", "book/_ext", "book/_lab"):
     sys.path.insert(0, str(REPOSITORY / place))
+
+import browser  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -40,9 +40,5 @@ def site(built):
 
 @pytest.fixture(scope="module")
 def chromium():
-    with sync_playwright() as playwright:
-        # The system's Chromium where there is one, else the one that Playwright installed.
-        where = shutil.which("chromium") or shutil.which("chromium-browser")
-        browser = playwright.chromium.launch(executable_path=where, args=["--no-sandbox"])
-        yield browser
-        browser.close()
+    with browser.chromium() as started:
+        yield started
