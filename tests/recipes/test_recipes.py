@@ -1,7 +1,8 @@
 """The recipes run as their readers run them, and print the losses of `single.py`.
 
-Each is started by torchrun once. Other numbers of ranks, and runs that go on where others have
-stopped, are forked ones (`forked.py`), which saves minutes of importing.
+Each is started by torchrun once: by chapter 17, or here if it is in `STARTED_HERE`. Other numbers
+of ranks, and runs that go on where others have stopped, are forked ones (`forked.py`), which saves
+minutes of importing.
 """
 
 import importlib.util
@@ -20,11 +21,13 @@ from naranhi import data
 
 pytestmark = pytest.mark.slow
 
-RECIPES = Path(__file__).parents[2] / "src" / "recipes"
+ROOT = Path(__file__).parents[2]
+RECIPES = ROOT / "src" / "recipes"
 SCRIPTS = sorted(path.name for path in RECIPES.glob("*.py"))
 # By .ci/run, and not in .venv: transformers would import it wherever it is imported itself.
-ACCELERATE = RECIPES.parents[1] / "_build" / "accelerate"
+ACCELERATE = ROOT / "_build" / "accelerate"
 ENVIRONMENT = {**os.environ, "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+STARTED_HERE = {"deepspeed_pipeline.py", "trainer.py"}
 LINE = re.compile(r"step (\d+): loss ([\d.]+)")
 # AdamW's steps are the same for gradients that are all too large by a factor.
 STEPS = ["--steps", "3", "--optimizer", "sgd", "--lr", "0.1"]
@@ -32,6 +35,7 @@ IMPORTED = [
     "datasets",
     "deepspeed",
     "torch._dynamo",
+    "torch._inductor.compile_fx",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
@@ -77,6 +81,20 @@ def forked():
 
 
 @pytest.fixture(scope="module")
+def with_accelerate():
+    """As `torchrun` on two ranks, else as `forked`; and there is accelerate."""
+    more = {"PYTHONPATH": str(ACCELERATE)}
+    with Forked(*IMPORTED, "transformers.trainer", **ENVIRONMENT | more) as server:
+
+        def start(ranks, script, *options, folder):
+            if ranks == 2:
+                return torchrun(ranks, script, *options, folder=folder, **more)
+            return server.run(ranks, RECIPES / script, *options, folder=folder)
+
+        yield start
+
+
+@pytest.fixture(scope="module")
 def single(tmp_path_factory):
     """{step: loss} of one process."""
     folder = tmp_path_factory.mktemp("single")
@@ -100,7 +118,7 @@ def single(tmp_path_factory):
 )
 def test_losses_are_those_of_one_process(tmp_path, single, forked, script, ranks):
     options = ["--tp", str(min(2, ranks))] if script == "fsdp_tp.py" else []
-    start = torchrun if ranks == 2 else forked
+    start = torchrun if ranks == 2 and script in STARTED_HERE else forked
     found = losses(start(ranks, script, *options, *STEPS, folder=tmp_path))
     assert found == pytest.approx(single, abs=5e-6), script
 
@@ -154,9 +172,19 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
     reason="the Trainer needs accelerate, which the book does without: "
     "pip install --no-deps --target _build/accelerate accelerate",
 )
-def test_the_trainer_has_the_losses_of_one_process(tmp_path, single, ranks):
-    done = torchrun(ranks, "trainer.py", *STEPS, folder=tmp_path, PYTHONPATH=str(ACCELERATE))
+def test_the_trainer_has_the_losses_of_one_process(tmp_path, single, with_accelerate, ranks):
+    done = with_accelerate(ranks, "trainer.py", *STEPS, folder=tmp_path)
     assert losses(done) == pytest.approx(single, abs=5e-6)
+
+
+def test_each_recipe_is_started_by_torchrun():
+    """By the chapter, which compares its losses with those of one process, or here."""
+    chapter = (ROOT / "notebooks/en/17_from_one_to_many.ipynb").read_text()
+    started = re.findall(r'train\(\\"(\w+\.py)\\", \d', chapter)
+    resumed = "torchrun --standalone --nproc-per-node 2 {TRAIN} --resume"
+    assert resumed in (ROOT / "notebooks/en/18_deepspeed.ipynb").read_text()
+    others = {"single.py", "model_and_data.py", "faults.py", "deepspeed_resume.py"}
+    assert {*started, *STARTED_HERE} == {*SCRIPTS} - others
 
 
 @pytest.mark.parametrize("script, fewer", [("fsdp.py", 1), ("deepspeed_zero.py", 2)])
