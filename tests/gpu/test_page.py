@@ -81,6 +81,7 @@ def test_the_planner_beside_a_measured_block(pages):
     parts = measured["4,096"]
     for said, took in zip(planned(4096), (parts[0], sum(parts[1:])), strict=True):
         assert all(f"{took / said - 1:.0%}" in page for page in pages)
+        assert all(f"{said:.1f} ms" in page for page in pages)
     assert measured["2,048"][0] < 1.5 * measured["512"][0]
 
 
