@@ -25,6 +25,7 @@ tagged ``hide-input`` shows its outputs and folds its code.
 import argparse
 import contextlib
 import multiprocessing
+import os
 import shutil
 import signal
 import sys
@@ -76,6 +77,8 @@ def executions(root: Path, only_here: bool, jobs: int) -> bool:
     if jobs == 1:
         failures = list(map(one, sources))
     else:
+        # OpenMP's threads would wait for each other by spinning, on the cores of the others.
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         with workers(jobs) as pool:
             failures = list(pool.map(one, sources))
     for failure in filter(None, failures):

@@ -1,4 +1,10 @@
 import os
+
+# OpenMP's threads, of torch here and in all that tests start, otherwise wait for each other by
+# spinning: on cores that other tests want, for two thirds of the processor's time. (It is read when
+# torch is loaded.)
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import shutil
 import signal
 import tempfile
