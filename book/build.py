@@ -135,10 +135,10 @@ def rendered(*arguments) -> bool:
 
 def site(root: Path) -> bool:
     """Render the languages whose pages changed; whether the whole site now stands."""
+    import pyodide
     import render
-    import runtime
 
-    runtime.fetch(root)
+    pyodide.fetch(root)
     html = root / "_build" / "html"
     fresh = root / "_build" / "fresh"
     tasks = {}

@@ -13,8 +13,8 @@ from pathlib import Path
 import execution
 import localize
 import nbformat
+import pyodide
 import records
-import runtime
 import tables
 import yaml
 from execution import digest
@@ -160,10 +160,10 @@ def stage(language: str, root: Path) -> tuple[Path, str]:
     inputs = [(p, folder) for p in folder.rglob("*")] + [(root / "_config.yml", root)]
     code = [*HERE.glob("*.py"), *HERE.glob("_ext/**/*.p[oy]"), *HERE.glob("_[st]*/**/*")]
     inputs += [(p, HERE) for p in code]
-    if runtime.used(root):
+    if pyodide.used(root):
         inputs += [(p, HERE.parent) for p in lab_sources()]
         inputs += [(root / "book" / language / "lab.yml", root)]
-        inputs += [(runtime.folder(root) / "manifest.json", root)]
+        inputs += [(pyodide.folder(root) / "manifest.json", root)]
     files = [(str(p.relative_to(top)), digest(p.read_bytes())) for p, top in inputs if p.is_file()]
     tools = sorted(f"{d.name}=={d.version}" for d in importlib.metadata.distributions())
     return folder, digest(json.dumps([sorted(files), tools, sys.version]))

@@ -36,7 +36,7 @@ for place in (BOOK / "_lab", SOURCE):
 
 import lab  # noqa: E402
 import localize  # noqa: E402
-import runtime  # noqa: E402
+import pyodide  # noqa: E402
 
 # The section whose checks prove what a kind computes.
 PROOFS = {
@@ -124,7 +124,7 @@ def page_catalogue(language: str) -> tuple[str, bytes]:
     content = {
         **catalogue(language),
         "modules": modules()[0],
-        "runtime": f"pyodide-{runtime.VERSION}",
+        "runtime": f"pyodide-{pyodide.VERSION}",
         "looks": looks(),
         "words": {name: words.say(name) for name in names},
     }
@@ -158,7 +158,7 @@ class Lab(SphinxDirective):
         words = catalogue(language)
         number = self.env.new_serialno(f"lab-{kind}")
         name = f"lab-{kind}" + f"-{number}" * bool(number)
-        sizes = runtime.sizes(BOOK.parent)
+        sizes = pyodide.sizes(BOOK.parent)
         attributes = {
             "id": name,
             "class": "naranhi-lab",
@@ -249,12 +249,12 @@ def page_scripts(app, pagename, templatename, context, doctree) -> None:
 
 def copy(app, exception) -> None:
     """Put what labs load beside the other static files of the site."""
-    if exception or not app.naranhi_labs or not runtime.sizes(BOOK.parent):
+    if exception or not app.naranhi_labs or not pyodide.sizes(BOOK.parent):
         return
     static = Path(app.outdir, "_static")
     for name, content in (modules(), page_catalogue(app.config.language)):
         (static / "lab" / name).write_bytes(content)
-    source, target = runtime.folder(BOOK.parent), static / f"pyodide-{runtime.VERSION}"
+    source, target = pyodide.folder(BOOK.parent), static / f"pyodide-{pyodide.VERSION}"
     left = shutil.ignore_patterns("manifest.json")
     shutil.copytree(source, target, ignore=left, dirs_exist_ok=True)
 

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from languages import LANGUAGES
 
-from naranhi.show._timeline import KINDS
+from naranhi.show._colors import KINDS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPTS = [*(REPOSITORY / "book/_static/lab").glob("*.js")]

@@ -3,7 +3,7 @@
 from matplotlib.colors import to_rgb
 
 from naranhi import schedules
-from naranhi.show import _contrast, _figure, _timeline
+from naranhi.show import _colors, _contrast, _figure, _timeline
 
 
 def boxes(chunks):
@@ -34,7 +34,7 @@ def test_each_chunk_has_its_own_opacity_and_every_kind_its_colour():
         found, _ = boxes(chunks)
         assert {(chunk, opacity) for chunk, opacity, _, _ in found} == set(enumerate(opacities))
         assert {(kind, color) for _, _, color, kind in found} == {
-            (kind, to_rgb(_timeline.KINDS[kind][1])) for kind in "FB"
+            (kind, to_rgb(_colors.KINDS[kind][1])) for kind in "FB"
         }
 
 
@@ -56,7 +56,7 @@ def test_a_pale_box_has_a_frame_and_a_number_in_the_pages_ink():
     assert "fill-opacity:0.25" in svg
     assert "#010203" not in svg and "#040506" not in svg  # the page's colours, not their names
     colors = {text.get_color() for text in fig.axes[0].texts}
-    assert colors == {_contrast.text_on(_timeline.KINDS[kind][1]) for kind in "FB"} | {_figure.INK}
+    assert colors == {_contrast.text_on(_colors.KINDS[kind][1]) for kind in "FB"} | {_figure.INK}
     widths = {patch.get_facecolor()[3]: patch.get_linewidth() for patch in fig.axes[0].patches}
     assert widths[1] == 0 and widths[0.25] > 0
 

@@ -7,10 +7,10 @@ from matplotlib.colors import to_rgb
 
 from naranhi import schedules
 from naranhi.schedules.schedule import SHARDING
-from naranhi.show import _contrast, _figure, _timeline
+from naranhi.show import _colors, _contrast, _figure, _timeline
 from naranhi.show._contrast import contrast, luminance, readability, text_on
 
-COLORS = {kind: color for kind, (_, color) in _timeline.KINDS.items()}
+COLORS = {kind: color for kind, (_, color) in _colors.KINDS.items()}
 SCHEDULES = {
     "gpipe": schedules.gpipe(4, 8),
     "two chunks": schedules.interleaved(4, 8, 2),

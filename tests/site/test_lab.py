@@ -14,7 +14,7 @@ from lab_settings import drawn_settings, simulated
 
 from naranhi import measure, schedules
 from naranhi.show import COLORS
-from naranhi.show._timeline import KINDS
+from naranhi.show._colors import KINDS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 WORDS = {

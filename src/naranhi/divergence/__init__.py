@@ -12,7 +12,8 @@ phase by phase (`data` for the batch, `random` for masks); `classify` and `repor
 """
 
 from naranhi.divergence.finder import find
-from naranhi.divergence.reference import TOLERANCE, Reference, trace
+from naranhi.divergence.reference import Reference, trace
 from naranhi.divergence.report import Divergence, Report
+from naranhi.divergence.tolerance import TOLERANCE
 
 __all__ = ["TOLERANCE", "Divergence", "Reference", "Report", "find", "trace"]

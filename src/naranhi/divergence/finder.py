@@ -23,8 +23,9 @@ from naranhi.divergence.data import rows_of, shared_rows, wrong_rows
 from naranhi.divergence.models import layers_of, parameters_of, recorded_layers
 from naranhi.divergence.random import wrong_masks
 from naranhi.divergence.recorder import PHASES, Key, Recorder
-from naranhi.divergence.reference import TOLERANCE, Reference, Update
+from naranhi.divergence.reference import Reference, Update
 from naranhi.divergence.report import Divergence, Report
+from naranhi.divergence.tolerance import TOLERANCE
 
 
 class Finding(NamedTuple):

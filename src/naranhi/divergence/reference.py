@@ -1,19 +1,10 @@
 """One process's step, in its own precision and in float64: what ranks are compared with.
 
-# Note [Where the tolerance comes from]
-Two correct ways to compute a tensor differ by rounding: sums are taken in another order. How far
-rounding takes a tensor from its exact value depends on its dtype, on the length of the sums and on
-how terms cancel, and cannot be told from the tensor itself. So it is measured: one process computes
-the step in its dtype and once more in float64, and the largest distance between the two is the
-noise of that tensor. The ranks may be `TOLERANCE` times as far from float64, plus one rounding of
-the tensor's largest element (a tensor whose noise is 0 by luck).
+How far ranks may be from one process is in `tolerance`.
 
 An optimizer may make much of that: Adam turns a gradient that is zero but for rounding into a
 whole step. So weights may differ, on top of this, by what a step differs whose gradients are all
 moved up, or all down, by as much as they are allowed (`_slack`).
-
-Source: Higham, "Accuracy and stability of numerical algorithms" (2002), section 3.1, for the bound
-on the rounding error of a sum, which grows with its terms and holds in any order. The 16 is ours.
 """
 
 from __future__ import annotations
@@ -37,8 +28,7 @@ from naranhi.divergence.models import (
     weights_of,
 )
 from naranhi.divergence.recorder import Key, Recorder
-
-TOLERANCE = 16.0  # correct meshes stay below 4 times the noise, and wrong ones far above 100
+from naranhi.divergence.tolerance import bound, largest
 
 
 @dataclass
@@ -157,7 +147,7 @@ def _slack(single, double, update):
     """Return {parameter: how far weights get if gradients are as wrong as they may be}."""
     exact, weights, slack = parameters_of(double), [], {}
     allowed = {
-        name: _bound(param.grad, exact[name].grad)
+        name: bound(param.grad, exact[name].grad)
         for name, param in parameters_of(single).items()
         if param.grad is not None
     }
@@ -170,14 +160,8 @@ def _slack(single, double, update):
         weights.append({name: param.detach() for name, param in parameters_of(moved).items()})
     for name, plain in weights[0].items():
         gaps = [(other[name] - plain) for other in weights[1:]]
-        slack[name] = max(_largest(gap[gap.isfinite()]) for gap in gaps)
+        slack[name] = max(largest(gap[gap.isfinite()]) for gap in gaps)
     return slack
-
-
-def _bound(own, exact):
-    finite = own.isfinite() & exact.isfinite()
-    rounding = torch.finfo(own.dtype).eps * _largest(exact[finite])
-    return TOLERANCE * _largest((own.double() - exact)[finite]) + rounding
 
 
 def _record(model, run, dtype):
@@ -242,8 +226,8 @@ def _reference(model, records, own, referee, draws, stepped, slack):
         if whole.dtype.is_floating_point:
             finite = whole.isfinite() & exact.isfinite()
             values[key] = torch.where(finite, exact, whole.double())
-            noise[key] = _largest((whole.double() - exact)[finite])
-            bounds[key] = _bound(whole, exact)
+            noise[key] = largest((whole.double() - exact)[finite])
+            bounds[key] = bound(whole, exact)
             if key.phase == "weights":
                 bounds[key] += slack[key.layer]
     masks = {
@@ -265,7 +249,3 @@ def _reference(model, records, own, referee, draws, stepped, slack):
         draws=draws,
         stepped=stepped,
     )
-
-
-def _largest(tensor):
-    return tensor.abs().max().item() if tensor.numel() else 0.0

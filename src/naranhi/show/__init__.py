@@ -14,8 +14,9 @@ logging.getLogger("matplotlib.font_manager").addFilter(
 )
 
 from naranhi.show._answer import answer
-from naranhi.show._chart import COLORS, axes, bars, measured, predicted
+from naranhi.show._chart import axes, bars, measured, predicted
 from naranhi.show._collectives import collective, ring_steps, tree
+from naranhi.show._colors import COLORS
 from naranhi.show._figure import figure
 from naranhi.show._grids import grids
 from naranhi.show._hierarchy import hierarchy

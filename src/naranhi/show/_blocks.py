@@ -10,7 +10,7 @@ from matplotlib.patches import FancyBboxPatch, PathPatch
 from matplotlib.path import Path
 
 from naranhi.show import definitions
-from naranhi.show._chart import COLORS
+from naranhi.show._colors import COLORS
 from naranhi.show._figure import FAINT, INK
 
 if TYPE_CHECKING:

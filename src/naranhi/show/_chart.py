@@ -12,14 +12,11 @@ from matplotlib.lines import Line2D
 from matplotlib.offsetbox import AnnotationBbox, DrawingArea, HPacker, TextArea
 
 from naranhi.show import _table
+from naranhi.show._colors import COLORS
 from naranhi.show._figure import FAINT, INK
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-# One colour per rank throughout the book: distinguishable with every kind of colour blindness, and
-# with a contrast of 3 or more both on white and on a dark page (a test computes both).
-COLORS = ("#1f84ea", "#cb5209", "#2e8166", "#b45ab6")
 
 WIDTH = 5.4  # inches: 518 px, so that 10 pt letters are still readable at 360 px
 BINARY = [(base, (1,)) for base in (256, 16, 4, 2)]

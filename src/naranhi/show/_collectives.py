@@ -17,7 +17,7 @@ from naranhi.show._blocks import (
     outline,
     rank_names,
 )
-from naranhi.show._chart import COLORS
+from naranhi.show._colors import COLORS
 from naranhi.show._figure import FAINT, INK, figure
 
 if TYPE_CHECKING:

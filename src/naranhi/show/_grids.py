@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from matplotlib.patches import Rectangle
 
 from naranhi.show._blocks import canvas
-from naranhi.show._chart import COLORS
+from naranhi.show._colors import COLORS
 from naranhi.show._figure import FAINT, INK, figure
 from naranhi.show._table import number
 

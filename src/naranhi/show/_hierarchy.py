@@ -8,7 +8,8 @@ from typing import Any
 from matplotlib import ticker
 from matplotlib.figure import Figure
 
-from naranhi.show._chart import COLORS, WIDTH, style
+from naranhi.show._chart import WIDTH, style
+from naranhi.show._colors import COLORS
 from naranhi.show._figure import FAINT, INK, figure
 from naranhi.show._table import rate, size
 

@@ -18,9 +18,9 @@ from matplotlib import pyplot
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
 from naranhi.show._blocks import ARROW, canvas
+from naranhi.show._colors import KINDS
 from naranhi.show._contrast import text_on
 from naranhi.show._figure import FAINT, INK, ROOT_COLOR, SVG, svg_root
-from naranhi.show._timeline import KINDS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

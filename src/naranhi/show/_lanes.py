@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from naranhi.show._chart import COLORS, WIDTH
+from naranhi.show._chart import WIDTH
+from naranhi.show._colors import COLORS
 from naranhi.show._figure import figure
 from naranhi.show._timeline import ROW, draw_box, draw_key, draw_rows
 

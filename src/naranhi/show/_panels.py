@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from matplotlib.figure import Figure
 
 from naranhi.show import _table
-from naranhi.show._chart import COLORS, WIDTH, style
+from naranhi.show._chart import WIDTH, style
+from naranhi.show._colors import COLORS
 from naranhi.show._figure import INK
 
 ROW = 0.29  # inches

@@ -8,7 +8,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
 from naranhi.show._blocks import canvas
-from naranhi.show._chart import COLORS, WIDTH
+from naranhi.show._chart import WIDTH
+from naranhi.show._colors import COLORS
 from naranhi.show._figure import FAINT, INK, figure
 
 BOX = 1.5, 0.34  # inches: the width and the height of a state

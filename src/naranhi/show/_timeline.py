@@ -15,26 +15,13 @@ from matplotlib.ticker import MaxNLocator
 from naranhi.schedules.schedule import SHARDING
 from naranhi.show import _table
 from naranhi.show._chart import WIDTH
+from naranhi.show._colors import KINDS
 from naranhi.show._contrast import text_on
 from naranhi.show._figure import FAINT, INK, figure
 
 if TYPE_CHECKING:
     from naranhi.schedules import Timeline
 
-# Kind of action -> its name in the key, and its colour: the hues of the ranks' colours, as light or
-# dark as stands out of both pages, so that forward, backward and the gradient of the weights are
-# also told apart in grey, on paper or e-ink. In grey an update looks like the gradient of the
-# weights, beside which it never stands.
-KINDS = {
-    "F": ("forward", "#3f96ed"),
-    "B": ("backward", "#aa4408"),
-    "I": ("input gradient", "#aa4408"),
-    "W": ("weight gradient", "#31896c"),
-    "U": ("update", "#b257b4"),
-    "UNSHARD": ("unshard", "#b257b4"),
-    "REDUCE_GRAD": ("reduce", "#0f6e78"),
-    "RESHARD": ("reshard", "#939393"),
-}
 FULL, UPPER, LOWER = (0.08, 0.84), (0.08, 0.41), (0.51, 0.41)  # parts of a row: from, height
 WORK, TRANSFER = (0.08, 0.6), (0.72, 0.2)  # where a row also has what is sent behind its work
 ROW = 0.32  # inches

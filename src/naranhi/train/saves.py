@@ -12,6 +12,9 @@ from naranhi.distributed import from_all_ranks
 from naranhi.pipeline import Pipeline
 from naranhi.train.usage import UsageError, raise_on_all
 
+# The options that have to be as they were, when a run goes on.
+RESUMED = "batch", "seed", "clip", "dropout", "untied", "experts", "top_k"
+
 
 class Saves:
     """Save a training after every so many steps, in the background; without `--save`, do nothing.

@@ -42,11 +42,8 @@ from naranhi.pipeline import Pipeline
 from naranhi.tensor_parallel import sum_sequence_gradients
 from naranhi.train.build import MULTIPLE, build_model_and_data, divide, make_mesh, share_of
 from naranhi.train.options import RATE, actions_of
-from naranhi.train.saves import Saves
+from naranhi.train.saves import RESUMED, Saves
 from naranhi.train.usage import UsageError, raise_on_all
-
-# As they were, when a run goes on.
-RESUMED = "batch", "seed", "clip", "dropout", "untied", "experts", "top_k"
 
 
 class Step(NamedTuple):

@@ -7,8 +7,8 @@ import tarfile
 import zipfile
 from types import SimpleNamespace
 
+import pyodide
 import pytest
-import runtime
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def package():
     with zipfile.ZipFile(library, "w") as archive:
         for name in ("json/__init__.py", "tkinter/__init__.py", "pdb.py", "csv.py"):
             archive.writestr(name, "x = 1\n")
-    files = {name: b"file" for name in runtime.FILES}
+    files = {name: b"file" for name in pyodide.FILES}
     files |= {"python_stdlib.zip": library.getvalue()}
     files |= {"pyodide-lock.json": json.dumps({"info": {}, "packages": {"numpy": {}}}).encode()}
     result = io.BytesIO()
@@ -39,31 +39,31 @@ def package():
 
 
 def test_a_book_without_a_lab_fetches_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(runtime, "_pack", lambda: pytest.fail("it was fetched"))
-    runtime.fetch(tmp_path)
+    monkeypatch.setattr(pyodide, "_pack", lambda: pytest.fail("it was fetched"))
+    pyodide.fetch(tmp_path)
 
 
 def test_another_package_than_the_pinned_one_is_not_used(book, monkeypatch, capsys):
-    monkeypatch.setattr(runtime, "_pack", package)
-    runtime.fetch(book)
+    monkeypatch.setattr(pyodide, "_pack", package)
+    pyodide.fetch(book)
     assert "has the hash sha512-" in capsys.readouterr().out
-    assert runtime.sizes(book) is None
+    assert pyodide.sizes(book) is None
 
 
 def test_two_builds_fetch_once(book, monkeypatch, capsys):
     fetched = []
-    monkeypatch.setattr(runtime, "_pack", lambda: fetched.append(1) or package())
-    digest = runtime.hashlib.sha512(package()).digest()
-    monkeypatch.setattr(runtime, "INTEGRITY", "sha512-" + runtime.base64.b64encode(digest).decode())
-    runtime.fetch(book)
-    runtime.fetch(book)
+    monkeypatch.setattr(pyodide, "_pack", lambda: fetched.append(1) or package())
+    digest = pyodide.hashlib.sha512(package()).digest()
+    monkeypatch.setattr(pyodide, "INTEGRITY", "sha512-" + pyodide.base64.b64encode(digest).decode())
+    pyodide.fetch(book)
+    pyodide.fetch(book)
     assert (fetched, capsys.readouterr().out) == ([1], "")
-    folder = runtime.folder(book)
+    folder = pyodide.folder(book)
     assert json.loads((folder / "pyodide-lock.json").read_text())["packages"] == {}
     with zipfile.ZipFile(folder / "python_stdlib.zip") as library:
         assert library.namelist() == ["json/__init__.py", "csv.py"]
     files = [path for path in folder.iterdir() if path.name != "manifest.json"]
-    assert runtime.sizes(book)[0] == sum(path.stat().st_size for path in files)
+    assert pyodide.sizes(book)[0] == sum(path.stat().st_size for path in files)
 
 
 @pytest.mark.parametrize(
@@ -80,10 +80,10 @@ def test_two_builds_fetch_once(book, monkeypatch, capsys):
 def test_without_npm_or_a_network_the_build_says_that_pages_are_static(
     book, monkeypatch, capsys, which, run, said
 ):
-    monkeypatch.setattr(runtime.shutil, "which", which)
+    monkeypatch.setattr(pyodide.shutil, "which", which)
     monkeypatch.setattr(subprocess, "run", run)
-    runtime.fetch(book)
+    pyodide.fetch(book)
     assert capsys.readouterr().out == (
         f"  Live pages stay static, because Pyodide could not be fetched: {said}\n"
     )
-    assert runtime.sizes(book) is None
+    assert pyodide.sizes(book) is None
