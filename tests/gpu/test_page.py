@@ -145,11 +145,16 @@ def test_engines_beside_each_other(pages):
     ]
     assert all(re.search(rf"{min(ways):.0%}".rstrip("%") + r"( to |~)", page) for page in pages)
     assert all(f"{max(ways):.0%}" in page for page in pages)
-    for way in ("ring", "gathered", "Ulysses"):
-        few, many = (
-            value(rows[work, f"naranhi {way}"][0]) - value(rows[work, "torch, fused"][0])
-            for work in ("attention, 1,024 tokens", "attention, 32,768 tokens")
-        )
+    added = {
+        work: [
+            1e3 * (value(rows[work, f"naranhi {way}"][0]) - value(rows[work, "torch, fused"][0]))
+            for way in ("ring", "gathered", "Ulysses")
+        ]
+        for work in ("attention, 1,024 tokens", "attention, 32,768 tokens")
+    }
+    for least, most in ((min(times), max(times)) for times in added.values()):
+        assert all(re.search(f"{least:.1f}( to |~){most:.1f} ms", page) for page in pages)
+    for few, many in zip(*added.values(), strict=True):
         assert few / many == pytest.approx(2 / 3, rel=0.12)
     assert value(rows["cross-entropy", "naranhi"][2]) < 0.51 * value(
         rows["cross-entropy", "torch"][2]
