@@ -1,8 +1,8 @@
 import os
 
-# OpenMP's threads, of torch here and in all that tests start, otherwise wait for each other by
-# spinning: on cores that other tests want, for two thirds of the processor's time. (It is read when
-# torch is loaded.)
+# OpenMP's threads would wait for each other by spinning, here and in all that tests start, on cores
+# that other tests want: tests of one process took 2.5 times the processor's time beside others. It
+# is read when torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import shutil

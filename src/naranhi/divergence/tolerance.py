@@ -20,11 +20,11 @@ TOLERANCE = 16.0  # correct meshes stay below 4 times the noise, and wrong ones 
 
 
 def bound(own: torch.Tensor, exact: torch.Tensor) -> float:
-    """Return how far a rank's tensor may be from `exact`, in float64, of which `own` is the noise.
+    """Return how far a rank's tensor may be from the exact one, by how far one process's is.
 
     Args:
-        own: the tensor that one process computes in its own dtype.
-        exact: the same in float64.
+        own: the tensor of one process, in the dtype of the training.
+        exact: the same tensor, computed in float64.
     """
     finite = own.isfinite() & exact.isfinite()
     rounding = torch.finfo(own.dtype).eps * largest(exact[finite])
