@@ -5,6 +5,7 @@ import os
 # is read when torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+import gc
 import shutil
 import signal
 import tempfile
@@ -15,6 +16,10 @@ import pytest
 import torch
 from gloo_ranks import Ranks, in_a_world
 from xdist.scheduler import LoadScopeScheduling
+
+# What the tests import stays, but each collection would look at it: a quarter of what tests of one
+# process cost. There is none until all is imported (`pytest_collection_finish`).
+gc.disable()
 
 # A shell starts what it puts in the background deaf to Ctrl-C, and so would be all processes that
 # the tests interrupt.
@@ -110,6 +115,12 @@ def pytest_collection_modifyitems(items):
             item.add_marker(FOLDERS[folder(item)])
         elif "Ranks" in vars(item.module) or {"five", "eight"} & set(item.fixturenames):
             item.add_marker("ranks")
+
+
+def pytest_collection_finish():
+    gc.freeze()
+    gc.set_threshold(20_000)
+    gc.enable()
 
 
 def folder(item):
