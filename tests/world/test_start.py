@@ -17,7 +17,7 @@ import zmq
 from kernels import CellError, notebook, processes_of, wait_until
 
 import naranhi
-from naranhi.world import controller, fork
+from naranhi.world import controller, fork, server
 
 SAYS = (
     "import naranhi\n"
@@ -28,6 +28,39 @@ SAYS = (
     "except naranhi.RankError as error:\n"
     "    print(f'RankError: {error}')\n"
 )
+
+
+# What asks the driver; of a process that has, no child can use a GPU.
+ASKS = """
+import os, torch
+from naranhi.world import fork
+
+asked = []
+
+
+def watch(place, name):
+    ask = getattr(place, name)
+    setattr(place, name, lambda *args: asked.append(name) or ask(*args))
+
+
+for name in ("is_available", "device_count"):
+    watch(torch.accelerator, name)
+    watch(torch.cuda, name)
+watch(torch.cuda, "_lazy_init")
+os.fork = lambda: print("asked for", *asked, flush=True) or os._exit(0)
+fork.main()
+"""
+
+
+def test_no_import_asks_for_a_gpu_before_ranks_are_forked(tmp_path):
+    said = subprocess.run(
+        [sys.executable, "-c", ASKS, "1"],
+        env={**os.environ, server.FOLDER: str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert said.stdout == "asked for\n", said.stdout + said.stderr
 
 
 def test_the_ports_of_the_controller_are_its_own_before_it_listens():
