@@ -17,8 +17,7 @@ import torch
 from gloo_ranks import Ranks, in_a_world
 from xdist.scheduler import LoadScopeScheduling
 
-# What the tests import stays, but each collection would look at it: a quarter of what tests of one
-# process cost. There is none until all is imported (`pytest_collection_finish`).
+# Nothing is collected until all is imported (`pytest_collection_finish`).
 gc.disable()
 
 # A shell starts what it puts in the background deaf to Ctrl-C, and so would be all processes that
@@ -118,6 +117,8 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
+    """What the tests have imported stays, but each collection would look at it, and they would be
+    a quarter of what tests of one process cost. Rarer ones save most of the rest."""
     gc.freeze()
     gc.set_threshold(20_000)
     gc.enable()

@@ -6,13 +6,12 @@ from functools import cache
 import naranhi_predict
 import nbformat
 import pytest
-from axe_playwright_python.sync_playwright import Axe
+from accessibility import violations
 
 pytestmark = pytest.mark.timeout(1800)
 
 ANSWER = re.compile(r'data-answer="([^"]*)"((?: data-\w+="[^"]*")+)')
 PHONE = {"width": 390, "height": 844}
-VIOLATIONS = {"resultTypes": ["violations"]}  # axe need not describe what it found in order
 DEAF = "Object.defineProperty(window, 'localStorage', { get() { throw new DOMException('no') } })"
 KEPT = "() => localStorage.getItem('naranhi-predict')"
 MARKS = """(root) => Object.fromEntries([...root.querySelectorAll("[data-output]")]
@@ -276,18 +275,15 @@ def test_axe_and_a_phone_find_nothing_wrong(site, chromium, language):
                         "(one) => { one.type === 'radio' ? one.checked = true : one.value = '4' }"
                     )
                     root.locator("button[data-show]").click()
-            part = {"include": [[".naranhi-predict"]]}
-            violations = Axe().run(page, context=part, options=VIOLATIONS).response
             found += [
                 (chapter, state, one["id"])
-                for one in violations["violations"]
+                for one in violations(page, {"include": [[".naranhi-predict"]]})
                 if one["impact"] in ("serious", "critical")
             ]
             assert page.evaluate("() => document.documentElement.scrollWidth") <= PHONE["width"]
     page.goto(f"{site}/{language}/map.html", wait_until="networkidle")
-    part = {"include": [[".naranhi-predictions"]]}
-    violations = Axe().run(page, context=part, options=VIOLATIONS).response
-    found += [one["id"] for one in violations["violations"] if one["impact"] != "minor"]
+    wrong = violations(page, {"include": [[".naranhi-predictions"]]})
+    found += [one["id"] for one in wrong if one["impact"] != "minor"]
     assert found == []
     context.close()
 

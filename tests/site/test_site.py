@@ -9,7 +9,7 @@ import localize
 import nbformat
 import pytest
 import render
-from axe_playwright_python.sync_playwright import Axe
+from accessibility import violations
 from particles import misfits
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -19,7 +19,6 @@ TWIN = {"en": "ko", "ko": "en"}
 PHONE = {"width": 360, "height": 740}
 DESK = {"width": 1280, "height": 900}
 HANGUL = re.compile("[가-힣]")
-VIOLATIONS = {"resultTypes": ["violations"]}  # axe need not describe what it found in order
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -539,7 +538,7 @@ def test_the_headings_at_the_side_are_whole(site, chromium):
 def test_axe_finds_nothing_serious(site, chromium, language, scheme, viewport):
     """On each page in one language: both have the same elements."""
     context = chromium.new_context(viewport=viewport, color_scheme=scheme)
-    page, axe, found = context.new_page(), Axe(), {}
+    page, found = context.new_page(), {}
     for name in names(language)[[*TWIN].index(language) :: 2]:
         page.goto(f"{site}/{language}/{name}.html", wait_until="networkidle")
         part = None
@@ -549,7 +548,7 @@ def test_axe_finds_nothing_serious(site, chromium, language, scheme, viewport):
             page.eval_on_selector_all(
                 "pre", "(all) => all.forEach((one) => { one.textContent = one.textContent; })"
             )
-        for violation in axe.run(page, context=part, options=VIOLATIONS).response["violations"]:
+        for violation in violations(page, part):
             if violation["impact"] in ("serious", "critical"):
                 places = [node["html"][:120] for node in violation["nodes"]]
                 found[name, violation["id"]] = places[:3]
