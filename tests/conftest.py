@@ -8,13 +8,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import gc
 import shutil
 import signal
-import tempfile
 from pathlib import Path
 
 import hypothesis
 import pytest
 import torch
-from gloo_ranks import Ranks, in_a_world
+from gloo_ranks import Ranks
 from xdist.scheduler import LoadScopeScheduling
 
 # Nothing is collected until all is imported (`pytest_collection_finish`).
@@ -62,15 +61,10 @@ def five():
 
 
 @pytest.fixture(scope="module")
-def eight(request, tmp_path_factory):
+def eight(request):
     """`eight(ranks, function, *args)`: its results on a world of as many, of eight processes."""
     with Ranks(8, 180.0, [request.module.__name__, *LATE]) as pool:
-
-        def call(ranks, function, *args):
-            store = tempfile.mktemp(dir=tmp_path_factory.getbasetemp())
-            return pool.call(in_a_world, ranks, store, function, *args)[:ranks]
-
-        yield call
+        yield pool.call_in_a_world
 
 
 # What a folder's tests need; after the chapters and the site, the longest first.

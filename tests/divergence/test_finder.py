@@ -1,12 +1,11 @@
 """The finder is silent where ranks are right, and finds the place where they are made wrong."""
 
-import tempfile
 from functools import cache, partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from gloo_ranks import Ranks, in_a_world
+from gloo_ranks import Ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -32,11 +31,7 @@ MAX_NORM = 0.1
 def world():
     """`world(ranks, function, *args)`: its results on a world of so many ranks."""
     with Ranks(8, 300.0, PRELOAD) as pool:
-
-        def call(ranks, function, *args):
-            return pool.call(in_a_world, ranks, tempfile.mktemp(), function, *args)[:ranks]
-
-        yield call
+        yield pool.call_in_a_world
 
 
 def gpt2(seed, dropout=0.0):

@@ -82,12 +82,14 @@ def _read(path):
 
 def serve(modules):
     """Fork the ranks of each program that is asked for; tell their exit codes."""
+    gc.disable()  # imports leave nothing to collect
     for module in modules:
         import_module(module)
     threads = {file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")}
     others = threads - {Path(f"/proc/{os.getpid()}/comm").read_text().strip(), *FORKS_WELL}
     assert not others, f"a forked process would lack the threads {others}, begun by an import"
     gc.freeze()  # or a collection in a rank would copy the memory that they share
+    gc.enable()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     own = os.getpid()
