@@ -70,7 +70,7 @@ The configuration, and the launcher's options | 18_deepspeed
     clip                  no key: clipped to a norm of 1
     silent                a misspelt section is ignored: no ZeRO
     wrong-ranks           an optimizer that DeepSpeed does not know is refused
-    wrong-ranks           fp16 is refused on these CPUs
+    wrong-ranks           fp16 is refused on CPUs without instructions for it
     wrong-ranks           a configuration in args and another in config are refused
     log-check             each rank is told its place twice: LOCAL_RANK and an argument
     options-check         no option: all devices
