@@ -278,12 +278,13 @@ def test_no_deadlock_where_messages_run_in_the_order_they_were_started(five):
 
 
 def in_batches():
-    """(differences, batches) of a group whose backend is not called gloo, though gloo sends."""
-    group = dist.new_group([1, 3, 4], backend="cpu:gloo")
+    """(differences, batches) of a group whose backend is taken for NCCL, though gloo sends."""
+    group = dist.new_group([1, 3, 4])
     if dist.get_rank() not in (1, 3, 4):
         return [], 0
     batch = dist.batch_isend_irecv
-    with mock.patch.object(dist, "batch_isend_irecv", wraps=batch) as batches:
+    nccl = mock.patch.object(chunks, "backend_for", return_value="nccl")
+    with nccl, mock.patch.object(dist, "batch_isend_irecv", wraps=batch) as batches:
         return list(_differences(group, (3, 7), "float32", 2, seed=5)), batches.call_count
 
 
@@ -444,7 +445,7 @@ REASONS = {
     "all_gather list": "a tensor of shape (5, 4) here, not a list",
     "all_reduce memory": "contiguous",
     "all_reduce dtype": "has no sum",
-    "all_reduce device": "gloo sends from a CPU's memory, and a tensor is on meta: use NCCL",
+    "all_reduce device": "no backend of the group sends from meta: use NCCL between GPUs",
 }
 
 

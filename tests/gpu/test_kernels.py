@@ -16,8 +16,10 @@ from device_parts import PARTS
 
 SECONDS = 240  # for all parts on one set of ranks, the imports included
 WORLDS = {  # name: backend, device, ranks
-    "gloo, 2 ranks": ("gloo", "cpu", 2),
+    "gloo for CPUs, 2 ranks": ("cpu:gloo", "cpu", 2),
     "NCCL, 1 rank": ("nccl", "cuda:0", 1),
+    "what torch chooses, 1 rank": (None, "cuda:0", 1),
+    "gloo and NCCL, 1 rank": ("cpu:gloo,cuda:nccl", "cuda:0", 1),
     "NCCL, 2 ranks on one GPU": ("nccl", "cuda:0", 2),
     "NCCL, 2 GPUs": ("nccl", "cuda:{rank}", 2),
 }

@@ -17,6 +17,8 @@ from itertools import islice
 import torch
 import torch.distributed as dist
 
+from naranhi.distributed import backend_for
+
 # Starting a message from Python and waking two threads for it costs as much as sending a few
 # hundred KiB. Much longer messages do not stay in the cache while they are received, reduced and
 # sent on.
@@ -47,15 +49,15 @@ def start(
 
     Raises:
         ValueError: the group has no such rank (gloo would read memory that is not its own), a
-            tensor is not contiguous, or it is not in a CPU's memory, from which alone gloo sends
-            (it would end the process). Nothing has been started.
+            tensor is not contiguous, or no backend of the group sends from its device (gloo would
+            end the process). Nothing has been started.
     """
     # Sends first: on gloo this makes a step of many small messages a tenth shorter.
     messages = [(dist.isend, tensor, peer) for tensor, peer in sends if tensor.numel()]
     messages += [(dist.irecv, tensor, peer) for tensor, peer in receives if tensor.numel()]
-    gloo = dist.get_backend(group) == "gloo"
-    refuse(messages, dist.get_world_size(group), gloo)
-    if gloo:
+    backend = backend_for(messages[0][1].device, group) if messages else None
+    refuse(messages, dist.get_world_size(group), backend)
+    if backend == "gloo":
         return [operation(tensor, None, group, tag, peer) for operation, tensor, peer in messages]
     batch = [
         dist.P2POp(operation, tensor, None, group, tag, peer)
@@ -64,7 +66,9 @@ def start(
     return dist.batch_isend_irecv(batch) if batch else []
 
 
-def refuse(messages: Iterable[tuple[object, torch.Tensor, int]], ranks: int, gloo: bool) -> None:
+def refuse(
+    messages: Iterable[tuple[object, torch.Tensor, int]], ranks: int, backend: str | None
+) -> None:
     """Raise a ValueError for the first message that cannot be sent, before one is started.
 
     One that is refused later leaves others behind, half sent. In a short message's time every
@@ -78,10 +82,10 @@ def refuse(messages: Iterable[tuple[object, torch.Tensor, int]], ranks: int, glo
                 f"a message of shape {tuple(tensor.shape)} has strides {tensor.stride()}: send and "
                 "receive contiguous tensors"
             )
-        if gloo and not tensor.is_cpu:
+        if backend is None or (backend == "gloo" and not tensor.is_cpu):
             raise ValueError(
-                f"gloo sends from a CPU's memory, and a tensor is on {tensor.device}: use NCCL "
-                "between GPUs, or move the tensor to the CPU"
+                f"no backend of the group sends from {tensor.device}: use NCCL between GPUs, gloo "
+                "between CPUs"
             )
 
 

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from naranhi.collectives.arguments import expect, locate
 from naranhi.context_parallel.order import Run, runs
 from naranhi.context_parallel.tiles import Documents, Tile, spans, tiles
-from naranhi.distributed import agree, raise_on_all
+from naranhi.distributed import agree, device_of, raise_on_all
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def prepare(
         "documents": documents,
         "scale": scale,
     }
-    return _compared(cut, things, group, getattr(query, "device", None))
+    return _compared(cut, things, group)
 
 
 def is_a_shape(x: torch.Tensor) -> bool:
@@ -123,7 +123,7 @@ def _described(tensor):
     return f"{tuple(tensor.shape)} of {tensor.dtype} on {tensor.device.type}"
 
 
-def _compared(function, things, group, device):
+def _compared(function, things, group):
     """Return what `function()` returns, if it does on every rank, and `things` are the same.
 
     One message of 8 bytes to each rank says so. Only if it does not, the ranks find out why.
@@ -135,7 +135,7 @@ def _compared(function, things, group, device):
         digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest())
     except (TypeError, ValueError):
         pass  # raised again below, on all ranks
-    own = torch.tensor([digest], device="cpu" if dist.get_backend(group) == "gloo" else device)
+    own = torch.tensor([digest], device=device_of(group))
     digests = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(digests, own, group)
     if digest == -1 or set(torch.cat(digests).tolist()) != {digest}:

@@ -16,6 +16,7 @@ from torch import nn
 from naranhi.collectives import all_reduce
 from naranhi.collectives.buckets import BUCKET, buckets, pack, unpack
 from naranhi.data_parallel.sync import with_gradient
+from naranhi.distributed import device_of
 
 
 def global_count(count: int, group: dist.ProcessGroup | None = None) -> int:
@@ -29,8 +30,7 @@ def global_count(count: int, group: dist.ProcessGroup | None = None) -> int:
         ValueError: On every rank, if the sum is 0: there is no loss to average.
     """
     group = group or dist.group.WORLD
-    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    total = torch.tensor([count], device=device)
+    total = torch.tensor([count], device=device_of(group))
     all_reduce(total, group)
     if not total.item():
         raise ValueError("no rank has anything valid in this step")

@@ -11,12 +11,23 @@ from typing import Any
 _HOME = {
     "Mesh": "naranhi.distributed.mesh",
     "agree": "naranhi.distributed.agreement",
+    "backend_for": "naranhi.distributed.backends",
+    "device_of": "naranhi.distributed.backends",
     "fingerprint": "naranhi.distributed.agreement",
     "from_all_ranks": "naranhi.distributed.agreement",
     "join": "naranhi.distributed.launch",
     "raise_on_all": "naranhi.distributed.agreement",
 }
-__all__ = ["Mesh", "agree", "fingerprint", "from_all_ranks", "join", "raise_on_all"]
+__all__ = [
+    "Mesh",
+    "agree",
+    "backend_for",
+    "device_of",
+    "fingerprint",
+    "from_all_ranks",
+    "join",
+    "raise_on_all",
+]
 
 
 def __getattr__(name: str) -> Any:

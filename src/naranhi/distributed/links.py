@@ -15,6 +15,8 @@ from time import monotonic, sleep
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import irecv, isend
 
+from naranhi.distributed.backends import backend_for
+
 WAITING = 32  # messages that a rank can wait for at once, in a thread each
 
 
@@ -47,7 +49,7 @@ def paced(alpha: float, beta: float, peers: Container[int] | None = None) -> Ite
         return [work for message in messages for work in start_message(message)]
 
     def start_message(message):
-        if dist.get_backend(message.group) != "gloo":
+        if backend_for(message.tensor.device, message.group) != "gloo":
             raise ValueError("only gloo's messages can be paced")
         if peers is not None and message.peer not in peers:
             return unpaced([message])

@@ -36,6 +36,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from naranhi.distributed.agreement import agree
+from naranhi.distributed.backends import device_of
 
 AXES = "pipeline", "data", "expert", "context", "tensor"  # the outermost may be far apart
 
@@ -111,9 +112,8 @@ class Mesh:
         ranks, world = prod(self.sizes), dist.get_world_size()
         if ranks != world:
             raise ValueError(f"a mesh of {self} has {ranks} ranks, the world has {world}")
-        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
         self.device_mesh = init_device_mesh(
-            device, [getattr(self.sizes, axis) for axis in AXES], mesh_dim_names=AXES
+            device_of().type, [getattr(self.sizes, axis) for axis in AXES], mesh_dim_names=AXES
         )
         for axis in Place._fields:
             setattr(self, axis, self.device_mesh.get_group(axis))

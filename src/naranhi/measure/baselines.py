@@ -8,6 +8,8 @@ from types import ModuleType
 
 import torch.distributed as dist
 
+from naranhi.distributed import backend_for, device_of
+
 
 def deepspeed() -> ModuleType:
     """Return the module `deepspeed`, ready to use the existing process group.
@@ -22,7 +24,8 @@ def deepspeed() -> ModuleType:
     """
     if not dist.is_initialized() or "LOCAL_RANK" not in os.environ:
         raise RuntimeError("a default process group is needed, and LOCAL_RANK in the environment")
-    if dist.get_backend() == "gloo":  # fewer GPUs than ranks, or none
+    device = device_of()
+    if device.type == "cpu":  # fewer GPUs than ranks, or none
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
 
@@ -30,5 +33,5 @@ def deepspeed() -> ModuleType:
     # a compiler is installed.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if not deepspeed.comm.is_initialized():
-        deepspeed.init_distributed(dist.get_backend(), verbose=False)
+        deepspeed.init_distributed(backend_for(device), verbose=False)
     return deepspeed

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from naranhi.distributed import from_all_ranks
+from naranhi.distributed import device_of, from_all_ranks
 from naranhi.schedules import Action, Span, Timeline
 
 if TYPE_CHECKING:
@@ -124,8 +124,7 @@ def _tell_time(group, other):
 
 
 def _message(group):
-    gpu = dist.get_backend(group) == "nccl"
-    return torch.zeros(1, dtype=torch.float64, device="cuda" if gpu else "cpu")
+    return torch.zeros(1, dtype=torch.float64, device=device_of(group))
 
 
 def _clock():

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from naranhi.distributed import device_of
+
 
 def interleaved(
     contenders: dict[Any, Callable[[], object]],
@@ -46,7 +48,7 @@ def interleaved(
         raise ValueError("measure at least one contender, at least once")
     group = dist.group.WORLD if group is None else group
     settle = torch.cuda.synchronize if torch.cuda.is_available() else _nothing
-    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    device = device_of(group)
 
     seconds = torch.zeros(repeats, len(contenders), dtype=torch.float64)
     for repeat in range(-warmup, repeats):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from naranhi.distributed import from_all_ranks
+from naranhi.distributed import device_of, from_all_ranks
 from naranhi.schedules import Channel
 
 AGREEMENT = "agreement"  # purpose of the group of all ranks of a pipeline
@@ -71,7 +71,7 @@ def new_groups(
     ):
         _compare(gathered, which, called, but)
         _compare_copies(gathered, which, called)
-    groups, both = {}, "cpu:gloo,cuda:nccl" if dist.get_backend() == "nccl" else "gloo"
+    groups, both = {}, "cpu:gloo,cuda:nccl" if device_of().type == "cuda" else "gloo"
     for ranks, purpose in dict.fromkeys(
         pair for given in gathered for pair in given.get("groups", ())
     ):

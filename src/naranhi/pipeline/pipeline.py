@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from naranhi.data_parallel import all_reduce_bucketed, broadcast_buffers
+from naranhi.distributed import device_of
 from naranhi.expert_parallel import expert_parameters, sum_over_copies
 from naranhi.pipeline.groups import AGREEMENT, key_of, let_go, new_groups
 from naranhi.pipeline.messages import Messages
@@ -127,8 +128,7 @@ class Pipeline:
     ) -> None:
         self.group = dist.group.WORLD if group is None else group
         self.rank, self.schedule, layers = dist.get_rank(self.group), schedule, list(layers)
-        gpu = dist.get_backend(self.group) == "nccl"
-        self.device = torch.device(*("cuda", torch.cuda.current_device()) if gpu else ("cpu",))
+        self.device = device_of(self.group)
         self.replicas = replicas if replicas and dist.get_world_size(replicas) > 1 else None
         local, parts, tied = prepared(
             layers,

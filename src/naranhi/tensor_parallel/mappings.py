@@ -35,6 +35,7 @@ from torch.autograd import Function
 from torch.autograd.function import FunctionCtx
 
 from naranhi import collectives
+from naranhi.distributed import backend_for
 
 LOOK = 1e-3  # seconds that a wait polls before it blocks
 
@@ -206,7 +207,7 @@ def start_reduce_scatter(
     if stays(x, group):
         return lambda: pieces[0].contiguous()
     output = torch.empty_like(pieces[0], memory_format=torch.contiguous_format)
-    if dist.get_backend(group) == "gloo":
+    if backend_for(x.device, group) == "gloo":
         collectives.reduce_scatter(output, torch.stack(pieces), group)
         return lambda: output
     pieces = [piece.contiguous() for piece in pieces]

@@ -37,7 +37,7 @@ from torch import nn
 
 from naranhi import data, schedules
 from naranhi.autograd import splittable
-from naranhi.distributed import Mesh, agree, fingerprint
+from naranhi.distributed import Mesh, agree, device_of, fingerprint
 from naranhi.pipeline import Pipeline
 from naranhi.tensor_parallel import sum_sequence_gradients
 from naranhi.train.build import MULTIPLE, build_model_and_data, divide, make_mesh, share_of
@@ -97,10 +97,7 @@ class Training:
     optimizer: torch.optim.Optimizer
 
     def __init__(self, options: argparse.Namespace, device: torch.device | str | None = None):
-        if device is None:
-            gpu = dist.get_backend() == "nccl"
-            device = torch.device("cuda", torch.cuda.current_device()) if gpu else "cpu"
-        self.options, self.device = options, device
+        self.options, self.device = options, device_of() if device is None else device
         raise_on_all(
             lambda: agree(
                 **{f"--{name}": value for name, value in vars(options).items() if name != "log"}

@@ -1,0 +1,48 @@
+"""What a process group sends with, for each kind of device.
+
+A group can have two: gloo for tensors on CPUs and NCCL for those on GPUs, as trainers ask for that
+save checkpoints through their CPUs. `dist.get_backend` calls it `"cpu:gloo,cuda:nccl"`; and where
+torch chose, as in `dist.init_process_group()` and `init_device_mesh`, it calls a group
+`"undefined"`. So ask here, by device.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import torch.distributed as dist
+
+
+def backend_for(device: torch.device | str, group: dist.ProcessGroup | None = None) -> str | None:
+    """Return the name of the backend that sends a group's tensors of this kind of device.
+
+    Args:
+        device: a device, such as a tensor's, or its type.
+        group: the process group; None for the default one.
+
+    Returns:
+        `"gloo"`, `"nccl"` or another; None if the group sends nothing from such a device.
+    """
+    kind = device.type if isinstance(device, torch.device) else device
+    return _by_device(dist.get_backend_config(group)).get(kind)
+
+
+def device_of(group: dist.ProcessGroup | None = None) -> torch.device:
+    """Return the device whose tensors the group's ranks exchange: this rank's GPU, or the CPU.
+
+    Args:
+        group: the process group; None for the default one.
+
+    Returns:
+        The current CUDA device if NCCL sends from it, and else the CPU.
+    """
+    if backend_for("cuda", group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+@cache
+def _by_device(config):
+    """Return the backends in a text such as `cpu:gloo,cuda:nccl`, by type of device."""
+    return dict(pair.split(":") for pair in config.split(","))
