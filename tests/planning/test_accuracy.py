@@ -42,9 +42,9 @@ MEMORY = {
     "Zero Bubble": (0.023, 0.07),
     # The worst: seven pipelines of 405B whose ranks hold the same bytes, 72.7 to 84.9 GiB.
     "torchtitan 2024-12": (0.046, 0.15),
-    # Runs of one plan differ by up to 58%: what an allocator keeps depends on how far its host is
-    # ahead, see `test_the_sweep_contradicts_itself`.
-    "HF Ultra-Scale sweep": (0.11, 2.1),
+    # Half of them are within 7%. The worst are tensor groups over nodes: what their allocator keeps
+    # depends on how far its host is ahead, which later runs, on a slower network, were not.
+    "HF Ultra-Scale sweep": (0.11, 2.6),
     # The worst is a pipeline of 16 stages: 28 bytes for each parameter, where those of 4, 5 and 6
     # stages have 34.
     "InternEvo memory": (0.033, 0.18),
@@ -61,6 +61,7 @@ def errors():
 def test_all_published_runs_are_there():
     assert len(runs()) == 402 and len(sweep()) == 1641
     assert sum(run.failed for run in sweep()) == 614
+    assert sum(run.crashed for run in sweep()) == 244
 
 
 @pytest.mark.parametrize("source", STEPS)
@@ -135,77 +136,44 @@ def test_an_interval_is_not_so_wide_that_it_says_nothing():
 
 
 def test_the_sweep_fits_or_fails_as_forecast():
-    """At 94.2%, by a limit that leaves 8% free, as for Megatron-Core, and a quarter of what comes
-    and goes in a micro-batch to free pieces. (A limit on the bytes in use alone is right in 94.0%
-    where it is best, at 77% of the memory, which many a run passed.)"""
-    assert accuracy.fits_right(accuracy.sweep_comparisons()) >= 0.94
+    """Of 1,397 runs that ran or ran out of memory, 97.9%: by a limit that leaves 8% free, as for
+    Megatron-Core, and a quarter of what comes and goes in a micro-batch to free pieces. (Of all
+    1,641, if those that ended otherwise are said not to fit, 94.5%.) The fullest run left 2% of
+    79.1 GiB, with blocks that were free."""
+    assert accuracy.fits_right(accuracy.sweep_comparisons()) >= 0.97
 
 
-def test_most_mistakes_that_five_percent_would_allow_are_in_the_labels():
-    """Of 614 failures 47 need less than 45 of 85 GB, at times 2 GB: no memory explains them. And 18
-    more failed though a plan that holds as much or more ran: of the 8B with tp = 4, pp = 2, ZeRO-1
-    and micro-batches of 8, dp = 4, 16 and 32 ran, 2 and 8 failed, though 8 hold less than 4. So
-    65 of 82 allowed mistakes are certain, for any forecast in which more is not less."""
+def test_runs_that_ended_otherwise_are_known_or_are_slips():
+    """244 runs ended with an error that was no lack of memory. Of these 179 are refused: a stage
+    would be empty, or too few micro-batches would be on their way. No other run had so few.
 
-    def small(c):
-        return c.forecast and max(memory.needed for memory in c.forecast.memory) < 45e9
+    Of the others 11 are slips of a script, which wrote "16.0" for the number of micro-batches; nine
+    of these plans ran when they were submitted again. And 31 are jobs 14018427 to 14018472 of the
+    1B, pipelines with ZeRO-0, of which not one ran, whatever its size and its micro-batches."""
+    ended = [c for c in accuracy.sweep_comparisons() if c.run.crashed]
+    assert len(ended) == 244 and sum(c.forecast is None for c in ended) == 179
 
-    failed = [c for c in accuracy.sweep_comparisons() if c.run.failed]
-    ran = [c.run for c in accuracy.sweep_comparisons() if not c.run.failed]
-    paired = {}  # of each run that ran, a failure that holds no more: one of both is a mistake
+    def few(run):
+        return run.plan.microbatches(run.global_batch) < run.plan.pp - 1
 
-    def pair(failure, seen):
-        for place, run in enumerate(ran):
-            if place not in seen and holds_no_more(failure, run):
-                seen.add(place)
-                if place not in paired or pair(paired[place], seen):
-                    paired[place] = failure
-                    return True
-        return False
-
-    assert sum(map(bool, map(small, failed))) == 47
-    assert sum(pair(c.run, set()) for c in failed if not small(c)) == 18
-    assert int(0.05 * len(sweep())) == 82
+    assert sum(few(run) for run in sweep()) == sum(few(c.run) for c in ended) == 105
 
 
-def holds_no_more(run, other):
-    """Whether a plan holds no more than another of the same shards, in any of its parts."""
-    plan, than = run.plan, other.plan
-    if (run.model, plan.tp, plan.pp, plan.dp == 1) != (other.model, than.tp, than.pp, than.dp == 1):
-        return False
-    flights = [
-        min(r.plan.pp, r.plan.microbatches(r.global_batch)) * r.plan.microbatch
-        for r in (run, other)
-    ]
-    return (
-        plan.dp >= than.dp
-        and plan.zero >= than.zero
-        and plan.microbatch <= than.microbatch
-        and flights[0] <= flights[1]
-    )
-
-
-def test_failures_that_no_memory_explains_come_in_a_block():
+def test_failures_that_no_memory_explains_are_no_lack_of_memory():
     """Of the 1B on 2 to 8 nodes, all pipelines over data parallel ranks failed that have 16 or more
-    micro-batches of one sequence and ZeRO-0, at 2 to 29 GB; with ZeRO-1, or on one node, all ran.
-    No code of the engine that would explain it was found: they are not forecast to fail."""
-
-    def block(zero, nodes):
-        return [
-            c.run.failed
-            for c in accuracy.sweep_comparisons()
-            if c.forecast
-            and c.run.model.layers == 16
-            and c.run.cluster.gpus // 8 in nodes
-            and c.run.plan.pp > 1
-            and c.run.plan.dp > 1
-            and (c.run.plan.microbatch, c.run.plan.zero) == (1, zero)
-            and c.run.global_batch // c.run.plan.dp >= 16
-        ]
-
-    assert block(0, (2, 4, 8)) == [True] * 24
-    assert block(1, (2, 4, 8)) == [False] * 26
-    assert block(0, (1,)) == [False] * 3
+    micro-batches of one sequence and ZeRO-0, at 2 to 29 GB: of another cause, their source says."""
+    block = [
+        c.run
+        for c in accuracy.sweep_comparisons()
+        if c.forecast
+        and c.run.model.layers == 16
+        and c.run.cluster.gpus // 8 in (2, 4, 8)
+        and c.run.plan.pp > 1
+        and c.run.plan.dp > 1
+        and (c.run.plan.microbatch, c.run.plan.zero) == (1, 0)
+        and c.run.global_batch // c.run.plan.dp >= 16
+    ]
+    assert len(block) == 24 and all(run.crashed for run in block)
 
 
 def test_what_the_forecasts_choose_is_among_the_best():
@@ -234,22 +202,17 @@ def test_on_512_gpus_the_best_run_is_the_one_that_was_not_late():
     assert mean(seconds > 0.5 for seconds in late) == pytest.approx(0.97, abs=0.01)
 
 
-def test_the_sweep_contradicts_itself():
-    """So no forecast can be right about all of it.
-
-    Some plans both ran and failed. Repeated runs of a plan differ in memory so that the best guess,
-    the middle, is off by 5.8% on average; and in time by up to 4.7 times. On 512 GPUs one
-    micro-batch of two sequences took 0.7 s, two of one sequence 5.3 s, with the same all-reduce.
-    """
+def test_the_sweep_agrees_with_itself_in_memory_but_not_in_time():
+    """No plan both ran and ran out of memory: the nine that ran and failed are slips, see
+    `test_runs_that_ended_otherwise_are_known_or_are_slips`. But a plan that was repeated took 4.7
+    times as long; and on 512 GPUs one micro-batch of two sequences took 0.7 s, two of one sequence
+    5.3 s, with the same all-reduce: its source prints all-reduces of 12 to 177 GB/s there."""
     repeated = {}
     for run in sweep():
         repeated.setdefault((run.cluster.gpus, run.name), []).append(run)
     repeated = [group for group in repeated.values() if len(group) > 1]
     both = [group for group in repeated if len({run.failed for run in group}) == 2]
-    assert len(both) == 12
-    memory = [[run.memory for run in group if run.memory] for group in repeated]
-    pairs = [(min(group), max(group)) for group in memory if len(group) > 1]
-    assert mean((b - a) / (b + a) for a, b in pairs) == pytest.approx(0.058, abs=0.001)
+    assert len(both) == 9 and all(run.crashed == run.failed for group in both for run in group)
     times = [[run.seconds for run in group if run.seconds] for group in repeated]
     assert max(max(group) / min(group) for group in times if group) > 4.5
     plan = "Llama 8B dp 128 tp 4 pp 1 x {} zero 0"

@@ -4,6 +4,7 @@ import pytest
 
 from naranhi.planning import Cluster, Model, Plan, PlanError, predict
 from naranhi.planning.cluster import calibrations
+from naranhi.planning.stages import cut
 
 MODEL = Model(layers=12, hidden=768, heads=12, vocabulary=50304)
 
@@ -153,3 +154,23 @@ def test_jobs_use_equally_many_gpus_of_each_rack():
         Cluster(12, gpu="H100")
     with pytest.raises(ValueError, match="128 GPUs are not whole nodes of 72"):
         Cluster(128, 72, gpu="GB200")
+
+
+def test_an_engine_may_refuse_a_pipeline_that_it_cannot_fill():
+    """nanotron, `parallel/pipeline_parallel/engine.py`: at least `pp` - 1 micro-batches."""
+    plan = Plan(1, pp=4)
+    with pytest.raises(PlanError, match="2 micro-batches are less than pp - 1 = 3, which nanotron"):
+        predict(MODEL, Cluster(4, engine="nanotron"), plan, 1024, 2)
+    assert predict(MODEL, Cluster(4, engine="nanotron"), plan, 1024, 3).step_seconds > 0
+    assert predict(MODEL, Cluster(4), plan, 1024, 2).step_seconds > 0
+
+
+def test_nanotron_ends_a_stage_where_its_share_is_reached():
+    """The sweep's 1B has 16 layers and an output layer of as many operations as four. On its first
+    of 2 and 4 stages its source counts 940 and 604 million parameters: with the embedding, those
+    of 10 and 5 layers."""
+    model = Model(16, 2048, 32, 8192, 131072, gated=True)
+    for stages, layers, millions in ((2, 10, 940), (4, 5, 604)):
+        assert len(cut(model, stages, "cumulative").layers[0]) == layers
+        held = model.embedding_parameters + layers * model.layer_parameters()
+        assert held / 1e6 == pytest.approx(millions, abs=1)

@@ -9,7 +9,7 @@ which is left out here. All others are forecasts.
 from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
-from statistics import mean
+from statistics import mean, mode
 from typing import NamedTuple
 
 from naranhi.planning.cluster import nearest_efficiency
@@ -173,8 +173,11 @@ def choices(margin: float = 0.05) -> list[Choice]:
     Args:
         margin: The part of the capacity that a picked plan leaves free, as `search` has it.
     """
+    batch = mode(c.run.global_batch for c in sweep_comparisons())  # a few runs had another one
     groups = {}
     for c in sweep_comparisons():
+        if c.run.global_batch != batch or c.run.crashed:  # and so has no time to compare
+            continue
         groups.setdefault((c.run.model.layers, c.run.cluster.gpus), []).append(c)
     result = []
     for (layers, gpus), group in sorted(groups.items()):
@@ -192,8 +195,17 @@ def held(compared: tuple[Comparison, ...]) -> float:
 
 
 def fits_right(compared: tuple[Comparison, ...]) -> float:
-    """Return the part of the runs of which the forecast says rightly whether they fit or fail."""
-    return mean((c.forecast is not None and c.forecast.fits) != c.run.failed for c in compared)
+    """Return the part of the runs of which the forecast says rightly whether they fit.
+
+    Of those that ran or ran out of memory: of one that ended otherwise nobody knows.
+    """
+    known = [c for c in compared if not c.run.crashed]
+    return mean((c.forecast is not None and c.forecast.fits) != c.run.failed for c in known)
+
+
+def refused(compared: tuple[Comparison, ...]) -> float:
+    """Return the part of the runs that ended otherwise whose plan is refused."""
+    return mean(c.forecast is None for c in compared if c.run.crashed)
 
 
 def calibrate(run: Run) -> float:
@@ -231,6 +243,7 @@ def table() -> str:
         )
     lines.append(f"\nruns that ran, forecast to fit: {held(comparisons()):.1%}")
     lines.append(f"sweep: fits or fails, rightly: {fits_right(sweep_comparisons()):.1%}")
+    lines.append(f"sweep: ended otherwise, refused: {refused(sweep_comparisons()):.1%}")
     lines.append("sweep: regret of the configuration that the forecasts pick")
     for choice in choices():
         lines.append(

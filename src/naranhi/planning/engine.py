@@ -63,6 +63,8 @@ class Engine(NamedTuple):
             that its published runs leave open; it is in the upper end of forecasts only.
         selective: The part of a layer's forward that selective recomputation repeats; 0 for the
             attention's scores alone.
+        fills: Whether it refuses a pipeline of fewer micro-batches than it has other stages
+            (nanotron, `parallel/pipeline_parallel/engine.py`, 1F1B: an assertion).
         cut: "uniform" for equally many layers in each stage; "last" if what does not divide goes
             to the last stages; "cumulative" for stages that end where the cumulated operations,
             the output layer's included, pass an equal share.
@@ -98,6 +100,7 @@ class Engine(NamedTuple):
     pipeline_host_seconds: float
     stall_seconds: float
     selective: float
+    fills: bool
     cut: str
     note: str
 
@@ -136,6 +139,7 @@ def engines() -> dict[str, Engine]:
             float(row["pipeline_host_us"]) * 1e-6,
             float(row["stall_s"]),
             float(row["selective"]),
+            row["fills"] == "1",
             row["cut"],
             row["note"],
         )

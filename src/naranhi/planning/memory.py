@@ -53,11 +53,8 @@ class Memory(NamedTuple):
 
     @property
     def reserved(self) -> float:
-        """What is in use and what is cached: runs report about this as the memory reserved.
-
-        Without `fragments`, which torch would count: the runs that are known report less.
-        """
-        return self.total + self.cached
+        """What is in use, cached or lost in pieces: runs report this as the memory reserved."""
+        return self.total + self.cached + self.fragments
 
     @property
     def wanted(self) -> float:

@@ -211,7 +211,12 @@ class Plan:
                 f"sequence_length = {sequence_length} cannot be right: it is in tokens, "
                 f"from 1 to {MOST_TOKENS}"
             )
-        self.microbatches(global_batch)
+        count = self.microbatches(global_batch)
+        if cluster.runs.fills and count < self.pp - 1:
+            raise PlanError(
+                f"{count} micro-batches are less than pp - 1 = {self.pp - 1}, which "
+                f"{cluster.engine} has to have on their way before a backward"
+            )
         shards = self.tp if self.sequence_parallel else 1
         for what, whole, name, parts in (
             ("heads", model.heads, "tp", self.tp),

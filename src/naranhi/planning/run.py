@@ -20,13 +20,14 @@ class Run(NamedTuple):
         global_batch: Sequences of a step.
         seconds: Of a step; None if not published.
         memory: Bytes of the fullest rank; None if not published.
-        failed: Whether it ran out of memory or crashed.
+        failed: Whether it ended with an error.
         counted: What `memory` counts: "in use" at the fullest moment; "reserved" with the free
             blocks that the allocator keeps; "first" the same of the first stage, not of the
             fullest; or "kept" without what is in use for a moment only.
         activations: What the run may have kept of micro-batches in flight, in multiples of what its
             plan's schedule keeps: a schedule that was searched may fill a limit which one that is
             made by hand does not.
+        crashed: Whether the error was another one than that memory ran out.
     """
 
     source: str
@@ -41,3 +42,4 @@ class Run(NamedTuple):
     failed: bool = False
     counted: str = "in use"
     activations: float = 1.0
+    crashed: bool = False

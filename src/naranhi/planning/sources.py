@@ -240,22 +240,26 @@ def _fms(row, given):
 
 
 def _sweep(row, given):
-    # GB of 10^9 bytes: only then is the model state of its runs the 18 bytes for each parameter
-    # that the engine is known to hold.
+    # GiB, by the code that prints it (nanotron, `helpers.py`: / 1024**3): what its ZeRO-0 runs have
+    # allocated after a step is then 20 bytes for each parameter, with the buckets of torch's DDP.
     model = _llama(given, tied=given["layers"] == 16)
     plan = Plan(
         given["dp"], given["tp"], given["pp"], microbatch=given["microbatch"], zero=given["zero"]
     )
     cluster = Cluster(given["gpus"], 8, "H100", 400, "nanotron")
+    # The source's status of a run is Success, OOM, or Other: an error that is no OOM.
     failed = "FAILED" in row["note"]
-    batch = given["global_batch"]
+    # A few runs had another batch than the 256 sequences of all others: their names say so.
+    count = int(re.search(r"grad accumulation (\d+)", row["note"])[1])
+    batch = plan.dp * plan.microbatch * count
     return Run(
         row["source"],
         f"{row['model']} dp {plan.dp} tp {plan.tp} pp {plan.pp} x {plan.microbatch} "
-        f"zero {plan.zero}",
+        f"zero {plan.zero}" + ("" if batch == 256 else f" of {batch}"),
         model, cluster, plan, given["seq"], batch,
         None if failed else _seconds(given, batch, given["seq"]),
-        None if failed else given["memory_gb"] * 1e9, failed, counted="first",
+        None if failed else given["memory_gb"] * GIB, failed, counted="first",
+        crashed="FAILED (other" in row["note"],
     )  # fmt: skip
 
 

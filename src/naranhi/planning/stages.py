@@ -44,7 +44,7 @@ def cut(model: Model, stages: int, how: str = "uniform") -> Cut:
             which have the embedding and the output layer besides, have one less. "last" for the
             same with one more layer in each of the last stages. "cumulative" for nanotron's rule:
             go to the next stage after the module by which the cumulated operations, the output
-            layer's included, pass this stage's share of them.
+            layer's included, reach this stage's share of them.
     """
     if how != "cumulative":
         each, more = divmod(model.layers, stages)
@@ -70,6 +70,6 @@ def cut(model: Model, stages: int, how: str = "uniform") -> Cut:
             head = stage
         last = stage
         so_far += cost
-        if so_far > whole * ((stage + 1) / stages) and stage < stages - 1:
+        if so_far >= whole * ((stage + 1) / stages) and stage < stages - 1:
             stage += 1
     return Cut(tuple(map(tuple, parts)), head, last)
