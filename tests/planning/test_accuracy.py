@@ -4,11 +4,14 @@ Bounds are what was reached, rounded up: a change that makes forecasts worse fai
 of GPU and engine is calibrated on one run, which is left out of the errors.
 """
 
+from dataclasses import replace
+from math import exp, log
 from statistics import mean
 
 import pytest
 
 from naranhi.planning import accuracy
+from naranhi.planning.communication import NETWORK
 from naranhi.planning.published import independent, runs, sweep
 from naranhi.planning.tables import rows
 
@@ -115,7 +118,7 @@ def test_runs_by_which_nothing_was_chosen_are_forecast_to_fit():
 
 def test_every_source_has_its_bound(errors):
     # The sweep's seconds are judged by what they choose: a tenth of its runs took ten times too
-    # long, which nothing in its table explains.
+    # long. Of 512 GPUs, a slow network and a defect since mended explain a part of it.
     assert set(errors) - {("HF Ultra-Scale sweep", "step")} == {
         *((source, "step") for source in STEPS),
         *((source, "memory") for source in MEMORY),
@@ -177,36 +180,69 @@ def test_failures_that_no_memory_explains_are_no_lack_of_memory():
 
 
 def test_what_the_forecasts_choose_is_among_the_best():
-    """Of 14 choices none failed, and 12 are within a tenth of the best; the other two are on 512
-    GPUs, see `test_on_512_gpus_the_best_run_is_the_one_that_was_not_late`."""
+    """Of 16 choices none failed, and 14 are within a tenth of the best; the other two are on 512
+    GPUs, see `test_on_512_gpus_a_forecast_has_to_be_told_the_network`."""
     choices = accuracy.choices()
-    assert len(choices) == 14 and not any(choice.picked.failed for choice in choices)
+    assert len(choices) == 16 and not any(choice.picked.failed for choice in choices)
     assert all(choice.regret <= 0.10 for choice in choices if choice.gpus <= 256)
+    assert sum(choice.regret <= 0.10 for choice in choices) == 14
 
 
-def test_on_512_gpus_the_best_run_is_the_one_that_was_not_late():
-    """There the best run of each model took 1.4 and 1.7 times less than the next best: every other
-    choice is further off than a tenth. What made it the best is in no column: of pipelines, 97% of
-    the runs took half a second longer than forecast for each micro-batch, whatever its size."""
-    on_512 = [c for c in accuracy.sweep_comparisons() if c.run.cluster.gpus == 512]
-    on_512 = [c for c in on_512 if c.run.seconds]
-    for layers, ratio in ((16, 1.67), (32, 1.44)):
-        best, second, *_ = sorted(c.run.seconds for c in on_512 if c.run.model.layers == layers)
-        assert second / best == pytest.approx(ratio, abs=0.01)
-    late = [
-        (c.run.seconds - c.forecast.step_seconds) / c.run.plan.microbatches(c.run.global_batch)
-        for c in on_512
-        if c.run.plan.pp > 1
-    ]
-    assert len(late) == 110
-    assert mean(seconds > 0.5 for seconds in late) == pytest.approx(0.97, abs=0.01)
+def test_on_512_gpus_a_forecast_has_to_be_told_the_network():
+    """There 129 of 149 jobs measured all-reduces of 12 to 14 GB/s before they trained, the others
+    of 162 to 190. The best run of the 8B was one of the others; that of the 1B was its one pipeline
+    from after a defect was mended. Of the 41 runs under such conditions, forecasts are off by a
+    factor of 2.1 on average if they are told what their job measured, and of 4.2 if not.
+
+    The choices, of six and ten runs of the 1B and of fifteen and ten of the 8B, are in the order of
+    models and networks. Two are not good: 40% and 20% from the best."""
+    runs_512 = [run for run in sweep() if run.cluster.gpus == 512 and run.seconds]
+    assert len(runs_512) == 149 and sum(run.flawed for run in runs_512) == 108
+    networks = sorted(run.cluster.network * NETWORK for run in runs_512)
+    assert networks[0] > 12 and networks[128] < 14.1
+    assert networks[129] > 161 and networks[-1] < 191
+    regrets = [choice.regret for choice in accuracy.choices() if choice.gpus == 512]
+    assert regrets == pytest.approx([0.0, 0.399, 0.201, 0.0], abs=0.001)
+    like = [run for run in runs_512 if not run.flawed]
+    told, untold = ([accuracy.compare(run) for run in own] for own in (like, map(_nominal, like)))
+    assert _factor(told) < 2.2 and _factor(untold) > 4.2
+    for layers, regret in ((16, 1.692), (32, 1.033)):
+        slow = [c for c, run in zip(untold, like, strict=True) if run.cluster.network < 20]
+        slow = [c for c in slow if c.run.model.layers == layers]
+        picked = min(slow, key=lambda c: c.forecast.step_seconds).run.seconds
+        assert picked / min(c.run.seconds for c in slow) - 1 == pytest.approx(regret, abs=0.001)
+
+
+def _nominal(run):
+    return run._replace(cluster=replace(run.cluster, network=400))
+
+
+def _factor(compared):
+    """Return the mean factor between seconds and their forecasts, whichever are more."""
+    return exp(mean(abs(log(1 + c.seconds_error)) for c in compared))
+
+
+def test_pipelines_from_before_the_mend_were_late():
+    """On 512 GPUs 99% of them took over half a second longer for each micro-batch than forecast on
+    the network that was built, and 79% than forecast on that which their job measured. Of the two
+    pipelines from after it, of one micro-batch each, neither did."""
+    for told, flawed, late in ((False, True, 0.99), (True, True, 0.79), (False, False, 0.0)):
+        runs_512 = [run for run in sweep() if run.cluster.gpus == 512 and run.seconds]
+        own = [run for run in runs_512 if run.plan.pp > 1 and run.flawed == flawed]
+        seconds = [
+            (run.seconds - accuracy.compare(run if told else _nominal(run)).forecast.step_seconds)
+            / run.plan.microbatches(run.global_batch)
+            for run in own
+        ]
+        assert len(own) == (108 if flawed else 2)
+        assert mean(each > 0.5 for each in seconds) == pytest.approx(late, abs=0.01)
 
 
 def test_the_sweep_agrees_with_itself_in_memory_but_not_in_time():
     """No plan both ran and ran out of memory: the nine that ran and failed are slips, see
     `test_runs_that_ended_otherwise_are_known_or_are_slips`. But a plan that was repeated took 4.7
     times as long; and on 512 GPUs one micro-batch of two sequences took 0.7 s, two of one sequence
-    5.3 s, with the same all-reduce: its source prints all-reduces of 12 to 177 GB/s there."""
+    5.3 s: in that job all-reduces reached 178 GB/s, in this one 13 (copied for 512 GPUs only)."""
     repeated = {}
     for run in sweep():
         repeated.setdefault((run.cluster.gpus, run.name), []).append(run)

@@ -28,6 +28,7 @@ class Run(NamedTuple):
             plan's schedule keeps: a schedule that was searched may fill a limit which one that is
             made by hand does not.
         crashed: Whether the error was another one than that memory ran out.
+        flawed: Whether its pipeline is known to have run before a defect of its engine was mended.
     """
 
     source: str
@@ -43,3 +44,4 @@ class Run(NamedTuple):
     counted: str = "in use"
     activations: float = 1.0
     crashed: bool = False
+    flawed: bool = False

@@ -7,6 +7,7 @@ from. Rates become seconds as the source counts them: some rates count recompute
 import re
 
 from naranhi.planning.cluster import GIB, Cluster
+from naranhi.planning.communication import NETWORK
 from naranhi.planning.model import Model
 from naranhi.planning.plan import Plan
 from naranhi.planning.run import Run
@@ -246,7 +247,10 @@ def _sweep(row, given):
     plan = Plan(
         given["dp"], given["tp"], given["pp"], microbatch=given["microbatch"], zero=given["zero"]
     )
-    cluster = Cluster(given["gpus"], 8, "H100", 400, "nanotron")
+    # What an all-reduce over all GPUs reached before a job trained (the sweep's bench_final2.csv;
+    # copied of 512 GPUs only): GB/s of the eight ports of a node together, so Gbit/s of each.
+    reached = given.get("all_reduce_gb_s", 400 * NETWORK)
+    cluster = Cluster(given["gpus"], 8, "H100", reached / NETWORK, "nanotron")
     # The source's status of a run is Success, OOM, or Other: an error that is no OOM.
     failed = "FAILED" in row["note"]
     # A few runs had another batch than the 256 sequences of all others: their names say so.
@@ -260,6 +264,7 @@ def _sweep(row, given):
         None if failed else _seconds(given, batch, given["seq"]),
         None if failed else given["memory_gb"] * GIB, failed, counted="first",
         crashed="FAILED (other" in row["note"],
+        flawed=plan.pp > 1 and given.get("mended") == 0,
     )  # fmt: skip
 
 
