@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from naranhi.planning import Latent, Model, Plan, commands
+from naranhi.planning.stages import cut
 
 LLAMA = Model(
     layers=32,
@@ -75,3 +76,39 @@ def test_torchtitan_is_told_the_name_of_a_v():
     assert '"ZBVZeroBubble"' in commands.torchtitan(plan, 4096, 256)
     with pytest.raises(ValueError, match="Megatron-LM has no argument for the schedule"):
         commands.megatron(LLAMA, plan, 4096, 256)
+
+
+def test_megatron_counts_embedding_and_loss_where_only_then_the_stages_are_equal():
+    """Its commit 000c4ac asserts that stages divide the layers: of Llama 3.1's 126, 16 do not."""
+    llama = replace(LLAMA, layers=126, hidden=16384, heads=128, ffn=53248)
+    plan = Plan(4, 8, 16, 2, chunks=4, schedule="interleaved", zero=1)
+    embedding, loss = (f"--account-for-{what}-in-pipeline-split" for what in ("embedding", "loss"))
+    text = commands.megatron(llama, plan, 8192, 256)
+    assert embedding in text and loss in text
+    assert "--num-layers-per-virtual-pipeline-stage 2" in text  # 128 over 16 x 4
+    text = commands.megatron(replace(llama, layers=128), plan, 8192, 256)
+    assert "--account-for" not in text and "pipeline-stage 2" in text
+    text = commands.megatron(replace(llama, layers=127), plan, 8192, 256)
+    assert loss in text and embedding not in text and "pipeline-stage 2" in text
+    assert "--account-for" not in commands.megatron(llama, Plan(8), 8192, 256)
+
+
+def test_megatron_is_not_told_stages_that_are_unequal():
+    plan = Plan(8, 4, 3, chunks=4, schedule="interleaved", zero=1)
+    words = "Megatron-LM cannot run this plan: pp x chunks = 3 x 4 .* 80 layers, nor 81 or 82"
+    with pytest.raises(ValueError, match=words):
+        commands.megatron(replace(LLAMA, layers=80), plan, 4096, 192)
+    with pytest.raises(ValueError, match=r"pp x chunks = 5 x 1 .* 32 layers, nor 33 or 34"):
+        commands.megatron(LLAMA, Plan(2, 2, 5), 4096, 256)
+
+
+@pytest.mark.parametrize("layers", [14, 15, 16, 22, 23, 24, 126])
+def test_megatron_cuts_as_the_forecast_does(layers):
+    """An equal share of what is counted, less the embedding first and the loss last."""
+    model, plan = replace(LLAMA, layers=layers), Plan(1, 1, 4, chunks=2, schedule="interleaved")
+    text = commands.megatron(model, plan, 4096, 8)
+    each = int(text.split("--num-layers-per-virtual-pipeline-stage ")[1].split()[0])
+    counts = [each] * 8
+    counts[0] -= "--account-for-embedding" in text
+    counts[-1] -= "--account-for-loss" in text
+    assert counts == [len(numbers) for numbers in cut(model, 8).layers]

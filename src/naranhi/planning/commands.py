@@ -87,7 +87,9 @@ def megatron(model: Model, plan: Plan, sequence_length: int, global_batch: int) 
     """Return the arguments of Megatron-LM's `pretrain_gpt.py`.
 
     Raises:
-        ValueError: If Megatron-LM has no argument for the schedule.
+        ValueError: If Megatron-LM has no argument for the schedule, or cannot cut the layers so.
+
+    Source: Megatron-LM, commit 000c4ac, `megatron/training/arguments.py`, with its assertions.
     """
     if plan.pp > 1 and plan.schedule not in ("one_f_one_b", "interleaved"):
         raise ValueError(f"Megatron-LM has no argument for the schedule {plan.schedule!r}")
@@ -127,9 +129,7 @@ def megatron(model: Model, plan: Plan, sequence_length: int, global_batch: int) 
     if model.dense_layers:
         sparse = model.layers - model.dense_layers
         words.append(f"--moe-layer-freq '([0]*{model.dense_layers}+[1]*{sparse})'")
-    if plan.chunks > 1:
-        each = model.layers // (plan.pp * plan.chunks)
-        words.append(f"--num-layers-per-virtual-pipeline-stage {each}")
+    words += _pipeline(model, plan)
     if plan.sequence_parallel and plan.tp > 1:
         words.append("--sequence-parallel")
     if plan.zero == 1:
@@ -147,3 +147,25 @@ def megatron(model: Model, plan: Plan, sequence_length: int, global_batch: int) 
     if plan.precision == "fp8":
         words.append("--fp8-format hybrid")
     return " \\\n  ".join(word for word in words if word)
+
+
+def _pipeline(model, plan):
+    """Return the arguments that cut the layers into the plan's stages, as `stages.cut` does."""
+    stages = plan.pp * plan.chunks
+    # Megatron-LM's stages are equal; the embedding and the loss may count as a layer each.
+    counted = next((more for more in (0, 1, 2) if (model.layers + more) % stages == 0), None)
+    if counted is None:
+        raise ValueError(
+            f"Megatron-LM cannot run this plan: pp x chunks = {plan.pp} x {plan.chunks} stages do "
+            f"not divide {model.layers} layers, nor {model.layers + 1} or {model.layers + 2} with "
+            "the loss and the embedding as layers; choose pp and chunks that divide one of them"
+        )
+    words = []
+    if counted == 2:
+        words.append("--account-for-embedding-in-pipeline-split")
+    if counted:
+        words.append("--account-for-loss-in-pipeline-split")
+    if plan.chunks > 1:
+        each = (model.layers + counted) // stages
+        words.append(f"--num-layers-per-virtual-pipeline-stage {each}")
+    return words
