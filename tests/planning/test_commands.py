@@ -24,7 +24,7 @@ def test_commands_say_the_same_plan():
     assert "--tensor-model-parallel-size 2" in commands.megatron(LLAMA, plan, 4096, 256)
     assert "--use-distributed-optimizer" in commands.megatron(LLAMA, plan, 4096, 256)
     assert "--num-query-groups 8" in commands.megatron(LLAMA, plan, 4096, 256)
-    text = commands.torchtitan(plan, 4096, 256)
+    text = commands.torchtitan(LLAMA, plan, 4096, 256)
     assert "pipeline_parallel_degree = 2" in text
     assert 'pipeline_parallel_schedule = "1F1B"' in text
     assert "local_batch_size = 64" in text  # 256 sequences over dp = 4
@@ -73,7 +73,7 @@ def test_megatron_is_told_the_shape_of_latent_attention_and_of_experts():
 
 def test_torchtitan_is_told_the_name_of_a_v():
     plan = Plan(2, 2, 2, schedule="zero_bubble_v", zero=1)
-    assert '"ZBVZeroBubble"' in commands.torchtitan(plan, 4096, 256)
+    assert '"ZBVZeroBubble"' in commands.torchtitan(LLAMA, plan, 4096, 256)
     with pytest.raises(ValueError, match="Megatron-LM has no argument for the schedule"):
         commands.megatron(LLAMA, plan, 4096, 256)
 
@@ -112,3 +112,12 @@ def test_megatron_cuts_as_the_forecast_does(layers):
     counts[0] -= "--account-for-embedding" in text
     counts[-1] -= "--account-for-loss" in text
     assert counts == [len(numbers) for numbers in cut(model, 8).layers]
+
+
+@pytest.mark.parametrize("program", ["torchtitan", "Megatron-LM"])
+def test_a_head_of_keys_and_values_is_not_divided(program):
+    write = {"torchtitan": commands.torchtitan, "Megatron-LM": commands.megatron}[program]
+    grouped = replace(LLAMA, heads=16, kv_heads=2)  # as Qwen2.5 3B has it
+    with pytest.raises(ValueError, match=f"{program} cannot run .* kv_heads = 2 is not .* tp = 4"):
+        write(grouped, Plan(2, 4, zero=1), 4096, 32)
+    assert write(grouped, Plan(4, 2, zero=1), 4096, 32)

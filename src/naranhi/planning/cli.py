@@ -103,7 +103,7 @@ def written(found: Found) -> dict[str, str]:
     sequence, batch = found.sequence_length, found.global_batch
     ways = {
         "naranhi.train": lambda: commands.naranhi_train(found.model, plan, batch),
-        "torchtitan": lambda: commands.torchtitan(plan, sequence, batch),
+        "torchtitan": lambda: commands.torchtitan(found.model, plan, sequence, batch),
         "Megatron-LM": lambda: commands.megatron(found.model, plan, sequence, batch),
     }
     result = {}

@@ -49,12 +49,13 @@ def naranhi_train(model: Model, plan: Plan, global_batch: int) -> str:
     return " ".join(words)
 
 
-def torchtitan(plan: Plan, sequence_length: int, global_batch: int) -> str:
+def torchtitan(model: Model, plan: Plan, sequence_length: int, global_batch: int) -> str:
     """Return the sections of a torchtitan configuration, in TOML.
 
     Raises:
-        ValueError: If torchtitan has no name for the schedule.
+        ValueError: If torchtitan has no name for the schedule, or cannot cut the model so.
     """
+    _check_heads("torchtitan", model, plan)
     local = plan.microbatch if plan.pp == 1 else global_batch // plan.dp
     sharded = plan.dp if plan.zero else 1
     lines = [
@@ -87,12 +88,13 @@ def megatron(model: Model, plan: Plan, sequence_length: int, global_batch: int) 
     """Return the arguments of Megatron-LM's `pretrain_gpt.py`.
 
     Raises:
-        ValueError: If Megatron-LM has no argument for the schedule, or cannot cut the layers so.
+        ValueError: If Megatron-LM has no argument for the schedule, or cannot cut the model so.
 
     Source: Megatron-LM, commit 000c4ac, `megatron/training/arguments.py`, with its assertions.
     """
     if plan.pp > 1 and plan.schedule not in ("one_f_one_b", "interleaved"):
         raise ValueError(f"Megatron-LM has no argument for the schedule {plan.schedule!r}")
+    _check_heads("Megatron-LM", model, plan)
     words = [
         f"--num-layers {model.layers}",
         f"--hidden-size {model.hidden}",
@@ -169,3 +171,13 @@ def _pipeline(model, plan):
         each = (model.layers + counted) // stages
         words.append(f"--num-layers-per-virtual-pipeline-stage {each}")
     return words
+
+
+def _check_heads(program, model, plan):
+    """Raise if tensor parallelism would divide a head of keys and values: both refuse that."""
+    if model.kv_heads % plan.tp:
+        raise ValueError(
+            f"{program} cannot run this plan: kv_heads = {model.kv_heads} is not a multiple of "
+            f"tp = {plan.tp}, and each rank needs whole heads of keys and values; choose a tp that "
+            f"divides {model.kv_heads}"
+        )
