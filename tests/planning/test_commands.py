@@ -1,5 +1,6 @@
 """What is printed for other programs: the same plan, or a sentence that says why not."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -121,3 +122,18 @@ def test_a_head_of_keys_and_values_is_not_divided(program):
     with pytest.raises(ValueError, match=f"{program} cannot run .* kv_heads = 2 is not .* tp = 4"):
         write(grouped, Plan(2, 4, zero=1), 4096, 32)
     assert write(grouped, Plan(4, 2, zero=1), 4096, 32)
+
+
+def test_torchtitan_is_told_of_more_chunks_than_it_makes_by_itself():
+    """Its 0.2 makes ceil((layers + 2) / layers_per_stage) stages, or else 2 on each rank."""
+    model = replace(LLAMA, layers=126)
+    plan = Plan(4, 8, 16, chunks=2, schedule="interleaved", zero=1)
+    assert "layers_per_stage" not in commands.torchtitan(model, plan, 8192, 256)
+    for chunks, each in ((4, 2), (8, 1)):
+        text = commands.torchtitan(model, replace(plan, chunks=chunks), 8192, 256)
+        assert f"pipeline_parallel_layers_per_stage = {each}" in text
+        assert math.ceil((126 + 2) / each) == 16 * chunks
+    with pytest.raises(ValueError, match=r"torchtitan cannot run .* makes 41 stages"):
+        commands.torchtitan(replace(model, layers=80), replace(plan, chunks=4), 8192, 256)
+    with pytest.raises(ValueError, match=r"at least 2 chunks on a rank, and the plan 1"):
+        commands.torchtitan(model, replace(plan, chunks=1), 8192, 256)

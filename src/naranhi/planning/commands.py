@@ -54,6 +54,8 @@ def torchtitan(model: Model, plan: Plan, sequence_length: int, global_batch: int
 
     Raises:
         ValueError: If torchtitan has no name for the schedule, or cannot cut the model so.
+
+    Source: torchtitan 0.2, `torchtitan/config/job_config.py` and `torchtitan/distributed`.
     """
     _check_heads("torchtitan", model, plan)
     local = plan.microbatch if plan.pp == 1 else global_batch // plan.dp
@@ -76,12 +78,35 @@ def torchtitan(model: Model, plan: Plan, sequence_length: int, global_batch: int
     if plan.pp > 1:
         if plan.schedule not in _TORCH:
             raise ValueError(f"torchtitan has no name for the schedule {plan.schedule!r}")
+        if plan.schedule == "interleaved" and plan.chunks == 1:
+            raise ValueError(
+                "torchtitan cannot run this plan: its Interleaved1F1B has at least 2 chunks on a "
+                "rank, and the plan 1; choose one_f_one_b"
+            )
         lines += [
             f'pipeline_parallel_schedule = "{_TORCH[plan.schedule]}"',
             f"pipeline_parallel_microbatch_size = {plan.microbatch}",
         ]
+    if plan.chunks > 2:  # 2 stages on a rank are its default for such schedules
+        each = _layers_per_stage(model, plan)
+        lines.append(f"pipeline_parallel_layers_per_stage = {each}")
     lines += ["", "[activation_checkpoint]", f'mode = "{plan.recompute}"']
     return "\n".join(lines)
+
+
+def _layers_per_stage(model, plan):
+    """Return of how many layers, embedding and output counted, torchtitan makes these stages."""
+    stages, counted = plan.pp * plan.chunks, model.layers + 2
+    each = -(-counted // stages)
+    made = -(-counted // each)
+    if made != stages:
+        raise ValueError(
+            f"torchtitan cannot run this plan: it counts {model.layers} layers, the embedding and "
+            f"the output as {counted}, and makes {made} stages of up to {each} of them, not "
+            f"pp x chunks = {plan.pp} x {plan.chunks}; choose 2 chunks, or stages that divide "
+            f"{counted}"
+        )
+    return each
 
 
 def megatron(model: Model, plan: Plan, sequence_length: int, global_batch: int) -> str:
