@@ -1,6 +1,7 @@
 """What is printed for other programs: the same plan, or a sentence that says why not."""
 
 import math
+import tomllib
 from dataclasses import replace
 
 import pytest
@@ -137,3 +138,26 @@ def test_torchtitan_is_told_of_more_chunks_than_it_makes_by_itself():
         commands.torchtitan(replace(model, layers=80), replace(plan, chunks=4), 8192, 256)
     with pytest.raises(ValueError, match=r"at least 2 chunks on a rank, and the plan 1"):
         commands.torchtitan(model, replace(plan, chunks=1), 8192, 256)
+
+
+def test_torchtitan_is_told_the_precision():
+    text = commands.torchtitan(LLAMA, Plan(8, zero=3, precision="fp32"), 4096, 64)
+    training = tomllib.loads(text)["training"]
+    assert training["mixed_precision_param"] == "float32"
+    config = tomllib.loads(commands.torchtitan(LLAMA, Plan(8, zero=3, precision="fp8"), 4096, 64))
+    assert config["model"]["converters"] == ["quantize.linear.float8"]
+    assert config["quantize"]["linear"]["float8"]["filter_fqns"] == ["output"]
+    assert config["compile"]["enable"] is True
+    text = commands.torchtitan(LLAMA, Plan(8, zero=3), 4096, 64)
+    assert "float" not in text and "compile" not in text  # bf16 is its default
+    experts = replace(LLAMA, experts=8, top_k=2)
+    with pytest.raises(ValueError, match=r"torchtitan cannot run .* experts' weights"):
+        commands.torchtitan(experts, Plan(8, zero=3, precision="fp8"), 4096, 64)
+
+
+@pytest.mark.parametrize("plan", [Plan(1, 2), Plan(1, 1, 2), Plan(2, 2, precision="fp32")])
+def test_torchtitan_computes_in_bf16_beside_tp_and_pp_only_with_fsdp(plan):
+    with pytest.raises(ValueError, match=r"torchtitan cannot run .* only with FSDP"):
+        commands.torchtitan(LLAMA, plan, 4096, 64)
+    for fits in (Plan(1, 2, precision="fp32"), Plan(2), Plan(2, 2, zero=1), Plan(1, 2, cp=2)):
+        assert commands.torchtitan(LLAMA, fits, 4096, 64)

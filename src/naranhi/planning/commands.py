@@ -65,6 +65,7 @@ def torchtitan(model: Model, plan: Plan, sequence_length: int, global_batch: int
         f"local_batch_size = {local}",
         f"global_batch_size = {global_batch}",
         f"seq_len = {sequence_length}",
+        *_precision(model, plan, sharded),
         "",
         "[parallelism]",
         f"data_parallel_replicate_degree = {plan.dp // sharded}",
@@ -91,7 +92,27 @@ def torchtitan(model: Model, plan: Plan, sequence_length: int, global_batch: int
         each = _layers_per_stage(model, plan)
         lines.append(f"pipeline_parallel_layers_per_stage = {each}")
     lines += ["", "[activation_checkpoint]", f'mode = "{plan.recompute}"']
+    if plan.precision == "fp8":
+        lines += ["", "[model]", 'converters = ["quantize.linear.float8"]']
+        lines += ["", "[quantize.linear.float8]", 'filter_fqns = ["output"]']
+        lines += ["", "[compile]", "enable = true"]  # which fuses the casts to fp8
     return "\n".join(lines)
+
+
+def _precision(model, plan, sharded):
+    """Return the lines of [training] that say a plan's precision."""
+    if plan.precision == "fp8" and model.experts:
+        raise ValueError(
+            "torchtitan cannot run this plan: it multiplies by experts' weights in bf16, and in "
+            "fp8 only in a prototype; choose bf16"
+        )
+    fsdp, alone = sharded * plan.cp > 1, plan.tp * plan.pp == 1
+    if not fsdp and not alone and (plan.dp > 1 or plan.precision != "fp32"):
+        raise ValueError(
+            f"torchtitan cannot run this plan: beside tp x pp = {plan.tp} x {plan.pp} it has data "
+            "parallelism and bf16 only with FSDP; choose ZeRO over 2 ranks or more"
+        )
+    return ['mixed_precision_param = "float32"'] if plan.precision == "fp32" else []
 
 
 def _layers_per_stage(model, plan):
