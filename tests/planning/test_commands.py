@@ -161,3 +161,14 @@ def test_torchtitan_computes_in_bf16_beside_tp_and_pp_only_with_fsdp(plan):
         commands.torchtitan(LLAMA, plan, 4096, 64)
     for fits in (Plan(1, 2, precision="fp32"), Plan(2), Plan(2, 2, zero=1), Plan(1, 2, cp=2)):
         assert commands.torchtitan(LLAMA, fits, 4096, 64)
+
+
+def test_torchtitan_divides_experts_only_as_it_asserts():
+    """Its parallel_dims.py: ep % cp == 0 and (dp_shard * cp) % ep == 0, if etp is tp."""
+    experts = replace(LLAMA, experts=16, top_k=2)
+    text = commands.torchtitan(experts, Plan(4, 2, cp=2, ep=8, zero=1), 16384, 64)
+    assert "expert_parallel_degree = 8\nexpert_tensor_parallel_degree = 2" in text
+    assert "expert_tensor" not in commands.torchtitan(experts, Plan(4, 2, zero=1), 16384, 64)
+    for plan in (Plan(4, cp=16, ep=8, zero=1), Plan(8, ep=8)):
+        with pytest.raises(ValueError, match=r"torchtitan cannot run .* ep = 8 is not a multiple"):
+            commands.torchtitan(experts, plan, 65536, 64)

@@ -73,7 +73,7 @@ def torchtitan(model: Model, plan: Plan, sequence_length: int, global_batch: int
         f'fsdp_reshard_after_forward = "{"default" if plan.zero == 3 else "never"}"',
         f"tensor_parallel_degree = {plan.tp}",
         f"context_parallel_degree = {plan.cp}",
-        f"expert_parallel_degree = {plan.ep}",
+        *_experts(plan, sharded),
         f"pipeline_parallel_degree = {plan.pp}",
     ]
     if plan.pp > 1:
@@ -113,6 +113,19 @@ def _precision(model, plan, sharded):
             "parallelism and bf16 only with FSDP; choose ZeRO over 2 ranks or more"
         )
     return ['mixed_precision_param = "float32"'] if plan.precision == "fp32" else []
+
+
+def _experts(plan, sharded):
+    """Return the lines of [parallelism] that divide the experts."""
+    if plan.ep > 1 and (plan.ep % plan.cp or sharded * plan.cp % plan.ep):
+        raise ValueError(
+            f"torchtitan cannot run this plan: ep = {plan.ep} is not a multiple of cp = {plan.cp} "
+            f"that divides data_parallel_shard_degree x cp = {sharded} x {plan.cp}; choose such an "
+            "ep, and ZeRO"
+        )
+    # Its default, 1, would spread whole experts over tp as well; the plan cuts each of them by tp.
+    whole = [f"expert_tensor_parallel_degree = {plan.tp}"] if plan.ep > 1 else []
+    return [f"expert_parallel_degree = {plan.ep}", *whole]
 
 
 def _layers_per_stage(model, plan):
