@@ -1,0 +1,94 @@
+"""Write a plan as Megatron-LM wants it."""
+
+from naranhi.planning.model import Model
+from naranhi.planning.plan import Plan
+from naranhi.planning.refusals import check_heads
+
+
+def megatron(model: Model, plan: Plan, sequence_length: int, global_batch: int) -> str:
+    """Return the arguments of Megatron-LM's `pretrain_gpt.py`.
+
+    Raises:
+        ValueError: If Megatron-LM has no argument for the schedule, or cannot cut the model so.
+
+    Source: Megatron-LM, commit 000c4ac, `megatron/training/arguments.py`, with its assertions.
+    """
+    if plan.pp > 1 and plan.schedule not in ("one_f_one_b", "interleaved"):
+        raise ValueError(f"Megatron-LM has no argument for the schedule {plan.schedule!r}")
+    check_heads("Megatron-LM", model, plan)
+    words = [
+        f"--num-layers {model.layers}",
+        f"--hidden-size {model.hidden}",
+        f"--ffn-hidden-size {model.ffn}",
+        f"--num-attention-heads {model.heads}",
+        f"--seq-length {sequence_length}",
+        f"--micro-batch-size {plan.microbatch}",
+        f"--global-batch-size {global_batch}",
+        f"--tensor-model-parallel-size {plan.tp}",
+        f"--pipeline-model-parallel-size {plan.pp}",
+        f"--context-parallel-size {plan.cp}",
+    ]
+    if model.head_dim * model.heads != model.hidden and not model.latent:
+        words.append(f"--kv-channels {model.head_dim}")
+    if model.gated:
+        words.append("--swiglu")
+    if not model.tied:
+        words.append("--untie-embeddings-and-output-weights")
+    if model.latent:
+        query, key, rotary, width, value = model.latent
+        words.append("--multi-latent-attention")
+        words += [f"--q-lora-rank {query}"] if query else []
+        words += [f"--kv-lora-rank {key}", f"--qk-pos-emb-head-dim {rotary}"]
+        words += [f"--qk-head-dim {width}", f"--v-head-dim {value}"]
+    if model.kv_heads != model.heads:
+        words += ["--group-query-attention", f"--num-query-groups {model.kv_heads}"]
+    if model.experts:
+        words += [f"--num-experts {model.experts}", f"--moe-router-topk {model.top_k}"]
+        words.append(f"--moe-ffn-hidden-size {model.expert_ffn}")
+        words.append(f"--expert-model-parallel-size {plan.ep}")
+    if model.shared_experts:
+        shared = model.shared_experts * model.expert_ffn
+        words.append(f"--moe-shared-expert-intermediate-size {shared}")
+    if model.dense_layers:
+        sparse = model.layers - model.dense_layers
+        words.append(f"--moe-layer-freq '([0]*{model.dense_layers}+[1]*{sparse})'")
+    words += _pipeline(model, plan)
+    if plan.sequence_parallel and plan.tp > 1:
+        words.append("--sequence-parallel")
+    if plan.zero == 1:
+        words.append("--use-distributed-optimizer")
+    elif plan.zero > 1:
+        strategy = {2: "optim_grads", 3: "optim_grads_params"}[plan.zero]
+        words += ["--use-megatron-fsdp", f"--data-parallel-sharding-strategy {strategy}"]
+    if plan.recompute == "selective":
+        words.append("--recompute-granularity selective")
+    elif plan.recompute == "full":
+        words.append(
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+        )
+    words.append("--bf16" if plan.precision != "fp32" else "")
+    if plan.precision == "fp8":
+        words.append("--fp8-format hybrid")
+    return " \\\n  ".join(word for word in words if word)
+
+
+def _pipeline(model, plan):
+    """Return the arguments that cut the layers into the plan's stages, as `stages.cut` does."""
+    stages = plan.pp * plan.chunks
+    # Megatron-LM's stages are equal; the embedding and the loss may count as a layer each.
+    counted = next((more for more in (0, 1, 2) if (model.layers + more) % stages == 0), None)
+    if counted is None:
+        raise ValueError(
+            f"Megatron-LM cannot run this plan: pp x chunks = {plan.pp} x {plan.chunks} stages do "
+            f"not divide {model.layers} layers, nor {model.layers + 1} or {model.layers + 2} with "
+            "the loss and the embedding as layers; choose pp and chunks that divide one of them"
+        )
+    words = []
+    if counted == 2:
+        words.append("--account-for-embedding-in-pipeline-split")
+    if counted:
+        words.append("--account-for-loss-in-pipeline-split")
+    if plan.chunks > 1:
+        each = (model.layers + counted) // stages
+        words.append(f"--num-layers-per-virtual-pipeline-stage {each}")
+    return words

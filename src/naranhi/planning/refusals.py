@@ -1,0 +1,18 @@
+"""What several programs refuse."""
+
+from naranhi.planning.model import Model
+from naranhi.planning.plan import Plan
+
+
+def check_heads(program: str, model: Model, plan: Plan) -> None:
+    """Refuse a plan whose tensor parallelism would divide a head of keys and values.
+
+    Raises:
+        ValueError: If it would.
+    """
+    if model.kv_heads % plan.tp:
+        raise ValueError(
+            f"{program} cannot run this plan: kv_heads = {model.kv_heads} is not a multiple of "
+            f"tp = {plan.tp}, and each rank needs whole heads of keys and values; choose a tp that "
+            f"divides {model.kv_heads}"
+        )

@@ -1,0 +1,108 @@
+"""Write a plan as torchtitan wants it."""
+
+from naranhi.planning.model import Model
+from naranhi.planning.plan import Plan
+from naranhi.planning.refusals import check_heads
+
+# The schedules as torch.distributed.pipelining names them.
+_TORCH = {
+    "one_f_one_b": "1F1B",
+    "gpipe": "GPipe",
+    "interleaved": "Interleaved1F1B",
+    "zero_bubble_v": "ZBVZeroBubble",
+    "dualpipe_v": "DualPipeV",
+}
+
+
+def torchtitan(model: Model, plan: Plan, sequence_length: int, global_batch: int) -> str:
+    """Return the sections of a torchtitan configuration, in TOML.
+
+    Raises:
+        ValueError: If torchtitan has no name for the schedule, or cannot cut the model so.
+
+    Source: torchtitan 0.2, `torchtitan/config/job_config.py` and `torchtitan/distributed`.
+    """
+    check_heads("torchtitan", model, plan)
+    local = plan.microbatch if plan.pp == 1 else global_batch // plan.dp
+    sharded = plan.dp if plan.zero else 1
+    lines = [
+        "[training]",
+        f"local_batch_size = {local}",
+        f"global_batch_size = {global_batch}",
+        f"seq_len = {sequence_length}",
+        *_precision(model, plan, sharded),
+        "",
+        "[parallelism]",
+        f"data_parallel_replicate_degree = {plan.dp // sharded}",
+        f"data_parallel_shard_degree = {sharded}",
+        f'fsdp_reshard_after_forward = "{"default" if plan.zero == 3 else "never"}"',
+        f"tensor_parallel_degree = {plan.tp}",
+        f"context_parallel_degree = {plan.cp}",
+        *_experts(plan, sharded),
+        f"pipeline_parallel_degree = {plan.pp}",
+    ]
+    if plan.pp > 1:
+        if plan.schedule not in _TORCH:
+            raise ValueError(f"torchtitan has no name for the schedule {plan.schedule!r}")
+        if plan.schedule == "interleaved" and plan.chunks == 1:
+            raise ValueError(
+                "torchtitan cannot run this plan: its Interleaved1F1B has at least 2 chunks on a "
+                "rank, and the plan 1; choose one_f_one_b"
+            )
+        lines += [
+            f'pipeline_parallel_schedule = "{_TORCH[plan.schedule]}"',
+            f"pipeline_parallel_microbatch_size = {plan.microbatch}",
+        ]
+    if plan.chunks > 2:  # 2 stages on a rank are its default for such schedules
+        each = _layers_per_stage(model, plan)
+        lines.append(f"pipeline_parallel_layers_per_stage = {each}")
+    lines += ["", "[activation_checkpoint]", f'mode = "{plan.recompute}"']
+    if plan.precision == "fp8":
+        lines += ["", "[model]", 'converters = ["quantize.linear.float8"]']
+        lines += ["", "[quantize.linear.float8]", 'filter_fqns = ["output"]']
+        lines += ["", "[compile]", "enable = true"]  # which fuses the casts to fp8
+    return "\n".join(lines)
+
+
+def _precision(model, plan, sharded):
+    """Return the lines of [training] that say a plan's precision."""
+    if plan.precision == "fp8" and model.experts:
+        raise ValueError(
+            "torchtitan cannot run this plan: it multiplies by experts' weights in bf16, and in "
+            "fp8 only in a prototype; choose bf16"
+        )
+    fsdp, alone = sharded * plan.cp > 1, plan.tp * plan.pp == 1
+    if not fsdp and not alone and (plan.dp > 1 or plan.precision != "fp32"):
+        raise ValueError(
+            f"torchtitan cannot run this plan: beside tp x pp = {plan.tp} x {plan.pp} it has data "
+            "parallelism and bf16 only with FSDP; choose ZeRO over 2 ranks or more"
+        )
+    return ['mixed_precision_param = "float32"'] if plan.precision == "fp32" else []
+
+
+def _experts(plan, sharded):
+    """Return the lines of [parallelism] that divide the experts."""
+    if plan.ep > 1 and (plan.ep % plan.cp or sharded * plan.cp % plan.ep):
+        raise ValueError(
+            f"torchtitan cannot run this plan: ep = {plan.ep} is not a multiple of cp = {plan.cp} "
+            f"that divides data_parallel_shard_degree x cp = {sharded} x {plan.cp}; choose such an "
+            "ep, and ZeRO"
+        )
+    # Its default, 1, would spread whole experts over tp as well; the plan cuts each of them by tp.
+    whole = [f"expert_tensor_parallel_degree = {plan.tp}"] if plan.ep > 1 else []
+    return [f"expert_parallel_degree = {plan.ep}", *whole]
+
+
+def _layers_per_stage(model, plan):
+    """Return of how many layers, embedding and output counted, torchtitan makes these stages."""
+    stages, counted = plan.pp * plan.chunks, model.layers + 2
+    each = -(-counted // stages)
+    made = -(-counted // each)
+    if made != stages:
+        raise ValueError(
+            f"torchtitan cannot run this plan: it counts {model.layers} layers, the embedding and "
+            f"the output as {counted}, and makes {made} stages of up to {each} of them, not "
+            f"pp x chunks = {plan.pp} x {plan.chunks}; choose 2 chunks, or stages that divide "
+            f"{counted}"
+        )
+    return each
