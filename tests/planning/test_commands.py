@@ -159,7 +159,12 @@ def test_torchtitan_is_told_the_precision():
 def test_torchtitan_computes_in_bf16_beside_tp_and_pp_only_with_fsdp(plan):
     with pytest.raises(ValueError, match=r"torchtitan cannot run .* only with FSDP"):
         commands.torchtitan(LLAMA, plan, 4096, 64)
-    for fits in (Plan(1, 2, precision="fp32"), Plan(2), Plan(2, 2, zero=1), Plan(1, 2, cp=2)):
+    for fits in (
+        Plan(1, 2, precision="fp32"),
+        Plan(2),
+        Plan(2, 2, zero=1),
+        Plan(1, 2, cp=2, zero=1),
+    ):
         assert commands.torchtitan(LLAMA, fits, 4096, 64)
 
 
@@ -172,3 +177,23 @@ def test_torchtitan_divides_experts_only_as_it_asserts():
     for plan in (Plan(4, cp=16, ep=8, zero=1), Plan(8, ep=8)):
         with pytest.raises(ValueError, match=r"torchtitan cannot run .* ep = 8 is not a multiple"):
             commands.torchtitan(experts, plan, 65536, 64)
+
+
+def test_sharding_over_some_of_the_replicas_is_said():
+    plan = Plan(16, cp=2, zero=3, zero_group=8)
+    text = commands.torchtitan(LLAMA, plan, 16384, 64)
+    assert "replicate_degree = 4" in text and "shard_degree = 4" in text  # 4 x cp are a group
+    text = commands.megatron(LLAMA, plan, 16384, 64)
+    assert "--num-distributed-optimizer-instances 4" in text
+    whole = replace(plan, zero_group=32)
+    assert "replicate_degree = 1\ndata_parallel_shard_degree = 16" in commands.torchtitan(
+        LLAMA, whole, 16384, 64
+    )
+    assert "instances" not in commands.megatron(LLAMA, whole, 16384, 64)
+    with pytest.raises(ValueError, match=r"torchtitan cannot run .* zero_group = 1 is none"):
+        commands.torchtitan(LLAMA, replace(plan, zero_group=1), 16384, 64)
+    with pytest.raises(ValueError, match=r"torchtitan cannot run .* the plan has no ZeRO"):
+        commands.torchtitan(LLAMA, Plan(16, cp=2), 16384, 64)
+    experts = replace(LLAMA, experts=16, top_k=2)
+    with pytest.raises(ValueError, match=r"Megatron-LM cannot run .* the 2 ranks .* 4 groups"):
+        commands.megatron(experts, replace(plan, ep=16), 16384, 64)

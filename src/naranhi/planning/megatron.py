@@ -55,11 +55,7 @@ def megatron(model: Model, plan: Plan, sequence_length: int, global_batch: int) 
     words += _pipeline(model, plan)
     if plan.sequence_parallel and plan.tp > 1:
         words.append("--sequence-parallel")
-    if plan.zero == 1:
-        words.append("--use-distributed-optimizer")
-    elif plan.zero > 1:
-        strategy = {2: "optim_grads", 3: "optim_grads_params"}[plan.zero]
-        words += ["--use-megatron-fsdp", f"--data-parallel-sharding-strategy {strategy}"]
+    words += _data_parallel(plan)
     if plan.recompute == "selective":
         words.append("--recompute-granularity selective")
     elif plan.recompute == "full":
@@ -91,4 +87,24 @@ def _pipeline(model, plan):
     if plan.chunks > 1:
         each = (model.layers + counted) // stages
         words.append(f"--num-layers-per-virtual-pipeline-stage {each}")
+    return words
+
+
+def _data_parallel(plan):
+    """Return the arguments that shard the model state over data parallel ranks."""
+    words = []
+    if plan.zero == 1:
+        words.append("--use-distributed-optimizer")
+    elif plan.zero > 1:
+        strategy = {2: "optim_grads", 3: "optim_grads_params"}[plan.zero]
+        words += ["--use-megatron-fsdp", f"--data-parallel-sharding-strategy {strategy}"]
+    instances = plan.replicas // plan.zero_group
+    if plan.zero and instances > 1:
+        if plan.replicas // plan.ep % instances:
+            raise ValueError(
+                f"Megatron-LM cannot run this plan: the {plan.replicas // plan.ep} ranks that have "
+                f"the same experts do not divide into {instances} groups, as zero_group = "
+                f"{plan.zero_group} of dp x cp = {plan.replicas} ranks asks"
+            )
+        words.append(f"--num-distributed-optimizer-instances {instances}")
     return words

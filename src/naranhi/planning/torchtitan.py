@@ -24,7 +24,7 @@ def torchtitan(model: Model, plan: Plan, sequence_length: int, global_batch: int
     """
     check_heads("torchtitan", model, plan)
     local = plan.microbatch if plan.pp == 1 else global_batch // plan.dp
-    sharded = plan.dp if plan.zero else 1
+    sharded = _sharded(plan)
     lines = [
         "[training]",
         f"local_batch_size = {local}",
@@ -62,6 +62,21 @@ def torchtitan(model: Model, plan: Plan, sequence_length: int, global_batch: int
         lines += ["", "[quantize.linear.float8]", 'filter_fqns = ["output"]']
         lines += ["", "[compile]", "enable = true"]  # which fuses the casts to fp8
     return "\n".join(lines)
+
+
+def _sharded(plan):
+    """Return data_parallel_shard_degree: FSDP shards over as many ranks, times cp."""
+    if not plan.zero and plan.cp > 1:
+        raise ValueError(
+            f"torchtitan cannot run this plan: it always shards the model state over the cp = "
+            f"{plan.cp} ranks of a sequence, and the plan has no ZeRO"
+        )
+    if plan.zero and plan.zero_group % plan.cp:
+        raise ValueError(
+            f"torchtitan cannot run this plan: it shards over a multiple of cp = {plan.cp} ranks, "
+            f"and zero_group = {plan.zero_group} is none"
+        )
+    return plan.zero_group // plan.cp if plan.zero else 1
 
 
 def _precision(model, plan, sharded):
