@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from naranhi.planning import Latent, Model, Plan, commands
+from naranhi.planning import Cluster, Latent, Model, Plan, commands, search
+from naranhi.planning.cli import written
 from naranhi.planning.stages import cut
 
 LLAMA = Model(
@@ -41,13 +42,13 @@ def test_commands_say_the_same_plan():
 def test_naranhi_train_knows_the_command_that_is_written():
     from naranhi.train import cli
 
-    line = commands.naranhi_train(LLAMA, Plan(2, 2, 2, microbatch=2), 32)
+    line = commands.naranhi_train(LLAMA, Plan(2, 2, 2, microbatch=2, precision="fp32"), 32)
     assert line.startswith("torchrun --nproc-per-node 8 -m naranhi.train ")
     options = cli.parse(line.split("naranhi.train ")[1].split())
     assert (options.dp, options.tp, options.pp, options.microbatches) == (2, 2, 2, 8)
     assert (options.batch, options.sequence_parallel) == (32, True)
     experts = replace(LLAMA, experts=8, top_k=2)
-    line = commands.naranhi_train(experts, Plan(4, ep=2, cp=2, microbatch=2), 32)
+    line = commands.naranhi_train(experts, Plan(4, ep=2, cp=2, microbatch=2, precision="fp32"), 32)
     options = cli.parse(line.split("naranhi.train ")[1].split())
     assert (options.dp, options.ep, options.cp) == (2, 2, 2)
     assert (options.experts, options.top_k) == (8, 2)
@@ -197,3 +198,36 @@ def test_sharding_over_some_of_the_replicas_is_said():
     experts = replace(LLAMA, experts=16, top_k=2)
     with pytest.raises(ValueError, match=r"Megatron-LM cannot run .* the 2 ranks .* 4 groups"):
         commands.megatron(experts, replace(plan, ep=16), 16384, 64)
+
+
+def test_naranhi_train_is_told_of_recomputation_and_nodes():
+    from torch.distributed.run import get_args_parser
+
+    from naranhi.train import cli
+
+    plan = Plan(4, 2, 4, precision="fp32", recompute="full")
+    line = commands.naranhi_train(LLAMA, plan, 32, gpus_per_node=8)
+    launcher = get_args_parser().parse_args(line.split()[1:])
+    assert (launcher.nnodes, launcher.nproc_per_node) == ("4", "8")
+    assert (launcher.rdzv_backend, launcher.rdzv_endpoint) == ("c10d", "FIRST_NODE:29500")
+    assert launcher.training_script == "naranhi.train" and launcher.module
+    options = cli.parse(launcher.training_script_args)
+    assert options.recompute and (options.dp, options.tp, options.pp) == (4, 2, 4)
+    line = commands.naranhi_train(LLAMA, replace(plan, recompute="none"), 32, gpus_per_node=64)
+    assert line.startswith("torchrun --nproc-per-node 32 -m ") and "--recompute" not in line
+
+
+def test_naranhi_train_refuses_what_it_cannot_compute():
+    for precision in ("bf16", "fp8"):
+        words = f"naranhi.train cannot run this plan: it computes in fp32, not {precision}"
+        with pytest.raises(ValueError, match=words):
+            commands.naranhi_train(LLAMA, Plan(2, precision=precision), 32)
+    with pytest.raises(ValueError, match="it recomputes whole blocks or nothing; choose full"):
+        commands.naranhi_train(LLAMA, Plan(2, recompute="selective"), 32)
+
+
+def test_the_command_line_starts_the_nodes_of_the_cluster():
+    found = search(Model(4, 256, 4), Cluster(16), 1024, 16, precision="fp32", best=20)
+    plain = next(n for n, (plan, _) in enumerate(found.plans) if not plan.zero and plan.chunks == 1)
+    text = written(replace(found, plans=found.plans[plain:]))["naranhi.train"]
+    assert text.startswith("torchrun --nnodes 2 --nproc-per-node 8 ")

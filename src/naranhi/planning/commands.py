@@ -8,28 +8,43 @@ from naranhi.planning.torchtitan import torchtitan
 __all__ = ["megatron", "naranhi_train", "torchtitan"]
 
 
-def naranhi_train(model: Model, plan: Plan, global_batch: int) -> str:
+def naranhi_train(
+    model: Model, plan: Plan, global_batch: int, gpus_per_node: int | None = None
+) -> str:
     """Return the command of `naranhi.train` with these degrees, for its own GPT-2.
+
+    Args:
+        model: The model, of which only the experts count.
+        plan: The plan.
+        global_batch: Sequences of a step.
+        gpus_per_node: Ranks that one node can have; all of them, if None. On several nodes the
+            same command starts on each, with the first node's name in place of FIRST_NODE.
 
     Raises:
         ValueError: If the plan has what `naranhi.train` does not: ZeRO, several chunks on a rank,
-            or experts divided over ranks of one sequence.
+            experts divided over ranks of one sequence, selective recomputation, or another
+            precision than fp32.
     """
-    if plan.zero:
-        raise ValueError(f"naranhi.train cannot run this plan: it has no ZeRO-{plan.zero}")
-    if plan.chunks > 1:
-        raise ValueError(
-            f"naranhi.train cannot run this plan: a rank has {plan.chunks} chunks of it, and of "
-            "naranhi.train's one"
-        )
-    if plan.dp % plan.ep:
-        raise ValueError(
-            f"naranhi.train cannot run this plan: experts are divided over {plan.ep} ranks, which "
-            f"do not divide the {plan.dp} that share the batch"
-        )
+    chunks = f"a rank has {plan.chunks} chunks of it, and of naranhi.train's one"
+    experts = (
+        f"experts are divided over {plan.ep} ranks, which do not divide the {plan.dp} that share "
+        "the batch"
+    )
+    for refused, why in (
+        (plan.zero, f"it has no ZeRO-{plan.zero}"),
+        (plan.chunks > 1, chunks),
+        (plan.dp % plan.ep, experts),
+        (plan.recompute == "selective", "it recomputes whole blocks or nothing; choose full"),
+        (plan.precision != "fp32", f"it computes in fp32, not {plan.precision}; choose fp32"),
+    ):
+        if refused:
+            raise ValueError(f"naranhi.train cannot run this plan: {why}")
+    nodes = 1 if gpus_per_node is None else -(-plan.ranks // gpus_per_node)
     words = [
         "torchrun",
-        f"--nproc-per-node {plan.ranks}",
+        *([f"--nnodes {nodes}"] if nodes > 1 else []),
+        f"--nproc-per-node {plan.ranks // nodes}",
+        *(["--rdzv-backend c10d --rdzv-endpoint FIRST_NODE:29500"] if nodes > 1 else []),
         "-m naranhi.train",
         f"--dp {plan.dp // plan.ep} --tp {plan.tp} --pp {plan.pp}",
         f"--schedule {plan.schedule}",
@@ -41,4 +56,6 @@ def naranhi_train(model: Model, plan: Plan, global_batch: int) -> str:
         words.append(f"--experts {model.experts} --top-k {model.top_k} --ep {plan.ep}")
     if plan.tp > 1 and plan.sequence_parallel:
         words.append("--sequence-parallel")
+    if plan.recompute == "full":
+        words.append("--recompute")
     return " ".join(words)
