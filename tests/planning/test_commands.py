@@ -231,3 +231,35 @@ def test_the_command_line_starts_the_nodes_of_the_cluster():
     plain = next(n for n, (plan, _) in enumerate(found.plans) if not plan.zero and plan.chunks == 1)
     text = written(replace(found, plans=found.plans[plain:]))["naranhi.train"]
     assert text.startswith("torchrun --nnodes 2 --nproc-per-node 8 ")
+
+
+def test_megatron_overlaps_what_the_forecast_overlaps():
+    reduce, gather = "--overlap-grad-reduce", "--overlap-param-gather"
+    for plan, told in (
+        (Plan(8, zero=1), {reduce, gather}),
+        (Plan(1, cp=8, zero=1), {reduce, gather}),
+        (Plan(8), {reduce}),
+        (Plan(1, 8), set()),
+    ):
+        words = set(commands.megatron(LLAMA, plan, 4096, 64).split())
+        assert words & {reduce, gather} == told
+    text = commands.megatron(LLAMA, Plan(8, zero=3), 4096, 64)
+    assert gather in text and "--ckpt-format fsdp_dtensor" in text
+
+
+def test_megatron_is_told_what_differs_from_gpt_2():
+    rotary = (
+        "--swiglu", "--normalization RMSNorm", "--position-embedding-type rope",
+        "--disable-bias-linear", "--untie-embeddings-and-output-weights",
+        "--group-query-attention", "--num-query-groups 8",
+        "--attention-dropout 0 --hidden-dropout 0",
+    )  # fmt: skip
+    text = commands.megatron(LLAMA, Plan(8), 4096, 64)
+    assert "--max-position-embeddings 4096 " in text
+    gpt2 = Model(12, 768, 12, positions=1024, biases=True, dropout=True)
+    plain = commands.megatron(gpt2, Plan(8), 512, 64)
+    assert "--max-position-embeddings 1024 " in plain
+    for words in rotary:
+        assert words in text and words.split()[0] not in plain
+    with pytest.raises(ValueError, match=r"Megatron-LM cannot run .* 1024 learned positions"):
+        commands.megatron(gpt2, Plan(8), 2048, 64)

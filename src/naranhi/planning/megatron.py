@@ -8,6 +8,9 @@ from naranhi.planning.refusals import check_heads
 def megatron(model: Model, plan: Plan, sequence_length: int, global_batch: int) -> str:
     """Return the arguments of Megatron-LM's `pretrain_gpt.py`.
 
+    Where tp or cp is above 1 and ZeRO below 2, it also wants CUDA_DEVICE_MAX_CONNECTIONS=1 in the
+    environment, on GPUs before Blackwell.
+
     Raises:
         ValueError: If Megatron-LM has no argument for the schedule, or cannot cut the model so.
 
@@ -17,10 +20,7 @@ def megatron(model: Model, plan: Plan, sequence_length: int, global_batch: int) 
         raise ValueError(f"Megatron-LM has no argument for the schedule {plan.schedule!r}")
     check_heads("Megatron-LM", model, plan)
     words = [
-        f"--num-layers {model.layers}",
-        f"--hidden-size {model.hidden}",
-        f"--ffn-hidden-size {model.ffn}",
-        f"--num-attention-heads {model.heads}",
+        *_architecture(model, sequence_length),
         f"--seq-length {sequence_length}",
         f"--micro-batch-size {plan.microbatch}",
         f"--global-batch-size {global_batch}",
@@ -28,12 +28,51 @@ def megatron(model: Model, plan: Plan, sequence_length: int, global_batch: int) 
         f"--pipeline-model-parallel-size {plan.pp}",
         f"--context-parallel-size {plan.cp}",
     ]
-    if model.head_dim * model.heads != model.hidden and not model.latent:
-        words.append(f"--kv-channels {model.head_dim}")
+    if model.experts:
+        words.append(f"--expert-model-parallel-size {plan.ep}")
+    words += _pipeline(model, plan)
+    if plan.sequence_parallel and plan.tp > 1:
+        words.append("--sequence-parallel")
+    words += _data_parallel(plan)
+    if plan.recompute == "selective":
+        words.append("--recompute-granularity selective")
+    elif plan.recompute == "full":
+        words.append(
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+        )
+    if plan.precision != "fp32":
+        words.append("--bf16")
+    if plan.precision == "fp8":
+        words.append("--fp8-format hybrid")
+    return " \\\n  ".join(words)
+
+
+def _architecture(model, sequence_length):
+    """Return the arguments that describe the model, whose defaults are GPT-2's."""
+    if 0 < model.positions < sequence_length:
+        raise ValueError(
+            f"Megatron-LM cannot run this plan: the model has {model.positions} learned positions, "
+            f"and a sequence {sequence_length} tokens; choose a shorter sequence"
+        )
+    words = [
+        f"--num-layers {model.layers}",
+        f"--hidden-size {model.hidden}",
+        f"--ffn-hidden-size {model.ffn}",
+        f"--num-attention-heads {model.heads}",
+        f"--max-position-embeddings {model.positions or sequence_length}",
+    ]
+    if not model.positions:
+        words.append("--position-embedding-type rope")
+    if not model.biases:  # a norm that has no bias either
+        words += ["--disable-bias-linear", "--normalization RMSNorm"]
+    if not model.dropout:
+        words.append("--attention-dropout 0 --hidden-dropout 0")
     if model.gated:
         words.append("--swiglu")
     if not model.tied:
         words.append("--untie-embeddings-and-output-weights")
+    if model.head_dim * model.heads != model.hidden and not model.latent:
+        words.append(f"--kv-channels {model.head_dim}")
     if model.latent:
         query, key, rotary, width, value = model.latent
         words.append("--multi-latent-attention")
@@ -45,27 +84,13 @@ def megatron(model: Model, plan: Plan, sequence_length: int, global_batch: int) 
     if model.experts:
         words += [f"--num-experts {model.experts}", f"--moe-router-topk {model.top_k}"]
         words.append(f"--moe-ffn-hidden-size {model.expert_ffn}")
-        words.append(f"--expert-model-parallel-size {plan.ep}")
     if model.shared_experts:
         shared = model.shared_experts * model.expert_ffn
         words.append(f"--moe-shared-expert-intermediate-size {shared}")
     if model.dense_layers:
         sparse = model.layers - model.dense_layers
         words.append(f"--moe-layer-freq '([0]*{model.dense_layers}+[1]*{sparse})'")
-    words += _pipeline(model, plan)
-    if plan.sequence_parallel and plan.tp > 1:
-        words.append("--sequence-parallel")
-    words += _data_parallel(plan)
-    if plan.recompute == "selective":
-        words.append("--recompute-granularity selective")
-    elif plan.recompute == "full":
-        words.append(
-            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-        )
-    words.append("--bf16" if plan.precision != "fp32" else "")
-    if plan.precision == "fp8":
-        words.append("--fp8-format hybrid")
-    return " \\\n  ".join(word for word in words if word)
+    return words
 
 
 def _pipeline(model, plan):
@@ -98,6 +123,10 @@ def _data_parallel(plan):
     elif plan.zero > 1:
         strategy = {2: "optim_grads", 3: "optim_grads_params"}[plan.zero]
         words += ["--use-megatron-fsdp", f"--data-parallel-sharding-strategy {strategy}"]
+        words.append("--ckpt-format fsdp_dtensor")  # the only one that it allows then
+    if plan.replicas > 1:  # by default it overlaps neither, and forecasts are of both
+        words.append("--overlap-grad-reduce")
+        words += ["--overlap-param-gather"] if plan.zero else []
     instances = plan.replicas // plan.zero_group
     if plan.zero and instances > 1:
         if plan.replicas // plan.ep % instances:
