@@ -126,17 +126,27 @@ def test_a_head_of_keys_and_values_is_not_divided(program):
     assert write(grouped, Plan(4, 2, zero=1), 4096, 32)
 
 
-def test_torchtitan_is_told_of_more_chunks_than_it_makes_by_itself():
-    """Its 0.2 makes ceil((layers + 2) / layers_per_stage) stages, or else 2 on each rank."""
-    model = replace(LLAMA, layers=126)
+@pytest.mark.parametrize(
+    "layers, pp, chunks, told",
+    [(126, 16, 4, (2, 1, 1)), (126, 16, 8, (1, 1, 1)), (80, 4, 4, (5, 0, 0)), (79, 4, 4, (5, 0, 1)),
+     (80, 3, 4, (7, 1, 1))],
+)  # fmt: skip
+def test_torchtitan_is_told_of_more_chunks_than_it_makes_by_itself(layers, pp, chunks, told):
+    """Its 0.2 makes ceil(layers / layers_per_stage) stages, with both ends counted as told."""
+    plan = Plan(4, 8, pp, chunks=chunks, schedule="interleaved", zero=1)
+    text = commands.torchtitan(replace(LLAMA, layers=layers), plan, 8192, 384)
+    config = tomllib.loads(text)["parallelism"]
+    names = ("layers_per_stage", "first_stage_less_layers", "last_stage_less_layers")
+    assert tuple(config[f"pipeline_parallel_{name}"] for name in names) == told
+    assert math.ceil((layers + told[1] + told[2]) / told[0]) == pp * chunks
+
+
+def test_torchtitan_makes_two_chunks_by_itself_and_not_every_number():
+    model = replace(LLAMA, layers=76)
     plan = Plan(4, 8, 16, chunks=2, schedule="interleaved", zero=1)
     assert "layers_per_stage" not in commands.torchtitan(model, plan, 8192, 256)
-    for chunks, each in ((4, 2), (8, 1)):
-        text = commands.torchtitan(model, replace(plan, chunks=chunks), 8192, 256)
-        assert f"pipeline_parallel_layers_per_stage = {each}" in text
-        assert math.ceil((126 + 2) / each) == 16 * chunks
-    with pytest.raises(ValueError, match=r"torchtitan cannot run .* makes 41 stages"):
-        commands.torchtitan(replace(model, layers=80), replace(plan, chunks=4), 8192, 256)
+    with pytest.raises(ValueError, match=r"torchtitan cannot run .* it makes 38 stages"):
+        commands.torchtitan(model, replace(plan, chunks=4), 8192, 256)
     with pytest.raises(ValueError, match=r"at least 2 chunks on a rank, and the plan 1"):
         commands.torchtitan(model, replace(plan, chunks=1), 8192, 256)
 

@@ -54,8 +54,7 @@ def torchtitan(model: Model, plan: Plan, sequence_length: int, global_batch: int
             f"pipeline_parallel_microbatch_size = {plan.microbatch}",
         ]
     if plan.chunks > 2:  # 2 stages on a rank are its default for such schedules
-        each = _layers_per_stage(model, plan)
-        lines.append(f"pipeline_parallel_layers_per_stage = {each}")
+        lines += _many_chunks(model, plan)
     lines += ["", "[activation_checkpoint]", f'mode = "{plan.recompute}"']
     if plan.precision == "fp8":
         lines += ["", "[model]", 'converters = ["quantize.linear.float8"]']
@@ -108,16 +107,26 @@ def _experts(plan, sharded):
     return [f"expert_parallel_degree = {plan.ep}", *whole]
 
 
-def _layers_per_stage(model, plan):
-    """Return of how many layers, embedding and output counted, torchtitan makes these stages."""
-    stages, counted = plan.pp * plan.chunks, model.layers + 2
-    each = -(-counted // stages)
-    made = -(-counted // each)
-    if made != stages:
-        raise ValueError(
-            f"torchtitan cannot run this plan: it counts {model.layers} layers, the embedding and "
-            f"the output as {counted}, and makes {made} stages of up to {each} of them, not "
-            f"pp x chunks = {plan.pp} x {plan.chunks}; choose 2 chunks, or stages that divide "
-            f"{counted}"
-        )
-    return each
+def _many_chunks(model, plan):
+    """Return the lines of [parallelism] that make more than two stages on a rank."""
+    stages = plan.pp * plan.chunks
+
+    def uneven(ends):
+        return (model.layers + sum(ends)) % stages > 0
+
+    # It makes ceil(layers / layers_per_stage) stages, where the embedding and the output count as
+    # a layer each, unless told otherwise.
+    for first, last in sorted([(1, 1), (0, 1), (0, 0)], key=uneven):
+        counted = model.layers + first + last
+        each = -(-counted // stages)
+        if -(-counted // each) == stages:
+            return [
+                f"pipeline_parallel_layers_per_stage = {each}",
+                f"pipeline_parallel_first_stage_less_layers = {first}",
+                f"pipeline_parallel_last_stage_less_layers = {last}",
+            ]
+    raise ValueError(
+        f"torchtitan cannot run this plan: with {each} of {model.layers} layers on a stage it "
+        f"makes {-(-counted // each)} stages, not pp x chunks = {plan.pp} x {plan.chunks}; choose "
+        "2 chunks, or pp and chunks that divide the layers"
+    )
