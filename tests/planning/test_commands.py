@@ -273,3 +273,11 @@ def test_megatron_is_told_what_differs_from_gpt_2():
         assert words in text and words.split()[0] not in plain
     with pytest.raises(ValueError, match=r"Megatron-LM cannot run .* 1024 learned positions"):
         commands.megatron(gpt2, Plan(8), 2048, 64)
+
+
+def test_torchtitan_is_told_which_selection_and_has_no_tp_without_sequence_parallelism():
+    selective = commands.torchtitan(LLAMA, Plan(8, zero=3, recompute="selective"), 4096, 64)
+    assert 'mode = "selective"\nselective_ac_option = "op"' in selective
+    assert "option" not in commands.torchtitan(LLAMA, Plan(8, zero=3, recompute="full"), 4096, 64)
+    with pytest.raises(ValueError, match=r"torchtitan cannot run .* norms along the sequence"):
+        commands.torchtitan(LLAMA, Plan(4, 2, zero=1, sequence_parallel=False), 4096, 64)

@@ -23,6 +23,11 @@ def torchtitan(model: Model, plan: Plan, sequence_length: int, global_batch: int
     Source: torchtitan 0.2, `torchtitan/config/job_config.py` and `torchtitan/distributed`.
     """
     check_heads("torchtitan", model, plan)
+    if plan.tp > 1 and not plan.sequence_parallel:
+        raise ValueError(
+            "torchtitan cannot run this plan: with tp it always shards norms along the sequence; "
+            "choose sequence_parallel"
+        )
     local = plan.microbatch if plan.pp == 1 else global_batch // plan.dp
     sharded = _sharded(plan)
     lines = [
@@ -56,6 +61,8 @@ def torchtitan(model: Model, plan: Plan, sequence_length: int, global_batch: int
     if plan.chunks > 2:  # 2 stages on a rank are its default for such schedules
         lines += _many_chunks(model, plan)
     lines += ["", "[activation_checkpoint]", f'mode = "{plan.recompute}"']
+    if plan.recompute == "selective":  # by default it would recompute every second layer
+        lines.append('selective_ac_option = "op"')
     if plan.precision == "fp8":
         lines += ["", "[model]", 'converters = ["quantize.linear.float8"]']
         lines += ["", "[quantize.linear.float8]", 'filter_fqns = ["output"]']
