@@ -12,7 +12,8 @@ def megatron(model: Model, plan: Plan, sequence_length: int, global_batch: int) 
     environment, on GPUs before Blackwell.
 
     Raises:
-        ValueError: If Megatron-LM has no argument for the schedule, or cannot cut the model so.
+        ValueError: If Megatron-LM has no argument for the schedule, cannot cut the model so, or
+            cannot shard experts over these groups.
 
     Source: Megatron-LM, commit 000c4ac, `megatron/training/arguments.py`, with its assertions.
     """

@@ -18,7 +18,8 @@ def torchtitan(model: Model, plan: Plan, sequence_length: int, global_batch: int
     """Return the sections of a torchtitan configuration, in TOML.
 
     Raises:
-        ValueError: If torchtitan has no name for the schedule, or cannot cut the model so.
+        ValueError: If torchtitan has no name for the schedule, cannot cut the model so, or refuses
+            the precision or the sharding beside these degrees.
 
     Source: torchtitan 0.2, `torchtitan/config/job_config.py` and `torchtitan/distributed`.
     """
@@ -107,11 +108,11 @@ def _experts(plan, sharded):
         raise ValueError(
             f"torchtitan cannot run this plan: ep = {plan.ep} is not a multiple of cp = {plan.cp} "
             f"that divides data_parallel_shard_degree x cp = {sharded} x {plan.cp}; choose such an "
-            "ep, and ZeRO"
+            "ep, or ZeRO over more ranks"
         )
     # Its default, 1, would spread whole experts over tp as well; the plan cuts each of them by tp.
-    whole = [f"expert_tensor_parallel_degree = {plan.tp}"] if plan.ep > 1 else []
-    return [f"expert_parallel_degree = {plan.ep}", *whole]
+    tensor = [f"expert_tensor_parallel_degree = {plan.tp}"] if plan.ep > 1 else []
+    return [f"expert_parallel_degree = {plan.ep}", *tensor]
 
 
 def _many_chunks(model, plan):
