@@ -49,10 +49,14 @@ def mark_sequence_module(module: nn.Module, group: dist.ProcessGroup | None) -> 
 
 
 def sum_before_other_hooks(model: nn.Module | list[nn.Module]) -> None:
-    """Make each backward sum these gradients over the group before any other hook sees them."""
+    """Make each backward sum these gradients over the group before any other hook sees them.
+
+    `parallelize` calls it, and so does `Zero`, because a parameter may have been unfrozen, replaced
+    (`load_state_dict(assign=True)`) or copied since, which leaves it without this hook.
+    """
     for name, (param, group) in sequence_parameters(model).items():
         if _sum_of(param) is None:
-            param.register_hook(_Sum(name, param, group))
+            _add_sum(name, param, group)
 
 
 def sum_sequence_gradients(model: nn.Module | list[nn.Module]) -> None:
@@ -69,18 +73,25 @@ def sum_sequence_gradients(model: nn.Module | list[nn.Module]) -> None:
         model: a module or a list of layers; on a pipeline, the stage's layers.
 
     Raises:
-        RuntimeError: no such parameter has a gradient, or one got a hook after its backward.
+        RuntimeError: no such parameter has a gradient; or one got a hook after its backward; or one
+            has hooks, and was unfrozen, replaced or copied after `parallelize`.
     """
-    params = {}
+    params, late = {}, []
     for name, (param, group) in sequence_parameters(model).items():
         sum_of = _sum_of(param)
-        if sum_of is None or not sum_of.is_due():
+        if sum_of is None:  # unfrozen, replaced or copied since `parallelize`
+            sum_of = _add_sum(name, param, group)
+            sum_of.left = param.grad is not None
+        if not sum_of.is_due():
             params[name] = param, group
         elif sum_of.left:
-            raise RuntimeError(
-                f"{name} got a hook after its backward: its gradient is not summed "
-                "over the tensor group, and the next ones will be"
-            )
+            late.append(name)
+    if late:
+        raise RuntimeError(
+            f"{late[0]} got a hook after its backward, or was unfrozen, replaced or copied after "
+            "parallelize and has hooks: its gradient is not summed over the tensor group, and the "
+            "next ones will be; call zero_grad() and run the backward again"
+        )
     if params and all(param.grad is None for param, _ in params.values()):
         raise RuntimeError(
             f"none of {', '.join(params)} has a gradient to be summed: call "
@@ -91,8 +102,7 @@ def sum_sequence_gradients(model: nn.Module | list[nn.Module]) -> None:
         if param.grad is None:  # no rank used it in this step
             param.grad = torch.zeros_like(param)
         grads.setdefault(group, {})[param] = param.grad
-        if sum_of := _sum_of(param):
-            sum_of.left = False
+        _sum_of(param).left = False
     for group, some in grads.items():
         for bucket in buckets(list(some.values())):
             unpack(start_reduce(pack(bucket), group)(), bucket)
@@ -103,7 +113,7 @@ def unsummed(model: nn.Module | list[nn.Module]) -> list[str]:
     return [
         name
         for name, (param, _) in sequence_parameters(model).items()
-        if param.grad is not None and (sum_of := _sum_of(param)) and sum_of.left
+        if param.grad is not None and ((sum_of := _sum_of(param)) is None or sum_of.left)
     ]
 
 
@@ -128,6 +138,15 @@ class _Sum:
             )
         self.left = False
         return start_reduce(grad.clone(memory_format=torch.contiguous_format), self.group)()
+
+
+def _add_sum(name, param, group):
+    """Register a `_Sum` that runs before the hooks that the parameter has, and return it."""
+    sum_of, earlier = _Sum(name, param, group), [*(param._backward_hooks or ())]
+    param.register_hook(sum_of)
+    for key in earlier:  # C++ does not see OrderedDict.move_to_end
+        param._backward_hooks[key] = param._backward_hooks.pop(key)
+    return sum_of
 
 
 def _sum_of(param):

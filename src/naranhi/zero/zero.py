@@ -13,6 +13,7 @@ from naranhi.data_parallel import broadcast_parameters
 from naranhi.data_parallel.supported import require_same_parameters, require_supported
 from naranhi.distributed import agree
 from naranhi.tensor_parallel.gradient_norm import norm_of_parts, norm_power, scale_to, split_over
+from naranhi.tensor_parallel.sequence_gradients import sum_before_other_hooks
 from naranhi.zero.hooks import Hooks
 from naranhi.zero.memory import held
 from naranhi.zero.phase import Phase
@@ -103,6 +104,7 @@ class Zero(Hooks):
         require_own_memory(model, self.axes)
         broadcast_parameters(model, self.axes)
         agree(self.axes, buffers=buffers, check_finite=check_finite)
+        sum_before_other_hooks(model)
         units, self._options = cut(model, units, param_groups, stage, precision, self.axes)
         self.units: list[Unit] = units
         self.root: Unit = units[-1]
