@@ -6,8 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from gloo_ranks import first_ranks
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from naranhi.expert_parallel import MoE, auxiliary_loss, exchange_rows, moe
+from naranhi.autograd import Recompute
+from naranhi.expert_parallel import ExpertsMLP, MoE, auxiliary_loss, exchange_rows, moe
 
 HIDDEN, FFN, EXPERTS = 4, 6, 4
 
@@ -183,3 +186,59 @@ def test_rows_that_are_not_there(five):
 def test_an_auxiliary_loss_without_experts():
     with pytest.raises(RuntimeError, match="no experts, or has had no forward"):
         auxiliary_loss(torch.nn.Linear(2, 2))
+
+
+class Reentrant(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return checkpoint(self.layer, x, use_reentrant=True)
+
+
+def recomputed(wrap, coefficient):
+    """Experts on two ranks after a forward in `wrap`, the loss of which is the output's."""
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return None
+    torch.manual_seed(0)
+    mlp = ExpertsMLP(MoE(HIDDEN, FFN, EXPERTS, 1, group), coefficient=coefficient)
+    loss = wrap(mlp)(torch.linspace(-1, 1, 6 * HIDDEN).view(2, 3, HIDDEN).requires_grad_()).sum()
+    return mlp, loss
+
+
+def no_graph(wrap):
+    """What `auxiliary_loss` says in training, and whether it can be read without a gradient."""
+    if not (made := recomputed(wrap, None)):
+        return None
+    mlp, loss = made
+    with pytest.raises(RuntimeError) as error:
+        auxiliary_loss(mlp)
+    with torch.no_grad():
+        read = auxiliary_loss(mlp).item()
+    loss.backward()
+    return str(error.value), read
+
+
+@pytest.mark.parametrize("wrap", [Recompute, Reentrant])
+def test_an_auxiliary_loss_that_would_train_no_router(five, wrap):
+    for message, read in five.call(no_graph, wrap)[:2]:
+        assert "has no graph" in message and "pass coefficient= to add_experts" in message
+        assert read > 0
+
+
+def by_coefficient(wrap):
+    """How far the router's gradient is from that of the loss added without recomputation."""
+    if not (made := recomputed(wrap, 1.0)):
+        return None
+    mlp, loss = made
+    loss.backward()
+    plain, loss = recomputed(lambda layer: layer, None)
+    (loss + auxiliary_loss(plain)).backward()
+    return (mlp.moe.router.weight.grad - plain.moe.router.weight.grad).abs().max().item()
+
+
+@pytest.mark.parametrize("wrap", [Recompute, Reentrant])
+def test_a_coefficient_trains_the_router_under_recomputation(five, wrap):
+    assert max(five.call(by_coefficient, wrap)[:2]) <= 1e-6

@@ -26,8 +26,8 @@ class ExpertsMLP(nn.Module):
     Args:
         moe: the mixture of experts.
         coefficient: what the auxiliary loss is multiplied with where each forward adds it to the
-            loss by itself, as the stages of a pipeline need it; None where `auxiliary_loss` is
-            added to the loss.
+            loss by itself, as the stages of a pipeline and recomputed blocks need it; None where
+            `auxiliary_loss` is added to the loss.
         tensor: a tensor group, whose ranks have the same tokens; each takes its part of the
             sequence to the experts. None without one, or where tokens are divided already.
 
@@ -138,9 +138,19 @@ def auxiliary_loss(model: nn.Module) -> torch.Tensor:
         model: a module made of the layers that `add_experts` returned.
 
     Raises:
-        RuntimeError: there has been no forward, or no layer has experts.
+        RuntimeError: there has been no forward, or no layer has experts; or routers are trained by
+            this loss, and the forward had no graph, as that of a recomputed block.
     """
-    losses = [one.auxiliary for one in model.modules() if isinstance(one, ExpertsMLP)]
-    if not losses or None in losses:
+    mlps = [module for module in model.modules() if isinstance(module, ExpertsMLP)]
+    if not mlps or any(mlp.auxiliary is None for mlp in mlps):
         raise RuntimeError("no auxiliary loss: the model has no experts, or has had no forward")
-    return torch.stack(losses).sum()
+    for mlp in mlps:
+        trained = mlp.coefficient is None and mlp.moe.router.weight.requires_grad
+        if trained and torch.is_grad_enabled() and not mlp.auxiliary.requires_grad:
+            raise RuntimeError(
+                "the auxiliary loss has no graph, so routers would get no gradient from it: it was "
+                "computed in the first forward of a recomputed block, or under no_grad(); pass "
+                "coefficient= to add_experts, or, only to read it, call auxiliary_loss under "
+                "no_grad()"
+            )
+    return torch.stack([mlp.auxiliary for mlp in mlps]).sum()
