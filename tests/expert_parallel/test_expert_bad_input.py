@@ -9,8 +9,17 @@ from gloo_ranks import first_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from naranhi import models
 from naranhi.autograd import Recompute
-from naranhi.expert_parallel import ExpertsMLP, MoE, auxiliary_loss, exchange_rows, moe
+from naranhi.expert_parallel import (
+    ExpertsMLP,
+    MoE,
+    auxiliary_loss,
+    exchange_rows,
+    moe,
+    sum_gradients,
+)
+from naranhi.tensor_parallel import mlp_plan, parallelize
 
 HIDDEN, FFN, EXPERTS = 4, 6, 4
 
@@ -242,3 +251,28 @@ def by_coefficient(wrap):
 @pytest.mark.parametrize("wrap", [Recompute, Reentrant])
 def test_a_coefficient_trains_the_router_under_recomputation(five, wrap):
     assert max(five.call(by_coefficient, wrap)[:2]) <= 1e-6
+
+
+def sums_over_a_tensor_group():
+    """The error of summing shards with each other, and which gradients changed all the same."""
+    group, rank = first_ranks(2), dist.get_rank()
+    singles = [dist.new_group([single]) for single in range(2)]
+    if rank >= 2:
+        return None
+    torch.manual_seed(0)
+    model = nn.Sequential(*parallelize(models.mlp(1, HIDDEN, FFN), mlp_plan(), group))
+    model(torch.ones(3, HIDDEN)).sum().backward()
+    before = [param.grad.clone() for param in model.parameters()]
+    message, _ = error_of(lambda: sum_gradients(model, group))
+    sum_gradients(model, singles[rank])
+    return message, [
+        name
+        for grad, (name, param) in zip(before, model.named_parameters(), strict=True)
+        if not torch.equal(grad, param.grad)
+    ]
+
+
+def test_shards_of_a_tensor_group_are_not_summed_with_each_other(five):
+    for rank, (message, changed) in enumerate(five.call(sums_over_a_tensor_group)[:2]):
+        assert f"has other shards on rank {1 - rank}, whose gradients belong" in message
+        assert not changed

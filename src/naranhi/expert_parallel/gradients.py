@@ -9,6 +9,7 @@ from torch import nn
 from naranhi.collectives import all_reduce
 from naranhi.collectives.buckets import buckets, pack, unpack
 from naranhi.expert_parallel.moe import MoE
+from naranhi.tensor_parallel.shards import ShardedModule
 
 
 def expert_parameters(
@@ -41,7 +42,11 @@ def sum_gradients(model: nn.Module, everyone: dist.ProcessGroup | None = None) -
     Args:
         model: this rank's model, after its backward.
         everyone: the ranks that train the model together, of all copies and all experts; None for
-            the default group.
+            the default group. On a mesh with a tensor axis, those with the same place on it.
+
+    Raises:
+        ValueError: ranks of `everyone` hold other shards of a tensor parallel layer; raised before
+            anything is sent.
     """
     sum_over_copies(model, dist.group.WORLD if everyone is None else everyone)
 
@@ -52,7 +57,12 @@ def sum_over_copies(model: nn.Module, replicas: dist.ProcessGroup | None) -> Non
     Args:
         model: this rank's model, after its backward.
         replicas: the ranks that hold everything but experts alike, such as `Mesh.replicas`.
+
+    Raises:
+        ValueError: see `sum_gradients`.
     """
+    if replicas is not None:
+        _require_same_shards(model, replicas)
     held_by = expert_parameters(model)
     grads = {}  # by group
     for param in model.parameters():
@@ -66,3 +76,17 @@ def sum_over_copies(model: nn.Module, replicas: dist.ProcessGroup | None) -> Non
             flat = pack(bucket)
             all_reduce(flat, group)
             unpack(flat, bucket)
+
+
+def _require_same_shards(model, group):
+    """Raise ValueError if ranks of the group hold other shards than this one, experts aside."""
+    ranks = {*dist.get_process_group_ranks(group)} - {dist.get_rank()}
+    for name, module in model.named_modules():
+        if isinstance(module, ShardedModule) and module.splits and not isinstance(module, MoE):
+            others = ranks & {*dist.get_process_group_ranks(module.group)}
+            if others:
+                raise ValueError(
+                    f"{type(module).__name__} {name or 'itself'} has other shards on rank "
+                    f"{', '.join(map(str, sorted(others)))}, whose gradients belong to other "
+                    "parameters: pass the ranks that hold the same shards, such as Mesh.replicas"
+                )
