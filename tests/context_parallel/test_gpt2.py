@@ -7,6 +7,7 @@ from gloo_ranks import first_ranks
 from torch import nn
 
 from naranhi import models
+from naranhi.autograd import Recompute
 from naranhi.context_parallel import (
     cut_sequence,
     gathered_attention,
@@ -113,6 +114,25 @@ def test_logits_and_names_are_those_of_one_process(five):
     assert max(five.call(logits)[:2]) < 1e-12
 
 
+def with_hook(pick):
+    layers = gpt2()
+    pick(layers).register_forward_hook(lambda module, inputs, output: None)
+    return layers
+
+
+def with_forward():
+    layers = gpt2()
+    layers[1].block.attn.forward = layers[1].block.attn.forward
+    return layers
+
+
+def with_subclass():
+    layers = gpt2()
+    attention = layers[2].block.attn
+    attention.__class__ = type("Scaled", (type(attention),), {})
+    return layers
+
+
 def refused():
     group, rank, found = first_ranks(2), dist.get_rank(), {}
     if rank >= 2:
@@ -127,6 +147,12 @@ def refused():
     attempt("order", cut_sequence, gpt2(), group, order="zigzag")
     attempt("layers", cut_sequence, models.mlp(2, 8), group)
     attempt("twice", cut_sequence, cut_sequence(gpt2(), group), group)
+    attempt("hook", cut_sequence, with_hook(lambda layers: layers[2].block.attn), group)
+    attempt("hook at the embedding", cut_sequence, with_hook(lambda layers: layers[0]), group)
+    attempt("hook at a dropout", cut_sequence, with_hook(lambda layers: layers[0].drop), group)
+    attempt("forward", cut_sequence, with_forward(), group)
+    attempt("subclass", cut_sequence, with_subclass(), group)
+    attempt("wrapped", cut_sequence, [gpt2()[0], *map(Recompute, gpt2()[1:])], group)
     model = nn.Sequential(*cut_sequence(gpt2(), group))
     tokens, _ = batch(0)
     attempt("divide", model, tokens[:, :7])
@@ -147,6 +173,12 @@ def test_what_gpt2_refuses(five):
         "order": "order must be one of",
         "layers": "the first layer must be the embedding of models.gpt2",
         "twice": "the first layer must be the embedding of models.gpt2",
+        "hook": "2.block.attn: the forward hook <lambda> would be lost, or see a part",
+        "hook at the embedding": "0: the forward hook <lambda> would be lost",
+        "hook at a dropout": "0.drop: the forward hook <lambda> would be lost",
+        "forward": "1.block.attn: its forward was replaced or compiled, which would be lost",
+        "subclass": "2.block.attn is a Scaled, whose own behaviour would be lost",
+        "wrapped": "layer 1 is a Recompute, not a block or head of models.gpt2",
         "divide": "2 ranks do not divide a sequence of 7",
         "tokens": "rank 0 and rank 1 have different tokens",
         "lengths": "rank 0 and rank 1 have different tokens",

@@ -33,3 +33,23 @@ def is_compiled(module: nn.Module) -> bool:
         or "_orig_mod" in module._modules
         or isinstance(module, torch.jit.ScriptModule)
     )
+
+
+def require_own_forward(module: nn.Module, function: str) -> None:
+    """Raise ValueError if a call of the module runs anything but the forward of its class.
+
+    Args:
+        module: the module that another one will replace.
+        function: the name of the function that replaces it, for the message.
+    """
+    hook = next(hooks_of(module), None)
+    if hook:
+        raise ValueError(
+            f"{hook} would be lost, or see a part of what it saw: make its effect permanent, as "
+            f"prune.remove and remove_weight_norm do, or register it on what {function} returns"
+        )
+    if "forward" in vars(module) or is_compiled(module):
+        raise ValueError(
+            "its forward was replaced or compiled, which would be lost: do that to "
+            f"what {function} returns"
+        )

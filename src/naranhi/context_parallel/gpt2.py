@@ -18,10 +18,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from naranhi.autograd.module_hooks import require_own_forward
 from naranhi.context_parallel.arguments import is_a_shape
 from naranhi.context_parallel.order import ORDERS, positions, split_sequence
 from naranhi.context_parallel.ring import ring_attention
 from naranhi.distributed import agree
+
+# Compared by name: one is of transformers, the other of a package that this one may not import.
+ATTENTIONS = {
+    ("transformers.models.gpt2.modeling_gpt2", "GPT2Attention"),
+    ("naranhi.tensor_parallel.attention", "ParallelAttention"),
+}
 
 
 def cut_sequence(
@@ -45,19 +52,27 @@ def cut_sequence(
 
     Raises:
         ValueError: a layer has dropout, whose masks the ranks would not draw as one process does;
-            a layer attends to more than its own sequence; the order is unknown.
-        TypeError: the layers are not those of `models.gpt2`.
+            a layer attends to more than its own sequence; the order is unknown; or a layer that is
+            replaced would lose hooks, or a forward that was replaced or compiled.
+        TypeError: the layers are not those of `models.gpt2`, or subclasses of them.
     """
-    from naranhi.models.gpt2_blocks import GPT2Block, GPT2Embedding
+    from naranhi.models.gpt2_blocks import GPT2Block, GPT2Embedding, GPT2Head
 
     if order not in ORDERS:
         raise ValueError(f"order must be one of {ORDERS}, not {order!r}")
-    if not layers or not isinstance(layers[0], GPT2Embedding):
+    if not layers or type(layers[0]) is not GPT2Embedding:
         raise TypeError("the first layer must be the embedding of models.gpt2")
+    for number, layer in enumerate(layers[1:], 1):
+        if not isinstance(layer, GPT2Block | GPT2Head):
+            raise TypeError(
+                f"layer {number} is a {type(layer).__name__}, not a block or head of models.gpt2: "
+                "wrap layers, as Recompute does, after cut_sequence"
+            )
     blocks = [layer.block for layer in layers if isinstance(layer, GPT2Block)]
     for name, module in nn.Sequential(*layers).named_modules():
         if isinstance(module, nn.Dropout) and module.p:
             raise ValueError(f"{name} has dropout of {module.p}: make the model with dropout=0.0")
+    _require_replaceable(layers)
     for block in blocks:
         if getattr(block.attn, "is_cross_attention", False) or getattr(
             block.attn, "reorder_and_upcast_attn", False
@@ -67,6 +82,25 @@ def cut_sequence(
         block.attn = SequenceAttention(block.attn, attention, group, order)
     layers[0] = SequenceEmbedding(layers[0], group, order)
     return layers
+
+
+def _require_replaceable(layers):
+    """Raise TypeError or ValueError if embedding or attention would lose behaviour of their own."""
+    lost = {"0": layers[0], "0.drop": layers[0].drop}
+    for number, layer in enumerate(layers):
+        if attention := getattr(getattr(layer, "block", None), "attn", None):
+            name = f"{number}.block.attn"
+            if (type(attention).__module__, type(attention).__name__) not in ATTENTIONS:
+                raise TypeError(
+                    f"{name} is a {type(attention).__name__}, whose own behaviour would be lost: "
+                    "the attention of models.gpt2 is needed"
+                )
+            lost |= {name: attention, f"{name}.resid_dropout": attention.resid_dropout}
+    for name, module in lost.items():
+        try:
+            require_own_forward(module, "cut_sequence")
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
 
 
 class SequenceEmbedding(nn.Module):

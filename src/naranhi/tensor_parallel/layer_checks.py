@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
-from naranhi.autograd.module_hooks import hooks_of, is_compiled
+from naranhi.autograd.module_hooks import require_own_forward
 from naranhi.autograd.parameter_hooks import has_hooks
 
 # Compared by name, because only users of transformers import it.
@@ -123,18 +123,7 @@ def _require_no_parametrization(layer):
 
 
 def _require_own_forward(layer):
-    """Raise ValueError if a call runs anything but the forward of the class."""
-    hook = next(hooks_of(layer), None)
-    if hook:
-        raise ValueError(
-            f"{hook} would be lost, or see a part of what it saw: make its effect permanent, as "
-            "prune.remove and remove_weight_norm do, or register it on what parallelize returns"
-        )
-    if "forward" in vars(layer) or is_compiled(layer):
-        raise ValueError(
-            "its forward was replaced or compiled, which would be lost: do that to "
-            "what parallelize returns"
-        )
+    require_own_forward(layer, "parallelize")
 
 
 def _require_plain(layer, *names):
