@@ -201,6 +201,30 @@ def test_a_layer_in_two_places_stays_one(five, whole_block):
     five.call(used_twice, whole_block)
 
 
+def saved_and_restored():
+    """How far outputs are after a step and a return to the state before, and whether state of
+    parameters that are tied, but not split, stays one tensor."""
+    if not (here := member(2)):
+        return None
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 4), nn.LayerNorm(8))
+    model[3].weight = model[1].weight
+    parallelize(model, {"0": Column(), "2": Row()}, here[0])
+    split = model[:1] + model[2:3]  # the norms are not called
+    x, best = torch.randn(3, 4), full_state_dict(model)
+    before = split(x).detach()
+    split(x).square().sum().backward()
+    torch.optim.SGD(split.parameters(), lr=1.0).step()
+    assert not torch.equal(split(x), before)
+    load_full_state_dict(model, best)
+    return (split(x) - before).abs().max().item(), best["1.weight"] is best["3.weight"]
+
+
+def test_a_full_state_is_a_copy(five):
+    for apart, tied in five.call(saved_and_restored)[:2]:
+        assert apart == 0.0 and tied
+
+
 # --- a backward in two parts ---------------------------------------------------------------------
 
 

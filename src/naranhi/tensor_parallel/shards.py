@@ -108,19 +108,28 @@ def _splits(model):
 def full_state_dict(model: nn.Module | list[nn.Module]) -> dict[str, torch.Tensor]:
     """Return the unsplit model's state_dict on every rank: shards gathered, padding stripped.
 
+    All tensors are copies, also of parameters that are not split.
+
     Args:
         model: a module, or a list of layers, split by `parallelize`, or some of its layers; every
             rank of the tensor group calls this function with the same layers.
     """
     model = as_module(model)
-    splits, state, done = _splits(model), dict(model.state_dict()), {}
-    for name, (split, group) in splits.items():
-        shard = state[name]
-        if shard.data_ptr() not in done:  # a tied parameter has two names
-            pieces = start_gather(shard, group, split.dim)().chunk(split.ranks, split.dim)
-            done[shard.data_ptr()] = split.join(pieces)
-        state[name] = done[shard.data_ptr()]
-    return state
+    split_of, state, whole = splits_of(model), model.state_dict(keep_vars=True), {}
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor):  # extra state
+            continue
+        if value not in whole:  # a tied parameter has two names
+            whole[value] = _whole(value.detach(), *split_of.get(value, (None, None)))
+        state[name] = whole[value]
+    return dict(state)
+
+
+def _whole(tensor, split, group):
+    """Return a copy of the whole tensor, of which this rank has a shard if there is a split."""
+    if split is None:
+        return tensor.clone()
+    return split.join(start_gather(tensor, group, split.dim)().chunk(split.ranks, split.dim))
 
 
 @torch.no_grad()
