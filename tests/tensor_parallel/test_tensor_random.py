@@ -28,6 +28,28 @@ def all_differ(x, group):
     return not any(torch.equal(one, other) for i, one in enumerate(table) for other in table[:i])
 
 
+def modes(sequence):
+    """By name, which modules of a model are in training: before `parallelize` and after it."""
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return None
+    layers = models.gpt2(models.gpt2_config(16, 12, 16, 4, 1), True, 0.5)
+    model = nn.ModuleList(layers)
+    model[1].block.attn.resid_dropout.eval()
+    model[1].block.mlp.eval()
+    model[0].drop.eval()
+    before = {name: module.training for name, module in model.named_modules()}
+    parallelize(layers, gpt2_plan(), group, sequence=sequence)
+    after = nn.ModuleList(layers).named_modules()
+    return before, {name: module.training for name, module in after}
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_frozen_dropouts_stay_frozen(five, sequence):
+    for before, after in five.call(modes, sequence)[:2]:
+        assert after == before and not all(before.values())
+
+
 def numbers(ranks):
     group, rank = first_ranks(ranks), dist.get_rank()
     if rank >= ranks:

@@ -103,7 +103,7 @@ def _new_layers(module, plan, group, sequence):
             new[name] = chosen[name].cut(layers[name], group, sequence)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{name}: {error}") from error
-        new[name].train(layers[name].training)
+        new[name].training = layers[name].training  # its children keep their own
     _tie(layers, new)
     for name, other in sharing_memory(module.named_parameters()):
         if {name.rpartition(".")[0], other.rpartition(".")[0]} & new.keys():
