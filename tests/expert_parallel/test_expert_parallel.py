@@ -8,7 +8,8 @@ import torch.distributed as dist
 from gloo_ranks import first_ranks
 from plain_experts import mixture
 
-from naranhi.expert_parallel import MoE, sum_gradients
+from naranhi.expert_parallel import ExpertsMLP, MoE, sum_gradients
+from naranhi.precision import LossScaler
 
 HIDDEN, FFN, EXPERTS = 6, 10, 12  # 1 to 4 ranks divide the experts
 COEFFICIENT = 0.3  # of the auxiliary loss: large, so that nobody can miss it
@@ -279,3 +280,22 @@ def in_bfloat16():
 
 def test_the_router_decides_in_float32(five):
     five.call(in_bfloat16)
+
+
+def with_a_loss_scale():
+    """The router's gradient without a loss scale, and with one that `coefficient` has too."""
+    group, rank, gradients = first_ranks(2), dist.get_rank(), []
+    if rank >= 2:
+        return None
+    for scale in (1.0, 2.0**10):
+        scaler, mlp = LossScaler(scale), ExpertsMLP(layer(group), coefficient=COEFFICIENT)
+        mlp.coefficient *= scaler.scale
+        (mlp(shares(SIZES)[rank][0][None]).square().sum() * scaler.scale).backward()
+        scaler.unscale_([param.grad for param in mlp.parameters()])
+        gradients.append(mlp.moe.router.weight.grad)
+    return gradients
+
+
+def test_the_coefficient_is_read_in_each_forward_and_follows_a_loss_scale(five):
+    for plain, scaled in five.call(with_a_loss_scale)[:2]:
+        assert torch.equal(plain, scaled)

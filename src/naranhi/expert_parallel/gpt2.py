@@ -27,11 +27,15 @@ class ExpertsMLP(nn.Module):
         moe: the mixture of experts.
         coefficient: what the auxiliary loss is multiplied with where each forward adds it to the
             loss by itself, as the stages of a pipeline and recomputed blocks need it; None where
-            `auxiliary_loss` is added to the loss.
+            `auxiliary_loss` is added to the loss. The backward does not see by what the loss was
+            multiplied: see the attribute.
         tensor: a tensor group, whose ranks have the same tokens; each takes its part of the
             sequence to the experts. None without one, or where tokens are divided already.
 
     Attributes:
+        coefficient: read in each forward. With a scaled loss (`precision.LossScaler`,
+            `torch.amp.GradScaler`), set it before each step to the coefficient x the scale, in all
+            these layers; otherwise unscaling divides the gradient of the auxiliary loss away.
         auxiliary: the auxiliary loss of the last forward.
     """
 
