@@ -9,8 +9,15 @@ from expert_gpt2 import backward, gpt2, rows_of
 from gloo_ranks import Ranks, first_ranks
 from torch import nn
 
-from naranhi.expert_parallel import MoE, route
+from naranhi import models
+from naranhi.expert_parallel import MoE, add_experts, route
 from naranhi.measure import baselines
+from naranhi.tensor_parallel import (
+    gpt2_plan,
+    parallelize,
+    sum_sequence_gradients,
+    vocabulary_cross_entropy,
+)
 
 STEPS = 20
 
@@ -45,6 +52,36 @@ def test_gpt2_with_experts_trains_as_in_one_process(five, ranks, copies, factor)
     apart, first, last = five.call(beside_one_process, ranks, factor, copies)[0]
     assert last < first - 1.0
     assert apart <= 1e-5
+
+
+def routers_on_a_tensor_group(sequence):
+    """How far the router's gradient is from one process's, before it is summed and after."""
+    group, rank = first_ranks(2), dist.get_rank()
+    singles = [dist.new_group([single]) for single in range(2)]
+    if rank >= 2:
+        return None
+
+    def gpt2_with_experts(own, **options):
+        torch.manual_seed(0)
+        layers = models.gpt2(models.gpt2_config(16, 16, 16, 4, 2), True, 0.0)
+        return add_experts(layers, 4, 1, own, coefficient=0.01, **options)
+
+    plain = gpt2_with_experts(singles[rank])
+    split = gpt2_with_experts(singles[rank], replicas=group, tensor=group, sequence=sequence)
+    parallelize(split, gpt2_plan(), group, sequence=sequence)
+    tokens = torch.arange(32).view(2, 16) % 13
+    models.loss(nn.Sequential(*plain)(tokens), tokens).backward()
+    vocabulary_cross_entropy(nn.Sequential(*split)(tokens), tokens, group).backward()
+    expected, found = (layers[2].block.mlp.moe.router.weight for layers in (plain, split))
+    before = (found.grad - expected.grad).abs().max().item()
+    sum_sequence_gradients(split)
+    return before, (found.grad - expected.grad).abs().max().item()
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_routers_on_a_tensor_group_need_their_sum(five, sequence):
+    for before, after in five.call(routers_on_a_tensor_group, sequence)[:2]:
+        assert before > 1e-2 and after <= 1e-5
 
 
 # --- DeepSpeed's layer ---------------------------------------------------------------------------

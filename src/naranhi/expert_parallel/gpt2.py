@@ -115,7 +115,9 @@ def add_experts(
         replicas: see `MoE`.
         coefficient: see `ExpertsMLP`.
         tensor: the tensor group over which `tensor_parallel.parallelize` will split what is left.
-            Its ranks have copies of the experts, and other tokens: `replicas` must have them.
+            Its ranks have copies of the experts, and other tokens: `replicas` must have them. With
+            `sequence` or without, each of its ranks has the routers' gradients of its tokens only:
+            call `tensor_parallel.sum_sequence_gradients` once per step.
         sequence: whether it will split the activations, too.
 
     Raises:
