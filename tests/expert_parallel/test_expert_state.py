@@ -131,17 +131,19 @@ def test_ranks_with_other_experts_are_no_replicas(five, listener):
         ), rank
 
 
-def copied():
+def copied(explicit):
     """On a rank: whether a copy made after a forward computes the same, from no forward."""
+    group = dist.new_group(range(5)) if explicit else None
     torch.manual_seed(0)
-    mlp = ExpertsMLP(MoE(4, 8, 5, 2))
-    x = torch.randn(2, 3, 4)
+    mlp = ExpertsMLP(MoE(4, 8, 5, 2, group), tensor=group)
+    x = torch.randn(2, 5, 4)
     expected = mlp(x)
     copy = deepcopy(mlp)
     assert copy.auxiliary is None and mlp.auxiliary is not None
-    assert mlp.moe.up is not copy.moe.up
+    assert mlp.moe.up is not copy.moe.up and copy.moe.group is copy.tensor is group
     return torch.equal(copy(x), expected)
 
 
-def test_a_layer_is_copied_after_a_forward(five):
-    assert five.call(copied) == [True] * 5
+@pytest.mark.parametrize("explicit", [False, True])
+def test_a_layer_is_copied_after_a_forward(five, explicit):
+    assert five.call(copied, explicit) == [True] * 5

@@ -27,7 +27,11 @@ def assign(model):
     return model
 
 
-CHANGES = {"unfrozen": lambda model: model.requires_grad_(True), "assigned": assign}
+CHANGES = {
+    "unfrozen": lambda model: model.requires_grad_(True),
+    "assigned": assign,
+    "copied": copy.deepcopy,
+}
 
 
 def models_of(how, group):

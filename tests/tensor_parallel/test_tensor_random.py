@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from gloo_ranks import first_ranks
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from naranhi import models
 from naranhi.tensor_parallel import fork_rng, gpt2_plan, parallelize
@@ -48,6 +49,32 @@ def modes(sequence):
 def test_frozen_dropouts_stay_frozen(five, sequence):
     for before, after in five.call(modes, sequence)[:2]:
         assert after == before and not all(before.values())
+
+
+def averaged(sequence):
+    """How far the average of a split model, a deep copy at first, is from the model's outputs, and
+    whether tied weights of the copy are one."""
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return None
+    torch.manual_seed(0)
+    layers = models.gpt2(models.gpt2_config(16, 12, 16, 4, 1), True, 0.5)
+    parallelize(layers, gpt2_plan(), group, sequence=sequence)
+    model, tokens = nn.Sequential(*layers), torch.arange(12).view(1, 12)
+    average, outputs = AveragedModel(model), []
+    average.update_parameters(model)
+    assert average.module[0].wte.weight is not layers[0].wte.weight
+    for other in (model, average):
+        torch.manual_seed(1)
+        outputs.append(other(tokens))
+    tied = average.module[0].wte.weight is average.module[-1].lm_head.weight
+    return (outputs[0] - outputs[1]).abs().max().item(), tied
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_split_model_is_averaged(five, sequence):
+    for apart, tied in five.call(averaged, sequence)[:2]:
+        assert apart == 0.0 and tied
 
 
 def numbers(ranks):

@@ -23,6 +23,7 @@ from naranhi.context_parallel.arguments import is_a_shape
 from naranhi.context_parallel.order import ORDERS, positions, split_sequence
 from naranhi.context_parallel.ring import ring_attention
 from naranhi.distributed import agree
+from naranhi.distributed.shared_groups import SharesGroups
 
 # Compared by name: one is of transformers, the other of a package that this one may not import.
 ATTENTIONS = {
@@ -103,7 +104,7 @@ def _require_replaceable(layers):
             raise ValueError(f"{name}: {error}") from error
 
 
-class SequenceEmbedding(nn.Module):
+class SequenceEmbedding(SharesGroups, nn.Module):
     """Embed this rank's positions of tokens that every rank has whole.
 
     Args:
@@ -141,7 +142,7 @@ class SequenceEmbedding(nn.Module):
         return self.wte(own) + self.wpe(place.unsqueeze(0))
 
 
-class SequenceAttention(nn.Module):
+class SequenceAttention(SharesGroups, nn.Module):
     """GPT-2's attention of this rank's positions to all.
 
     Args:

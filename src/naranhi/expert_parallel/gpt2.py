@@ -14,13 +14,14 @@ from torch import nn
 from torch.autograd import Function
 from torch.autograd.function import FunctionCtx
 
+from naranhi.distributed.shared_groups import SharesGroups
 from naranhi.expert_parallel.moe import MoE
 from naranhi.models import GPT2Block
 from naranhi.tensor_parallel.mappings import gather_from_group, scatter_to_group
 from naranhi.tensor_parallel.sequence_gradients import mark_sequence_module
 
 
-class ExpertsMLP(nn.Module):
+class ExpertsMLP(SharesGroups, nn.Module):
     """A mixture of experts where a block has its MLP.
 
     Args:

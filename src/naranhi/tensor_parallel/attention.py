@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
+from naranhi.distributed.shared_groups import SharesGroups
 from naranhi.tensor_parallel.layer_checks import require_attention
 from naranhi.tensor_parallel.random import fork_rng
 
 
-class ParallelAttention(nn.Module):
+class ParallelAttention(SharesGroups, nn.Module):
     """Compute some heads of GPT-2's attention (`transformers`' GPT2Attention) on each rank.
 
     Input and output are (batch, sequence, hidden), the same on every rank; with sequence

@@ -48,6 +48,9 @@ def parallelize(
 ) -> nn.Module | list[nn.Module]:
     """Split a model's layers over the ranks of a group, in place, and return the model.
 
+    `copy.deepcopy` of the model works in the same group. It cannot be pickled (`torch.save` of the
+    whole model) unless `group` is None.
+
     Args:
         model: a module, or a list of layers, with the same weights on every rank (built from the
             same seed, or loaded). Each rank keeps its own shard of the parameters that are split.

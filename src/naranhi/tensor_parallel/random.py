@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from naranhi.distributed.shared_groups import SharesGroups
 from naranhi.tensor_parallel.mappings import stays
 
 
@@ -45,7 +46,7 @@ def fork_rng(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> Iterato
         generator.set_state(before)
 
 
-class ShardedDropout(nn.Dropout):
+class ShardedDropout(SharesGroups, nn.Dropout):
     """Dropout inside the split region: each rank of the group draws its own random numbers.
 
     Args:

@@ -16,6 +16,7 @@ from torch import nn
 
 from naranhi.autograd.parameter_hooks import hooks_of_parameter
 from naranhi.collectives.buckets import buckets, pack, unpack
+from naranhi.distributed.shared_groups import SharesGroups
 from naranhi.tensor_parallel.mappings import start_reduce
 from naranhi.tensor_parallel.shards import ShardedModule, as_module
 
@@ -33,7 +34,7 @@ def sequence_parameters(
         if isinstance(module, ShardedModule) and module.sequence:
             group, splits = module.group, module.splits
         elif "_sequence_group" in vars(module):
-            group, splits = module._sequence_group, {}
+            group, splits = module._sequence_group.group, {}
         else:
             continue
         params |= {
@@ -46,7 +47,14 @@ def sequence_parameters(
 
 def mark_sequence_module(module: nn.Module, group: dist.ProcessGroup | None) -> None:
     """Mark a module, such as a norm, as running on this rank's part of the sequence."""
-    module._sequence_group = group
+    module._sequence_group = _Group(group)
+
+
+class _Group(SharesGroups):
+    """A module's attribute that copies of the module share."""
+
+    def __init__(self, group):
+        self.group = group
 
 
 def sum_before_other_hooks(model: nn.Module | list[nn.Module]) -> None:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from naranhi.distributed.shared_groups import SharesGroups
 from naranhi.tensor_parallel.mappings import start_gather
 
 
@@ -50,7 +51,7 @@ class Split(NamedTuple):
         return whole.narrow(self.dim, 0, self.size)
 
 
-class ShardedModule(nn.Module):
+class ShardedModule(SharesGroups, nn.Module):
     """A layer of which each rank of a group holds a shard.
 
     Args:
