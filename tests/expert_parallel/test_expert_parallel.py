@@ -299,3 +299,22 @@ def with_a_loss_scale():
 def test_the_coefficient_is_read_in_each_forward_and_follows_a_loss_scale(five):
     for plain, scaled in five.call(with_a_loss_scale)[:2]:
         assert torch.equal(plain, scaled)
+
+
+def on_another_default_device():
+    """Output and gradient of a step; inside, new tensors are on the meta device by default."""
+    group, rank, results = first_ranks(2), dist.get_rank(), []
+    if rank >= 2:
+        return None
+    for device in ("cpu", "meta"):
+        moe, tokens = layer(group), shares(SIZES)[rank][0].requires_grad_()
+        with torch.device(device):
+            output, auxiliary = moe(tokens)
+            (output.square().sum() + auxiliary).backward()
+        results.append([output.detach(), tokens.grad, moe.router.weight.grad, moe.up.grad])
+    return results
+
+
+def test_the_default_device_does_not_matter(five):
+    for expected, found in five.call(on_another_default_device)[:2]:
+        assert all(map(torch.equal, expected, found))

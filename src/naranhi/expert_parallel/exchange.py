@@ -73,7 +73,7 @@ def reorder(rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
         rows: (rows, ...).
         order: each row's index once, on the CPU; if it is 0, 1, 2, ... nothing is copied.
     """
-    if torch.equal(order, torch.arange(len(order))):
+    if torch.equal(order, torch.arange(len(order), device="cpu")):
         return rows
     return _Reorder.apply(rows, order.to(rows.device))
 

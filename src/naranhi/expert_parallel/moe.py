@@ -172,7 +172,7 @@ class MoE(ShardedModule):
             received: how many of them each rank sent to each expert here, (ranks, own experts).
         """
         sizes = received.sum(0).tolist()
-        by_expert = torch.arange(len(sizes)).repeat(len(received))
+        by_expert = torch.arange(len(sizes), device="cpu").repeat(len(received))
         by_expert = by_expert.repeat_interleave(received.flatten()).argsort(stable=True)
         rows = reorder(rows, by_expert)
         rows = grouped_mm(F.gelu(grouped_mm(rows, self.up, sizes)), self.down, sizes)
