@@ -29,7 +29,8 @@ class MoE(ShardedModule):
 
     `splits` says which experts a rank holds, as in a tensor parallel layer. So a gradient norm
     (`tensor_parallel.clip_grad_norm_`) counts each expert once, and `full_state_dict` and
-    `Checkpoints` have them all.
+    `Checkpoints` have them all. `state_dict` has this rank's only, in plain tensors, which
+    `torch.distributed.checkpoint` takes for copies.
 
     Args:
         hidden: the size of a token.

@@ -51,6 +51,20 @@ def parallelize(
     `copy.deepcopy` of the model works in the same group. It cannot be pickled (`torch.save` of the
     whole model) unless `group` is None.
 
+    Some mistakes are not detected:
+
+    - A trained parameter that the plan does not name has to be used on activations that every rank
+      holds whole. Between a column-parallel and a row-parallel layer (PReLU, norms of queries and
+      keys), each rank computes a part of its gradient, and nothing sums the parts. With `sequence`,
+      the same happens outside (LayerScale), unless the plan names it as `SequenceParallel()`.
+    - A dropout between a column-parallel and a row-parallel layer draws the same mask on every
+      rank, unless it is a `random.ShardedDropout`.
+    - `state_dict()` returns this rank's shards as plain tensors. `torch.distributed.checkpoint`
+      takes them for copies, and saves those of one rank: use `checkpoint.Checkpoints`, or
+      `full_state_dict`.
+    - With `sequence`, parameters need hooks on every rank of the group or on none, because the
+      gradient of a parameter with hooks is summed in the backward.
+
     Args:
         model: a module, or a list of layers, with the same weights on every rank (built from the
             same seed, or loaded). Each rank keeps its own shard of the parameters that are split.
