@@ -60,6 +60,21 @@ def test_a_linear_layer_of_any_dtype_and_number_of_rows(dtype, rows):
         torch.testing.assert_close(grad, expected)
 
 
+def test_a_gradient_has_the_strides_of_its_weight():
+    """Fused optimizers read both in the order of memory, whatever their strides."""
+    plain = nn.Linear(WIDTH, WIDTH)
+    plain.weight = nn.Parameter(torch.randn(WIDTH, WIDTH).t())
+    (layer,) = splittable([copy.deepcopy(plain)])
+    x = torch.randn(3, WIDTH)
+    for _ in range(2):
+        split_backward_of(layer(x).square().sum(), layer)
+        plain(x).square().sum().backward()
+    assert layer.weight.grad.stride() == layer.weight.stride() == (1, WIDTH)
+    for model in (plain, layer):
+        torch.optim.AdamW(model.parameters(), lr=0.1, fused=True).step()
+    torch.testing.assert_close(layer.weight, plain.weight)
+
+
 # --- a module stays what it is -------------------------------------------------------------------
 
 

@@ -174,6 +174,33 @@ def test_a_tied_matrix_may_be_conjugated(five, conjugated):
     assert max(five.call(tied_complex, conjugated)[:2]) < 1e-12
 
 
+def tied_strides():
+    """On a rank: how far a tied gradient is from one process's, if each rank has it in an order."""
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return pipeline.join_group_creation()
+    torch.manual_seed(0)
+    x, matrix = torch.randn(2, 4, 4, dtype=torch.float64)
+    given = nn.Parameter(matrix.clone()), nn.Parameter(matrix.clone())
+    alone, layers = ([Product(one, False) for _ in range(2)] for one in given)
+    squared_error(alone[1](alone[0](x)), 0.0).backward()
+    if rank:
+        given[1].register_post_accumulate_grad_hook(transpose_gradient)
+    loss_of = lambda output, _: squared_error(output, 0.0)  # noqa: E731
+    with pipeline.Pipeline(layers, schedules.gpipe(2, 2), loss_of, group=group) as pipe:
+        pipe.step(x, x, 1)
+        dist.barrier(group)
+    return (given[1].grad - given[0].grad).abs().max().item()
+
+
+def transpose_gradient(parameter):
+    parameter.grad = parameter.grad.t().contiguous().t()
+
+
+def test_tied_gradients_are_summed_whatever_their_strides(five):
+    assert max(five.call(tied_strides)[:2]) < 1e-12
+
+
 def no_seed(what):
     """On a rank: the error where ranks have made their layers differently."""
     rank = dist.get_rank()

@@ -102,7 +102,9 @@ class Sharing:
 def _add(starts):
     for weight, grad in starts:
         if weight.grad is None:
-            weight.grad = grad
+            # As autograd does: fused optimizers read a gradient in the order of its weight.
+            same = grad.stride() == weight.stride()
+            weight.grad = grad if same else torch.empty_like(weight).copy_(grad)
         else:
             weight.grad += grad
 

@@ -133,8 +133,12 @@ class TiedWeight:
         if self.parameter.grad is None:
             self.parameter.grad = torch.zeros_like(self.parameter)
         # Autograd conjugates by a flag, which no message has.
-        self.parameter.grad = self.parameter.grad.resolve_conj().resolve_neg()
-        dist.all_reduce(self.parameter.grad, group=self.group)
+        self.parameter.grad = grad = self.parameter.grad.resolve_conj().resolve_neg()
+        # A message is memory in its order, which strides may make another on another rank.
+        total = grad.contiguous()
+        dist.all_reduce(total, group=self.group)
+        if total is not grad:
+            grad.copy_(total)
         if self.before is not None:
             self.parameter.grad += self.before
             self.before = None
