@@ -60,6 +60,22 @@ def test_a_linear_layer_of_any_dtype_and_number_of_rows(dtype, rows):
         torch.testing.assert_close(grad, expected)
 
 
+@pytest.mark.parametrize("split", [False, True])
+def test_a_linear_layer_without_autocast_in_a_backward_with_it(split):
+    """As a head that is kept in fp32 has it, if a step as a whole is under autocast."""
+    plain, x = nn.Linear(WIDTH, WIDTH), torch.randn(3, WIDTH)
+    (layer,) = splittable([copy.deepcopy(plain)])
+    xs = [x.clone().requires_grad_() for _ in range(2)]
+    plain(xs[0]).square().sum().backward()
+    with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", enabled=False):
+            loss = layer(xs[1]).square().sum()
+        split_backward_of(loss, layer) if split else loss.backward()
+    assert torch.equal(xs[1].grad, xs[0].grad)
+    for grad, expected in zip(gradients_of(layer), gradients_of(plain), strict=True):
+        torch.testing.assert_close(grad, expected)
+
+
 def test_a_gradient_has_the_strides_of_its_weight():
     """Fused optimizers read both in the order of memory, whatever their strides."""
     plain = nn.Linear(WIDTH, WIDTH)

@@ -26,6 +26,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from naranhi.autograd.autocast import without_autocast
 from naranhi.autograd.calls import Call
 from naranhi.autograd.graph import find_stranger, has_group_norm
 from naranhi.autograd.module_hooks import is_compiled
@@ -231,12 +232,14 @@ class _Linear(torch.autograd.Function):
         @torch.no_grad()
         def to_weights():
             rows = grad.reshape(-1, grad.shape[-1])
-            return (
-                rows.t() @ x.reshape(-1, x.shape[-1]).conj() if wants_weight else None,
-                rows.sum(0) if wants_bias else None,
-            )
+            with without_autocast():  # the forward had none
+                return (
+                    rows.t() @ x.reshape(-1, x.shape[-1]).conj() if wants_weight else None,
+                    rows.sum(0) if wants_bias else None,
+                )
 
-        to_x, later = grad @ weight.conj() if wants_x else None, ctx.layer.later
+        with without_autocast():
+            to_x, later = grad @ weight.conj() if wants_x else None, ctx.layer.later
         if later is None:
             return None, to_x, *to_weights()
         trained = [param for param in ctx.weights if param is not None and param.requires_grad]
