@@ -12,9 +12,10 @@ from gloo_ranks import first_ranks
 from plain_loop import squared_error
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional
 
 from naranhi import pipeline, schedules
-from naranhi.autograd import Recompute, splittable
+from naranhi.autograd import FunctionLayer, Recompute, splittable
 
 ROWS, WIDTH, PARTS = 12, 8, 3
 
@@ -440,6 +441,28 @@ def test_layers_that_no_pipeline_can_have(five, make, words):
     """Refused on every rank before anything is sent."""
     for told in five.call(refusal, make)[:2]:
         assert told == f"ValueError: {words}"
+
+
+def by_argument():
+    first = nn.Linear(WIDTH, WIDTH)
+    return [first, nn.Linear(WIDTH, WIDTH), FunctionLayer(functional.linear, first.weight)]
+
+
+def by_closure():
+    first = nn.Linear(WIDTH, WIDTH)
+    return [first, nn.Linear(WIDTH, WIDTH), Function(lambda x: x @ first.weight)]
+
+
+@pytest.mark.parametrize("trial", ["shapes", "data"])
+@pytest.mark.parametrize("make", [by_argument, by_closure])
+def test_a_weight_that_a_stage_uses_unregistered(five, make, trial):
+    """It would not be tied to that of the stage that has it. In one stage, there is only one."""
+    for told in five.call(functools.partial(refusal, make, trial=trial))[:2]:
+        assert told.startswith(
+            "ValueError: the stage that begins at layer 2 uses a parameter of shape (8, 8) that is "
+            "registered in none of its layers"
+        )
+    assert five.call(functools.partial(differs, make, 1, trial=trial))[0] == []
 
 
 class Conjugate(nn.Module):

@@ -27,11 +27,18 @@ def find_stranger(
 
     A leaf is a tensor that requires a gradient and was not computed.
     """
+    return next(strangers(nodes, known), None)
+
+
+def strangers(
+    nodes: Iterable[torch.autograd.graph.Node],
+    known: Iterable[torch.Tensor],
+) -> Iterator[torch.Tensor]:
+    """Yield the leaves of the graph behind these nodes that are not in `known`."""
     known = {id(tensor) for tensor in known}
     for node in graph_behind(nodes):
         if node.name().endswith("AccumulateGrad") and id(node.variable) not in known:
-            return node.variable
-    return None
+            yield node.variable
 
 
 def has_group_norm(nodes: Iterable[torch.autograd.graph.Node], name: str) -> bool:

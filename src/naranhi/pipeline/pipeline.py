@@ -52,10 +52,11 @@ class Pipeline:
         layers: the whole model, the same on every rank. Each layer takes one argument and returns
             one value: a tensor or a tuple of tensors. A rank keeps only its own layers. A parameter
             that is used on several ranks is *tied*: each has a copy, and each copy receives the sum
-            of the gradients of all copies, so that the copies stay equal.
+            of the gradients of all copies, so that the copies stay equal. Each layer that uses it
+            must have it as a registered parameter.
         schedule: as `naranhi.schedules` makes them, for as many ranks as the group has.
         loss_fn: `loss_fn(output, targets)` of a micro-batch, a scalar: the *sum* over its valid
-            tokens (rows, ...).
+            tokens (rows, ...). Weights of other stages than the last receive no gradient from it.
         balance: the number of layers of each virtual stage; see `cut`.
         group: the process group, None for the default one.
         optimizer: for a schedule that updates weights within a step, a function that makes a torch

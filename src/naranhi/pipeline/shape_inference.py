@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
 
+from naranhi.autograd.graph import strangers
 from naranhi.pipeline.dry_run import CreatedTensors, copied, storages, without_a_trace
 from naranhi.pipeline.stage_signature import StageSignature, as_tuple, name_of
 
@@ -35,9 +36,10 @@ def infer(layers: Iterable[nn.Module], boundary: StageSignature, first: int = 0)
 
     Raises:
         TypeError: a layer returns anything but a tensor or a tuple of tensors.
-        ValueError: a layer does not take its input, or needs values (the cause is attached); or a
-            cache or a hook outside the layers keeps a tensor of the trial, which it would later
-            find without values.
+        ValueError: a layer does not take its input, or needs values (the cause is attached); a
+            layer uses a parameter that is registered in none of the layers; or a cache or a hook
+            outside the layers keeps a tensor of the trial, which it would later find without
+            values.
     """
     layers, mode = list(layers), FakeTensorMode(allow_non_fake_inputs=True)
     with without_a_trace(), mode, CreatedTensors(name_of(first, layers[0])) as created:
@@ -64,6 +66,7 @@ def infer(layers: Iterable[nn.Module], boundary: StageSignature, first: int = 0)
                 " (layers are tried on shapes, without values: for one that needs "
                 f"values, {WAY_OUT})",
             )
+        _refuse_strangers(value, [*layers, *copies], first)
         result = StageSignature.of(value, storages(copies))
     del copies, layer, value
     survivor = created.survivor()
@@ -107,6 +110,7 @@ def infer_data(
         for number, layer in enumerate(copies, first):
             value = _tried(number, layer, value)
             require_values(value, number, layer)
+        _refuse_strangers(value, [*layers, *copies], first)
         return (
             StageSignature.of(value, storages(copies)),
             [tensor.detach() for tensor in as_tuple(value)],
@@ -134,6 +138,22 @@ def _tried(number, layer, value, hint=""):
         ) from error
     require_tensors(value, number, layer)
     return value
+
+
+def _refuse_strangers(value, layers, first):
+    """Raise ValueError if outputs depend on a parameter that none of a stage's layers has.
+
+    Another stage may have it: each would then add its part of the gradient to a copy of its own.
+    """
+    nodes = [tensor.grad_fn for tensor in as_tuple(value) if tensor.grad_fn is not None]
+    for leaf in strangers(nodes, nn.ModuleList(layers).parameters()):
+        if isinstance(leaf, nn.Parameter):
+            raise ValueError(
+                f"the stage that begins at layer {first} uses a parameter of shape "
+                f"{tuple(leaf.shape)} that is registered in none of its layers: if another stage "
+                "has it, its gradient would be incomplete; make it an attribute of the module "
+                "that uses it, and the copies are tied"
+            )
 
 
 def require_tensors(value: object, number: int, layer: nn.Module) -> None:
