@@ -201,6 +201,35 @@ def test_tied_gradients_are_summed_whatever_their_strides(five):
     assert max(five.call(tied_strides)[:2]) < 1e-12
 
 
+def loaded(assign):
+    """On a rank: the error of a step after rank 1 has loaded weights, None without one."""
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return pipeline.join_group_creation()
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
+    x = torch.randn(4, WIDTH)
+    with pipeline.Pipeline(layers, schedules.gpipe(2, 2), squared_error, group=group) as pipe:
+        values = {name: value.clone() for name, value in layers[1].state_dict().items()}
+        layers[1].load_state_dict(values, assign=assign and rank == 1)
+        try:
+            pipe.step(x, x, 1)
+        except RuntimeError as error:
+            return str(error)
+        finally:
+            dist.barrier(group)
+    return None
+
+
+def test_a_replaced_parameter_is_refused_on_every_rank(five):
+    assert five.call(loaded, False)[:2] == [None, None]
+    for told in five.call(loaded, True)[:2]:
+        assert told.startswith(
+            "rank 1 of the pipeline: weight of layer 1 (Linear) was replaced since the Pipeline "
+            "was made"
+        )
+
+
 def no_seed(what):
     """On a rank: the error where ranks have made their layers differently."""
     rank = dist.get_rank()

@@ -21,6 +21,28 @@ class Positions(nn.Module):
         return (x.transpose(0, 1) + self.position.view(3, 1, 4)) * 2
 
 
+class Loss(Positions):
+    """The same in a loss: the outputs of the stage are its inputs."""
+
+    def forward(self, output, target):
+        return super().forward(output).sum()
+
+
+@pytest.mark.parametrize("versions", [False, True])
+def test_a_gradient_on_its_way_is_not_added_to_by_the_loss(versions):
+    loss = Loss()
+    stage = Stage([nn.Identity()], 0, loss)
+    if versions:
+        stage.weights = WeightStash(stage, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    stage.begin()
+    handed_on, signature = [], StageSignature.of(torch.zeros(1, 3, 4, requires_grad=True))
+    for k in range(3):
+        stage.run_forward(k, [torch.randn(1, 3, 4)], signature, signature, None, 1)
+        handed_on += stage.run_backward(k, None)
+    assert all(torch.equal(one, torch.full((1, 3, 4), 2.0)) for one in handed_on)
+    assert torch.equal(loss.position.grad, torch.full((3, 4), 6.0))
+
+
 @pytest.mark.parametrize("versions", [False, True])
 def test_a_gradient_on_its_way_is_not_added_to(versions):
     stage = Stage([Positions()], 0)

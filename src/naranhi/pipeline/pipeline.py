@@ -21,7 +21,7 @@ from naranhi.expert_parallel import expert_parameters, sum_over_copies
 from naranhi.pipeline.groups import AGREEMENT, key_of, let_go, new_groups
 from naranhi.pipeline.messages import Messages
 from naranhi.pipeline.microbatches import Microbatches
-from naranhi.pipeline.preparation import prepared
+from naranhi.pipeline.preparation import prepared, refuse_gradients
 from naranhi.pipeline.row import Row
 from naranhi.pipeline.sharding import zero_stage
 from naranhi.pipeline.signatures import StageSignatures
@@ -289,12 +289,11 @@ class Pipeline:
                 inputs, targets, count, self.schedule.microbatches, self.last in self.stages
             )
             first = batch.first()
+            for stage in self.stages.values():
+                stage.require_same_parameters()
             sums = (self.replicas or any(self._experts.values())) and torch.is_grad_enabled()
-            if sums and any(param.grad is not None for param in self.parameters()):
-                raise RuntimeError(
-                    "a parameter still has a gradient of an earlier step, and that is a sum over "
-                    "the replicas already: call zero_grad() first"
-                )
+            if sums:
+                refuse_gradients(self.parameters())
         except Exception as reason:  # agree() raises it on every rank
             error = reason
         return batch, *self._boundaries.agree(first, error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -74,3 +74,12 @@ def prepared(
     except ValueError as error:
         local["error"] = error
     return local, parts, tied
+
+
+def refuse_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Raise RuntimeError if a parameter has a gradient before a step that sums over replicas."""
+    if any(parameter.grad is not None for parameter in parameters):
+        raise RuntimeError(
+            "a parameter still has a gradient of an earlier step, and that is a sum over the "
+            "replicas already: call zero_grad() first"
+        )

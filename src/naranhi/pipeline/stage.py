@@ -51,7 +51,7 @@ class Stage(nn.Module):
     ) -> None:
         super().__init__()
         self.layers, self.first, self.loss = nn.ModuleList(layers), first, loss
-        self.weights, self._own = None, list(self.layers.parameters())
+        self.weights, self._names = None, self._parameter_names()
         self._splittable = [
             module for module in self.layers.modules() if isinstance(module, Splittable)
         ]
@@ -60,8 +60,33 @@ class Stage(nn.Module):
     def begin(self) -> None:
         """Discard what an earlier step has left."""
         self.total, self.losses, self._kept, self._later = None, {}, {}, {}
+        self._own = list(self.parameters())
         if self.weights:
             self.weights.begin()
+
+    def require_same_parameters(self) -> None:
+        """Raise RuntimeError if a parameter is gone that the stage had when it was made.
+
+        Weight versions and ties to other ranks are those of the parameters at that time.
+        """
+        now = set(self.parameters())
+        for parameter, name in self._names.items():
+            if parameter not in now:
+                raise RuntimeError(
+                    f"{name} was replaced since the Pipeline was made (by "
+                    "load_state_dict(assign=True) or to_empty(), say): make a new Pipeline, or "
+                    "copy the values into the parameter"
+                )
+
+    def _parameter_names(self):
+        parts = [(name_of(n, layer), layer) for n, layer in enumerate(self.layers, self.first)]
+        if isinstance(self.loss, nn.Module):
+            parts.append(("the loss", self.loss))
+        return {
+            parameter: f"{name} of {part}"
+            for part, module in parts
+            for name, parameter in module.named_parameters()
+        }
 
     def _reading(self, version):
         return self.weights.reading(version) if self.weights else nullcontext()
@@ -125,7 +150,7 @@ class Stage(nn.Module):
         pairs = [pair for pair in zip(edges, gradients, strict=True) if pair[0]]
         if not pairs:
             return [torch.zeros_like(tensor) for tensor in inputs]
-        own = self.weights.versions[version] if self.weights else self._own
+        own = [*self._own, *(self.weights.versions[version] if self.weights else ())]
         new = [weight for weight in own if weight.grad is None]
         with self._reading(version):
             torch.autograd.backward(*map(list, zip(*pairs, strict=True)))
@@ -136,15 +161,10 @@ class Stage(nn.Module):
     def _dense(self, weight):
         """Return the gradient of a weight, or raise ValueError if it is sparse."""
         if weight.grad.layout is not torch.strided:
-            number, name = next(
-                (number, name)
-                for number, layer in enumerate(self.layers)
-                for name, parameter in layer.named_parameters()
-                if parameter is weight
-            )
+            name = self._parameter_names().get(weight) or self._names[weight]
             raise ValueError(
-                f"{name_of(self.first + number, self.layers[number])}: the gradient of {name} is "
-                "sparse, which a pipeline cannot sum; compute a dense one"
+                f"the gradient of {name} is sparse, which a pipeline cannot sum; compute a dense "
+                "one"
             )
         return weight.grad
 
