@@ -19,17 +19,16 @@ def key_of(
 ) -> tuple[tuple[int, ...], Hashable]:
     """Return the key of a purpose's process group: its ranks in the world, and the purpose.
 
+    The group for agreement numbers its ranks as the pipeline does, which may have an order of its
+    own (`new_group(..., sort_ranks=False)`). The others number them as the world does.
+
     Args:
         purpose: AGREEMENT, a Channel, or the ranks that share a parameter.
         pipeline: the ranks of the pipeline.
     """
-    ranks = (
-        range(dist.get_world_size(pipeline))
-        if purpose == AGREEMENT
-        else purpose[:2]
-        if isinstance(purpose, Channel)
-        else purpose
-    )
+    if purpose == AGREEMENT:
+        return tuple(dist.get_process_group_ranks(pipeline)), purpose
+    ranks = purpose[:2] if isinstance(purpose, Channel) else purpose
     return tuple(sorted(dist.get_global_rank(pipeline, rank) for rank in ranks)), purpose
 
 
@@ -75,9 +74,11 @@ def new_groups(
     for ranks, purpose in dict.fromkeys(
         pair for given in gathered for pair in given.get("groups", ())
     ):
+        order = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}
         group = dist.new_group(
             list(ranks),
             timeout=timedelta(seconds=timeout),
+            **order,
             group_desc="unchecked",
             # The ranks agree through their CPUs, which would otherwise wait for their GPUs.
             backend="gloo" if purpose == AGREEMENT else both,
