@@ -13,7 +13,7 @@ from plain_loop import differences, squared_error
 from torch import nn
 
 from naranhi import measure, models, pipeline, schedules
-from naranhi.autograd import splittable
+from naranhi.autograd import Recompute, splittable
 from naranhi.pipeline import in_threads
 from naranhi.schedules import Schedule
 
@@ -171,6 +171,35 @@ def test_a_pair_in_threads_has_the_callers_grad_mode(five):
     for rank, (_, _, graded, has_loss) in enumerate(five.call(overlapped, in_threads, False)[:2]):
         assert not any(graded)
         assert has_loss == (rank == 0)
+
+
+class TwoMasks(nn.Module):
+    """Draws two masks, with time between them, and records them by what `x` is."""
+
+    def __init__(self):
+        super().__init__()
+        self.drawn = {}
+
+    def forward(self, x):
+        masks = []
+        for _ in range(2):
+            masks.append(torch.empty_like(x).bernoulli_(0.5))
+            time.sleep(0.02)
+        self.drawn.setdefault(x[0, 0].item(), []).append(torch.stack(masks))
+        return x * masks[0] * masks[1]
+
+
+def test_a_recomputation_beside_a_forward_draws_what_it_drew():
+    layer = Recompute(TwoMasks())
+    for _ in range(3):
+        layer.layer.drawn.clear()
+        ones, twos, threes = (torch.full((4, 64), float(n), requires_grad=True) for n in (1, 2, 3))
+        losses = [layer(ones).sum()]
+        losses += in_threads(lambda: [layer(twos).sum()], losses[0].backward)[0]  # noqa: B023
+        losses += in_threads(lambda: [layer(threes).sum()], losses[1].backward)[0]  # noqa: B023
+        losses[2].backward()
+        for first, again in layer.layer.drawn.values():
+            assert torch.equal(first, again)
 
 
 # --- bad input -----------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, contextmanager
+from threading import RLock
 from typing import Any
 
 import torch
@@ -24,6 +25,10 @@ from naranhi.autograd.calls import Call
 from naranhi.autograd.graph import find_stranger
 from naranhi.autograd.parameter_hooks import inner_gradients, wait_where_none
 from naranhi.autograd.wrapper import Wrapper
+
+# A process has one generator for all threads. Held while a recomputation has it restored; a forward
+# in another thread, which may draw meanwhile, has to hold it too.
+GENERATOR = RLock()
 
 
 def recompute(
@@ -133,6 +138,7 @@ class _Circumstances:
     @contextmanager
     def restored(self):
         with ExitStack() as stack:
+            stack.enter_context(GENERATOR)
             stack.enter_context(torch.random.fork_rng(self.gpus))
             torch.set_rng_state(self.random)
             for gpu, state in zip(self.gpus, self.gpus_random, strict=True):

@@ -14,6 +14,8 @@ from contextlib import ExitStack
 
 import torch
 
+from naranhi.autograd.recomputation import GENERATOR
+
 Tensors = list[torch.Tensor]
 
 
@@ -27,6 +29,10 @@ def in_threads(
     and kernels of the two do not overlap: there, pass `Pipeline` a function that uses two streams.
     Layers that communicate need one process group for forwards and another for backwards, because
     ranks must call the collectives of a group in one order.
+
+    A recomputation (`autograd.Recompute`) waits until the forward is over, because it restores the
+    generator from which the forward draws. So recomputed layers must not communicate, and overlap
+    less. Torch's own checkpoints do not wait: there, use layers that draw nothing.
     """
     inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
     kinds = ["cpu"]
@@ -38,6 +44,7 @@ def in_threads(
 
     def run():
         with ExitStack() as stack:
+            stack.enter_context(GENERATOR)
             stack.enter_context(torch.inference_mode(inference))
             stack.enter_context(torch.set_grad_enabled(grad))
             for of_kind in autocast:
