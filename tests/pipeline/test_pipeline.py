@@ -212,6 +212,10 @@ def failure(ranks, case):
         targets = torch.zeros(10, 8)
     elif case == "other inputs":
         inputs = torch.zeros(8, 8 + rank)
+    elif case == "gradient of inputs":
+        inputs = inputs.clone().requires_grad_(rank == 0)
+    elif case == "gradient of targets":
+        targets = targets.clone().requires_grad_()
     count = [1] * 3 if case == "counts" else 1
     try:
         pipeline.run(
@@ -243,6 +247,16 @@ def failure(ranks, case):
         ("split", "ValueError", "0I0 cannot be run"),
         ("ranks", "ValueError", "a schedule of 3 ranks on 2"),
         ("targets", "ValueError", "targets: 4 micro-batches of one size cannot be made of 10 rows"),
+        (
+            "gradient of inputs",
+            "ValueError",
+            "rank 0 of the pipeline: inputs: a tensor (8, 8) requires a gradient",
+        ),
+        (
+            "gradient of targets",
+            "ValueError",
+            "rank 1 of the pipeline: targets: a tensor (8, 8) requires a gradient",
+        ),
         ("counts", "ValueError", "count: 3 numbers for 4 micro-batches"),
         (
             "other inputs",

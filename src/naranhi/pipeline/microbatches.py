@@ -18,7 +18,8 @@ class Microbatches:
     Raises:
         TypeError: the inputs or targets are not tensors with a first dimension, or tuples of such
             tensors.
-        ValueError: `number` does not divide that dimension, or a list of counts has another length.
+        ValueError: `number` does not divide that dimension; a list of counts has another length; or
+            a tensor requires a gradient, which it would not receive.
 
     Attributes:
         inputs: a list of tensors for each micro-batch.
@@ -65,6 +66,11 @@ def _split(name, batch, number):
             rows = " and ".join(str(len(tensor)) for tensor in tensors)
             raise ValueError(
                 f"{name}: {number} micro-batches of one size cannot be made of {rows} rows"
+            )
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"{name}: a tensor {tuple(tensor.shape)} requires a gradient, and a pipeline gives "
+                "it none: put the layers that made it into the pipeline, or detach() it"
             )
     # `.data` has a version counter of its own: a layer may change one part in place while
     # autograd has saved another.

@@ -248,9 +248,10 @@ class Pipeline:
             The loss, a scalar tensor, on the rank of the last stage; None on the other ranks.
 
         Raises:
-            ValueError: the micro-batches do not divide the batch; a list of counts has another
-                length; ranks were given different shapes or circumstances; a layer does not take
-                what the previous one returns, or cannot be tried.
+            ValueError: the micro-batches do not divide the batch; a tensor of it requires a
+                gradient; a list of counts has another length; ranks were given different shapes or
+                circumstances; a layer does not take what the previous one returns, or cannot be
+                tried.
             TypeError: a layer returns anything but a tensor or a tuple of tensors.
             RuntimeError: with replicas, a parameter has a gradient of an earlier step, which would
                 be summed again.
