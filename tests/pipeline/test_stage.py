@@ -60,3 +60,17 @@ def test_a_gradient_on_its_way_is_not_added_to(versions):
     assert all(torch.equal(one, torch.full((1, 3, 4), 2.0)) for one in handed_on)
     (parameter,) = stage.layers.parameters()
     assert torch.equal(parameter.grad, torch.full((3, 4), 6.0))
+
+
+@pytest.mark.parametrize(
+    "loss, error, words",
+    [
+        (lambda output, target: (output.sum(), output), TypeError, "loss_fn returned tuple"),
+        (lambda output, target: 0.0, TypeError, "loss_fn returned float, not a scalar tensor"),
+        (lambda output, target: output.sum(1), ValueError, r"a tensor of shape \(3,\)"),
+    ],
+)
+def test_a_loss_that_is_not_a_scalar_is_refused(loss, error, words):
+    stage, x = Stage([nn.Identity()], 0, loss), torch.randn(3, 4)
+    with pytest.raises(error, match=words):
+        stage.run_forward(0, [x], StageSignature.of(x), StageSignature.of(x), None, 1)

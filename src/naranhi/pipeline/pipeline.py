@@ -226,9 +226,9 @@ class Pipeline:
         `no_grad` or `inference_mode` only the loss is computed.
 
         The errors below are raised on every rank of the pipeline, before anything of the batch is
-        sent. A layer that returns something else than in its trial raises ValueError on its own
-        rank only, and the other ranks lose their connection to that rank. After an error in the
-        middle of a step the pipeline can only be closed.
+        sent. A layer that returns something else than in its trial, or a loss that is not a scalar,
+        raises an error on its own rank only, and the other ranks lose their connection to that
+        rank. After an error in the middle of a step the pipeline can only be closed.
 
         Args:
             inputs: on every rank, a tensor or tuple of tensors whose first dimension is the batch,

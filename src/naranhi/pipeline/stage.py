@@ -114,6 +114,10 @@ class Stage(nn.Module):
             target: the target of the micro-batch, on the last stage.
             count: what the loss is divided by.
             version: the version of the weights to read.
+
+        Raises:
+            TypeError: a layer returns anything but tensors, or the loss anything but a tensor.
+            ValueError: the outputs are not as in the trial, or the loss is not a scalar.
         """
         for tensor, spec in zip(tensors, takes.specs, strict=True):
             tensor.requires_grad_(spec.requires_grad)
@@ -124,7 +128,7 @@ class Stage(nn.Module):
                 require_values(value, number, layer)
         takes.note_changes(taken, tensors)
         if self.loss:
-            value = self.loss(value, target) / count
+            value = require_scalar(self.loss(value, target)) / count
             self.losses[microbatch] = loss = value.detach()
             self.total = loss if self.total is None else self.total + loss
             gives = StageSignature.of(value)
@@ -188,6 +192,26 @@ class Stage(nn.Module):
         with self._reading(version):
             for add_gradients in later:
                 add_gradients()
+
+
+def require_scalar(loss: object) -> torch.Tensor:
+    """Return the loss of a micro-batch.
+
+    Raises:
+        TypeError: it is not a tensor.
+        ValueError: it has more than one element, or none.
+    """
+    if not isinstance(loss, torch.Tensor):
+        raise TypeError(
+            f"loss_fn returned {type(loss).__name__}, not a scalar tensor: return only the sum of "
+            "the losses of a micro-batch"
+        )
+    if loss.numel() != 1:
+        raise ValueError(
+            f"loss_fn returned a tensor of shape {tuple(loss.shape)}, not a scalar: return the sum "
+            "of the losses of a micro-batch"
+        )
+    return loss
 
 
 def gradient_to_send(tensor: torch.Tensor, storages: set[int]) -> torch.Tensor:
