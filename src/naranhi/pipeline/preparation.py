@@ -81,5 +81,5 @@ def refuse_gradients(parameters: Iterable[nn.Parameter]) -> None:
     if any(parameter.grad is not None for parameter in parameters):
         raise RuntimeError(
             "a parameter still has a gradient of an earlier step, and that is a sum over the "
-            "replicas already: call zero_grad() first"
+            "replicas already: call zero_grad(set_to_none=True) first"
         )
