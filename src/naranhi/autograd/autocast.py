@@ -7,19 +7,22 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 import torch
 
 
-def without_autocast() -> AbstractContextManager[object]:
-    """Return a context for a backward, which has no autocast.
+def without_autocast(*kinds: str) -> AbstractContextManager[object]:
+    """Return a context for a backward, which has no autocast on devices of these types.
 
     Under autocast a backward would also cast what its forward has computed in full precision, in
     a block with `autocast(enabled=False)`.
 
+    Args:
+        *kinds: types of devices, such as "cpu".
+
     Source: "Automatic mixed precision package" in torch's documentation: "Backward passes under
     autocast are not recommended."
     """
-    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    if not kinds:
+    enabled = [kind for kind in kinds if torch.is_autocast_enabled(kind)]
+    if not enabled:
         return nullcontext()
     stack = ExitStack()
-    for kind in kinds:
+    for kind in enabled:
         stack.enter_context(torch.autocast(kind, enabled=False))
     return stack

@@ -232,13 +232,13 @@ class _Linear(torch.autograd.Function):
         @torch.no_grad()
         def to_weights():
             rows = grad.reshape(-1, grad.shape[-1])
-            with without_autocast():  # the forward had none
+            with without_autocast(grad.device.type):  # the forward had none
                 return (
                     rows.t() @ x.reshape(-1, x.shape[-1]).conj() if wants_weight else None,
                     rows.sum(0) if wants_bias else None,
                 )
 
-        with without_autocast():
+        with without_autocast(grad.device.type):
             to_x, later = grad @ weight.conj() if wants_x else None, ctx.layer.later
         if later is None:
             return None, to_x, *to_weights()
