@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from naranhi.autograd import FunctionLayer
 from naranhi.pipeline import shape_inference as shapes
 from naranhi.pipeline.dry_run import copied
 
@@ -43,6 +44,14 @@ class Scale(nn.Module):
 
 def test_the_trial_is_on_the_device_of_the_layers_though_they_have_no_parameter():
     assert after([Scale("meta")], 5, 4) == shapes.StageSignature.of(torch.empty(5, 4))
+
+
+def test_the_trial_of_layers_without_tensors_is_on_the_device_of_the_pipeline():
+    seen, signature = [], shapes.StageSignature.of(torch.empty(5, 4))
+    layers = [FunctionLayer(lambda x: seen.append(x.device.type) or x)]
+    shapes.infer(layers, signature)
+    shapes.infer(layers, signature, device=torch.device("meta"))
+    assert seen == ["cpu", "meta"]
 
 
 # --- layers of many kinds ------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from naranhi.distributed import device_of, from_all_ranks
+from naranhi.distributed import from_all_ranks
 from naranhi.schedules import Channel
 
 AGREEMENT = "agreement"  # purpose of the group of all ranks of a pipeline
@@ -48,6 +48,7 @@ def new_groups(
                 None. On these, all entries must be equal except "pipeline", "groups" and "copies".
             "groups": the groups that the ranks of the pipeline need among them, as pairs (ranks in
                 the world, purpose).
+            "device": the type of the device on which the pipeline computes; goes with "groups".
             "copies": see `tied_weights.copies`.
             "error": what is wrong on this rank, if anything is.
         timeout: seconds that each message may take.
@@ -70,10 +71,10 @@ def new_groups(
     ):
         _compare(gathered, which, called, but)
         _compare_copies(gathered, which, called)
-    groups, both = {}, "cpu:gloo,cuda:nccl" if device_of().type == "cuda" else "gloo"
-    for ranks, purpose in dict.fromkeys(
-        pair for given in gathered for pair in given.get("groups", ())
-    ):
+    groups = {}
+    for (ranks, purpose), device in {
+        pair: given["device"] for given in gathered for pair in given.get("groups", ())
+    }.items():
         order = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}
         group = dist.new_group(
             list(ranks),
@@ -81,7 +82,7 @@ def new_groups(
             **order,
             group_desc="unchecked",
             # The ranks agree through their CPUs, which would otherwise wait for their GPUs.
-            backend="gloo" if purpose == AGREEMENT else both,
+            backend="cpu:gloo,cuda:nccl" if device == "cuda" and purpose != AGREEMENT else "gloo",
         )
         if (ranks, purpose) in local.get("groups", ()):
             groups[ranks, purpose] = group

@@ -166,7 +166,7 @@ class Pipeline:
         self.sharded = sharding and sharding(self.stages, zero_stage(schedule), replicas)
         agreement = groups[key_of(AGREEMENT, self.group)]
         self._boundaries = StageSignatures(
-            self.stages, schedule.placement, agreement, trial, self.tied, self.sharded
+            self.stages, schedule.placement, agreement, trial, self.tied, self.sharded, self.device
         )
         users += [self._boundaries, *self.tied]
         self._messages = Messages(schedule, self.group, groups, self.device)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from naranhi.distributed import device_of
 from naranhi.pipeline.groups import AGREEMENT, key_of
 from naranhi.pipeline.partition import check_kinds, check_layers, cut
 from naranhi.pipeline.sharding import check_sharding
@@ -46,6 +47,7 @@ def prepared(
         "replicas": several and tuple(dist.get_process_group_ranks(several)),
         "number of replicas": several and dist.get_world_size(several),
         "place in the pipeline": rank,
+        "device": device_of(group).type,
         "micro-batches": schedule.microbatches,
         "layers": len(layers),
         "balance": balance and list(balance),

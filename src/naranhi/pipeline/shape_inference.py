@@ -23,7 +23,12 @@ WAY_OUT = (
 )
 
 
-def infer(layers: Iterable[nn.Module], boundary: StageSignature, first: int = 0) -> StageSignature:
+def infer(
+    layers: Iterable[nn.Module],
+    boundary: StageSignature,
+    first: int = 0,
+    device: torch.device | None = None,
+) -> StageSignature:
     """Return the `StageSignature` after some layers, by trying copies of them on shapes.
 
     The caller's circumstances apply: autocast, the grad mode, the layers' modes. Hooks run, and
@@ -33,6 +38,7 @@ def infer(layers: Iterable[nn.Module], boundary: StageSignature, first: int = 0)
         layers: the layers of a stage.
         boundary: the signature before them.
         first: the index of the first layer in the model.
+        device: where to try layers without parameters and buffers; None for the CPU.
 
     Raises:
         TypeError: a layer returns anything but a tensor or a tuple of tensors.
@@ -51,7 +57,7 @@ def infer(layers: Iterable[nn.Module], boundary: StageSignature, first: int = 0)
                 torch.empty(
                     spec.shape,
                     dtype=spec.dtype,
-                    device=_device(layers),
+                    device=_device(layers, device),
                     requires_grad=spec.requires_grad,
                 )
                 for spec in boundary.specs
@@ -85,6 +91,7 @@ def infer_data(
     boundary: StageSignature,
     tensors: Iterable[torch.Tensor],
     first: int = 0,
+    device: torch.device | None = None,
 ) -> tuple[StageSignature, list[torch.Tensor]]:
     """Return the `StageSignature` after some layers, and the tensors there, by a trial on data.
 
@@ -96,9 +103,10 @@ def infer_data(
         boundary: the signature before them.
         tensors: their inputs, as `boundary` describes them, on any device.
         first: the index of the first layer in the model.
+        device: where to try layers without parameters and buffers; None for the CPU.
     """
     layers = list(layers)
-    device = _device(layers)
+    device = _device(layers, device)
     with without_a_trace(), torch.random.fork_rng([device] if device.type == "cuda" else []):
         copies = copied(layers)
         value = boundary.value(
@@ -117,14 +125,14 @@ def infer_data(
         )
 
 
-def _device(layers):
+def _device(layers, default):
     return next(
         (
             tensor.device
             for layer in layers
             for tensor in chain(layer.parameters(), layer.buffers())
         ),
-        torch.device("cpu"),
+        default or torch.device("cpu"),
     )
 
 

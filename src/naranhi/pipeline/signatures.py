@@ -41,6 +41,7 @@ class StageSignatures:
         trial: "shapes" or "data".
         tied: this rank's `TiedWeight` parameters.
         sharded: the stages as they are sharded over replicas; None if they are whole.
+        device: where a stage without parameters and buffers is tried; None for the CPU.
     """
 
     stages: Mapping[int, Stage]
@@ -49,6 +50,7 @@ class StageSignatures:
     trial: str
     tied: Sequence[TiedWeight]
     sharded: ShardedStages | None
+    device: torch.device | None
     rank: int
     ranks: int
 
@@ -60,9 +62,10 @@ class StageSignatures:
         trial: str,
         tied: Sequence[TiedWeight] = (),
         sharded: ShardedStages | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self.stages, self.placement, self.group, self.trial = stages, placement, group, trial
-        self.tied, self.sharded = tied, sharded
+        self.tied, self.sharded, self.device = tied, sharded, device
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self._numbers, self._known = {}, {}
 
@@ -198,7 +201,8 @@ class StageSignatures:
         return boundaries
 
     def _after(self, stage, boundary, tensors):
+        where = stage.first, self.device
         if self.trial == "shapes":
-            return shape_inference.infer(stage.layers, boundary, stage.first), None
-        after, tensors = shape_inference.infer_data(stage.layers, boundary, tensors, stage.first)
+            return shape_inference.infer(stage.layers, boundary, *where), None
+        after, tensors = shape_inference.infer_data(stage.layers, boundary, tensors, *where)
         return after, [tensor.cpu() for tensor in tensors]

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from naranhi.collectives import all_gather
+from naranhi.distributed import device_of
 from naranhi.tensor_parallel.sequence_gradients import unsummed
 from naranhi.tensor_parallel.shards import splits_of
 
@@ -64,7 +65,8 @@ def clip_grad_norm_(
     for parameter in model.parameters():
         if parameter.grad is not None and parameter not in skipped:
             parts[split.get(parameter)].append(parameter.grad)
-    device = next((parameter.device for parameter in model.parameters()), None)
+    here = device_of(groups[0]) if groups else None  # of a part without parameters
+    device = next((parameter.device for parameter in model.parameters()), here)
     norm = norm_of_parts(parts, norm_type, groups, device)
     scale_to(gradients, max_norm, norm)
     return norm
