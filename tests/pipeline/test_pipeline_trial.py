@@ -12,6 +12,8 @@ from gloo_ranks import first_ranks
 from plain_loop import squared_error
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import functional
 
 from naranhi import pipeline, schedules
@@ -463,6 +465,20 @@ def test_a_weight_that_a_stage_uses_unregistered(five, make, trial):
             "registered in none of its layers"
         )
     assert five.call(functools.partial(differs, make, 1, trial=trial))[0] == []
+
+
+def distributed():
+    # Of all ranks: a smaller mesh would make groups here that the other ranks do not count.
+    mesh = DeviceMesh("cpu", range(dist.get_world_size()))
+    layers = linears()
+    weight = DTensor.from_local(torch.ones(WIDTH, WIDTH), mesh, [Replicate()], run_check=False)
+    layers[1].weight = nn.Parameter(weight)
+    return refusal(lambda: layers)
+
+
+def test_a_distributed_tensor_is_refused_by_name(five):
+    for told in five.call(distributed)[:2]:
+        assert told.startswith("ValueError: layer 1 (Linear): weight is a DTensor")
 
 
 class Conjugate(nn.Module):

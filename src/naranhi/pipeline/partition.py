@@ -102,6 +102,13 @@ def check_layers(layers: Iterable[nn.Module]) -> None:
                     f"{where}: the parameters of {kind} have no shape yet; run the "
                     "layers on a micro-batch once, on every rank"
                 )
+            for own, parameter in module.named_parameters(recurse=False):
+                if type(parameter).__name__ == "DTensor":  # its module takes long to import
+                    raise ValueError(
+                        f"{where}: {own} is a DTensor, and what its layers return may be one, "
+                        "which a pipeline cannot send; split layers over ranks by "
+                        "tensor_parallel.parallelize instead"
+                    )
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
                 raise ValueError(
                     f"{where}: {kind} with sparse=True has sparse gradients, which a "
