@@ -15,6 +15,7 @@ from torch import nn
 from naranhi import models, pipeline, schedules
 from naranhi.autograd import SavedTensors
 from naranhi.pipeline import LayerProfile, profile
+from naranhi.pipeline.tied_weights import check_max_norm
 from naranhi.schedules import simulate
 
 
@@ -292,3 +293,14 @@ def test_profiles_that_cannot_be_are_refused():
     ):
         with pytest.raises(ValueError, match="profile at least one layer"):
             profile(layers, torch.randn(1, 2), **options)
+
+
+def test_an_embedding_with_max_norm_needs_to_be_the_only_copy():
+    table, head = nn.Embedding(4, 4, max_norm=1.0), nn.Linear(4, 4, bias=False)
+    check_max_norm([[table], [head]], (0, 1), has_replicas=False)
+    with pytest.raises(ValueError, match="an embedding has max_norm"):
+        check_max_norm([[table], [head]], (0, 1), has_replicas=True)
+    head.weight = table.weight
+    check_max_norm([[table], [head]], (0, 0), has_replicas=False)
+    with pytest.raises(ValueError, match=r"0\.weight has max_norm"):
+        check_max_norm([[table], [head]], (0, 1), has_replicas=False)

@@ -420,6 +420,12 @@ def sparse():
     ]
 
 
+def renormed():
+    layers = [nn.Embedding(WIDTH, WIDTH, max_norm=0.5), *linears()[1:]]
+    layers[3].weight = layers[0].weight
+    return layers
+
+
 def lazy():
     return [nn.Linear(WIDTH, WIDTH), nn.LazyLinear(WIDTH)]
 
@@ -436,6 +442,11 @@ def lazy():
             lazy,
             "layer 1 (LazyLinear): the parameters of LazyLinear have no shape yet; run the layers "
             "on a micro-batch once, on every rank",
+        ),
+        (
+            renormed,
+            "0.weight has max_norm=0.5, with which a forward changes the rows that it reads, and "
+            "other ranks have copies of them, which would part: make it without max_norm",
         ),
     ],
 )

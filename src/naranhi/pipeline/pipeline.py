@@ -89,10 +89,10 @@ class Pipeline:
         ValueError: the balance does not fit (see `cut`); the group has another size; ranks of a
             pipeline, or replicas, were given different schedules or balances; a backward is to be
             split on a layer that is not `autograd.splittable`; the schedule updates weights without
-            an optimizer, with replicas, or with a parameter that two stages share; a layer has
-            parameters without shapes, or sparse gradients; tied parameters or replicas are not
-            equal, to the bit; the schedule gathers or reduces stages without `sharding` or
-            replicas, or with a parameter that two stages share.
+            an optimizer, with replicas, or with a parameter that two stages share; a layer cannot
+            be run (see `partition.check_layers`); tied parameters or replicas are not equal, to the
+            bit, or would not stay so (`tied_weights.check_max_norm`); the schedule gathers or
+            reduces stages without `sharding` or replicas, or with a parameter of two stages.
 
     Attributes:
         stages: {virtual stage: `Stage`} of this rank.

@@ -14,7 +14,7 @@ from naranhi.distributed import device_of
 from naranhi.pipeline.groups import AGREEMENT, key_of
 from naranhi.pipeline.partition import check_kinds, check_layers, cut
 from naranhi.pipeline.sharding import check_sharding
-from naranhi.pipeline.tied_weights import check_memory, copies, tied_parameters
+from naranhi.pipeline.tied_weights import check_max_norm, check_memory, copies, tied_parameters
 from naranhi.schedules import Schedule, channels, check, check_versions
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ def prepared(
         check_kinds(schedule, parts, optimizer, several)
         check_layers(layers)
         check_memory(parts, schedule.placement)
+        check_max_norm(parts, schedule.placement, several is not None)
         check_sharding(schedule, parts, sharding, replicas, trial)
         if versions is not None:
             check_versions(schedule, versions)

@@ -36,6 +36,28 @@ def tied_parameters(
     ]
 
 
+def check_max_norm(
+    parts: Sequence[Sequence[nn.Module]], placement: Sequence[int], has_replicas: bool
+) -> None:
+    """Raise ValueError if a forward on one rank would change a weight that other ranks have too.
+
+    Args:
+        parts: the layers of each stage.
+        placement: the rank of each stage.
+        has_replicas: whether other pipelines have copies of all weights.
+    """
+    names = {weight: name for name, weight, _ in tied_parameters(parts, placement)}
+    for module in nn.ModuleList(chain(*parts)).modules():
+        if not isinstance(module, nn.Embedding | nn.EmbeddingBag) or module.max_norm is None:
+            continue
+        if has_replicas or module.weight in names:
+            raise ValueError(
+                f"{names.get(module.weight, 'an embedding')} has max_norm={module.max_norm}, with "
+                "which a forward changes the rows that it reads, and other ranks have copies of "
+                "them, which would part: make it without max_norm"
+            )
+
+
 def check_memory(parts: Sequence[Sequence[nn.Module]], placement: Sequence[int]) -> None:
     """Raise ValueError if parameters of different ranks share memory, as they could not there.
 
