@@ -148,6 +148,7 @@ def test_a_host_that_drives_a_pipeline_between_nodes_launches_later():
 
     later = idle(8, 2, 16) - idle(8, 1, 16)
     assert later == pytest.approx(17e-3 - 4.3e-3)
+    assert idle(4, 4, 16) - idle(4, 1, 4) == pytest.approx(later)  # two stages in each node
     assert idle(4, 2, 8) == idle(4, 1, 4)  # within a node
     assert idle(2, 2, 16) == idle(2, 1, 16)  # by two ranks
 

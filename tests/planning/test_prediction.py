@@ -100,6 +100,15 @@ def test_a_group_within_a_node_talks_over_nvlink_and_a_larger_one_over_its_ports
     assert whole.bandwidth == pytest.approx(400e9 * comm.NETWORK)
 
 
+def test_a_pipeline_over_nodes_sees_the_network_though_a_node_has_several_stages():
+    def waits(plan, gpus, network):
+        return predict(LLAMA, Cluster(gpus, network=network), plan, 4096, 32).parts["pipeline"]
+
+    for plan in (Plan(1, 4, 4), Plan(1, 2, 8), Plan(2, 1, 8, schedule="interleaved", chunks=4)):
+        assert waits(plan, 16, 1) > 10 * waits(plan, 16, 400)
+    assert waits(Plan(1, 4, 2), 8, 1) == waits(Plan(1, 4, 2), 8, 400)  # in one node
+
+
 def test_sharding_moves_half_as_much_again_as_reducing():
     """ZeRO-3 gathers twice and reduces once; with bf16 gradients that is 3 values a parameter."""
     cluster, parameters = Cluster(8, engine="fsdp-compile"), 1e8

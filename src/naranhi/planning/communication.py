@@ -247,8 +247,12 @@ def _bucket(cluster, plan):
 
 
 def between_nodes(cluster: Cluster, plan: Plan) -> bool:
-    """Return whether neighbouring stages of a pipeline are on different nodes."""
-    return plan.pp > 1 and plan.tp * plan.cp * plan.dp * 2 > cluster.gpus_per_node
+    """Return whether some neighbouring stages of a pipeline are on different nodes.
+
+    A pipeline over several nodes has to leave one of them somewhere, even if several stages fit
+    into each. The slowest of its messages sets the pace of all stages.
+    """
+    return plan.pp > 1 and plan.ranks > cluster.gpus_per_node
 
 
 def hop_seconds(model: Model, cluster: Cluster, plan: Plan, sequence_length: int) -> float:
