@@ -100,6 +100,15 @@ def test_a_group_within_a_node_talks_over_nvlink_and_a_larger_one_over_its_ports
     assert whole.bandwidth == pytest.approx(400e9 * comm.NETWORK)
 
 
+def test_groups_that_do_not_fill_a_node_lie_on_two_in_part():
+    for tp, ports in ((3, 1), (6, 2)):  # of the second group of three, one is in the second node
+        link = comm.group_link(Cluster(24), tp, 1)
+        assert link.nodes == 2 and link.bandwidth == pytest.approx(ports * 50e9 * comm.NETWORK)
+    assert comm.group_link(Cluster(6), 3, 1).nodes == 1
+    assert comm.group_link(Cluster(24, gpus_per_node=6), 3, 1).nodes == 1
+    assert comm.group_link(Cluster(24), 3, 8).nodes == 3
+
+
 def test_a_pipeline_over_nodes_sees_the_network_though_a_node_has_several_stages():
     def waits(plan, gpus, network):
         return predict(LLAMA, Cluster(gpus, network=network), plan, 4096, 32).parts["pipeline"]

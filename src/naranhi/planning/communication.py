@@ -6,7 +6,7 @@ those of `costs`: rings for all-gather and reduce-scatter, and for all-reduce wh
 cost, which is what halving and doubling cost. Units: seconds, bytes.
 """
 
-from math import inf
+from math import gcd, inf
 from typing import NamedTuple
 
 from naranhi.costs import bytes_sent, collective_seconds
@@ -45,15 +45,21 @@ class Link(NamedTuple):
 
 
 def group_link(cluster: Cluster, ranks: int, stride: int) -> Link:
-    """Return the link of a group of ranks whose members are `stride` apart."""
+    """Return the slowest link of all groups of ranks whose members are `stride` apart.
+
+    Where whole groups do not fill a node, as of 3 or 6 neighbours in 8, some lie on two nodes, and
+    the others wait for them.
+    """
     node = cluster.gpus_per_node
     nvlink = cluster.sheet.nvlink * NVLINK
-    if ranks * stride <= node:
+    if cluster.gpus <= node or node % (ranks * stride) == 0:
         return Link(NVLINK_LATENCY, nvlink, 1)
-    members = max(1, node // stride)  # in each node
+    most = max(1, node // stride)  # members in a node, and where a group has the fewest:
+    members = max(1, gcd(node, ranks * stride) // stride)
     used = min(members, cluster.runs.ports or members)
     ports = used * cluster.network_bandwidth * NETWORK
-    return Link(NETWORK_LATENCY, min(nvlink, ports) if members > 1 else ports, -(-ranks // members))
+    nodes = max(2, -(-ranks // most))
+    return Link(NETWORK_LATENCY, min(nvlink, ports) if members > 1 else ports, nodes)
 
 
 def seconds(collective: str, whole: float, ranks: int, link: Link, bucket: float = inf) -> float:
