@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from naranhi.planning import Cluster, Model, Plan, predict
+from naranhi.planning import Cluster, Model, Plan, predict, sharding
 from naranhi.planning import communication as comm
 from naranhi.planning import engine as engine_module
 from naranhi.planning.compute import Arithmetic, _add, _permuting_bytes, attention_work
@@ -69,14 +69,14 @@ def test_buckets_grow_with_the_ranks_so_that_a_ring_stays_bound_by_its_bytes(cha
     """Of 4 billion fp32 gradients over 512 ranks: 8 messages of 2,048 MB, not 100 of 160 MB."""
     cluster, plan = Cluster(2048), Plan(512, 4, zero=1)
     link = comm.group_link(cluster, 512, 4)
-    reduce, _ = comm.gradient_seconds(cluster, plan, 4.096e9)
+    reduce, _ = sharding.gradient_seconds(cluster, plan, 4.096e9)
     starts = comm.NETWORK_START + (link.nodes - 1) * link.latency
     starts += (512 - link.nodes) * comm.NVLINK_LATENCY
     bytes_sent = 4 * 4.096e9 * 511 / 512
     assert reduce == pytest.approx(8 * starts + bytes_sent / link.bandwidth)
     few = Plan(8, 4, zero=1)
-    same, _ = comm.gradient_seconds(changed(Cluster(32), bucket_rank_bytes=0.0), few, 4.096e9)
-    assert comm.gradient_seconds(Cluster(32, engine="deepseek"), few, 4.096e9)[0] == same
+    same, _ = sharding.gradient_seconds(changed(Cluster(32), bucket_rank_bytes=0.0), few, 4.096e9)
+    assert sharding.gradient_seconds(Cluster(32, engine="deepseek"), few, 4.096e9)[0] == same
 
 
 def test_tensor_ranks_gather_the_copies_that_arrive_for_their_experts():
@@ -171,7 +171,10 @@ def test_nemo_keeps_gradients_in_bf16_and_shares_the_kernels_of_megatron():
     less = predict(LLAMA, theirs, plan, 1024, 8).memory[0].gradients
     less -= predict(LLAMA, ours, plan, 1024, 8).memory[0].gradients
     assert less == pytest.approx(2 * LLAMA.parameters, rel=1e-4)  # without the last norm
-    assert comm.gradient_seconds(ours, plan, 4e9)[0] < comm.gradient_seconds(theirs, plan, 4e9)[0]
+    assert (
+        sharding.gradient_seconds(ours, plan, 4e9)[0]
+        < sharding.gradient_seconds(theirs, plan, 4e9)[0]
+    )
 
 
 def test_an_engine_has_its_own_headroom():

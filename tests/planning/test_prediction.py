@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from naranhi.planning import Cluster, Model, Plan, predict
+from naranhi.planning import Cluster, Model, Plan, predict, sharding
 from naranhi.planning import communication as comm
 from naranhi.planning.prediction import stage_times
 
@@ -121,9 +121,36 @@ def test_a_pipeline_over_nodes_sees_the_network_though_a_node_has_several_stages
 def test_sharding_moves_half_as_much_again_as_reducing():
     """ZeRO-3 gathers twice and reduces once; with bf16 gradients that is 3 values a parameter."""
     cluster, parameters = Cluster(8, engine="fsdp-compile"), 1e8
-    exposed = comm.sharded_layer(cluster, Plan(8, zero=3), parameters, 0.0, 0.0)
-    reduce, gather = comm.gradient_seconds(cluster, Plan(8, zero=1), parameters)
+    exposed = sharding.sharded_layer(cluster, Plan(8, zero=3), parameters, 0.0, 0.0)
+    reduce, gather = sharding.gradient_seconds(cluster, Plan(8, zero=1), parameters)
     assert sum(exposed) == pytest.approx(1.5 * (reduce + gather), rel=0.01)
+
+
+def test_experts_are_sharded_and_reduced_over_those_that_have_the_same():
+    """Where ep = 8 of 8 ranks, no other rank has the same experts; of 16 ranks one other has."""
+    experts, layers = 8 * MIXTRAL.expert_parameters, 32
+    dense = MIXTRAL.parameters - layers * experts
+    cluster = Cluster(16)
+    for zero, ep, shards in ((0, 8, 1), (1, 1, 16), (1, 8, 2), (3, 8, 2)):
+        plan = Plan(16, ep=ep, zero=zero)
+        forecast = predict(MIXTRAL, cluster, plan, 4096, 64)
+        updated = forecast.memory[0].optimizer / 12  # Adam's bytes for each of them
+        gradient = cluster.runs.gradient_bytes
+        seconds = updated * (5 * gradient + 26) / (3350e9 * 0.85)
+        assert forecast.parts["optimizer"] == pytest.approx(seconds, rel=1e-3)
+        held = dense / (16 if zero else 1) + layers * experts / ep / shards
+        assert updated == pytest.approx(held, rel=1e-3)
+    alone, all_of_them = Plan(8, ep=8, zero=3), Plan(8, zero=3)
+    one_node = Cluster(8)
+    gathered = sharding.sharded_layer(one_node, alone, 1e7, 0.0, 0.0, experts=1e9)
+    assert gathered == sharding.sharded_layer(one_node, all_of_them, 1e7, 0.0, 0.0)
+    for zero in (0, 1):
+        plan = Plan(8, ep=8, zero=zero)
+        reduced = sharding.gradient_seconds(one_node, plan, 1e7, 1e9)
+        assert reduced == sharding.gradient_seconds(one_node, plan, 1e7)
+    # Two ranks that have the same experts are in different nodes, each with one port.
+    apart = sharding.gradient_seconds(cluster, Plan(16, ep=8), 0.0, 1e9)[0]
+    assert apart == pytest.approx(4e9 / (50e9 * comm.NETWORK), rel=0.1)
 
 
 def test_messages_that_run_behind_arithmetic_cost_a_part_of_their_time():

@@ -181,75 +181,9 @@ def expert_layer(model: Model, cluster: Cluster, plan: Plan, sequence_length: in
     return Exposed(once, once, once if plan.recompute == "full" else 0.0)
 
 
-def sharded_layer(
-    cluster: Cluster, plan: Plan, parameters: float, forward: float, backward: float
-) -> Exposed:
-    """Return what ZeRO-3 exposes of a layer: the gathers, and the reduction of its gradients.
-
-    The all-gather of the next layer runs behind this one's arithmetic, and the reduce-scatter of
-    the last one's gradients as well; what is longer than the arithmetic is exposed.
-
-    Args:
-        cluster: The cluster.
-        plan: The plan.
-        parameters: Of the layer, on a tensor parallel rank.
-        forward: Seconds of the layer's forward for one micro-batch.
-        backward: Seconds of its backward, with what it computes again.
-    """
-    if plan.zero < 3 or plan.kept_whole or plan.replicas == 1:
-        return Exposed()
-    group = plan.zero_group
-    link = group_link(cluster, group, plan.tp)
-    value = 4 if plan.precision == "fp32" else 2
-    gradients = cluster.runs.gradient_bytes * parameters
-    gather = seconds("all_gather", value * parameters, group, link)
-    reduce = seconds("reduce_scatter", gradients, group, link)
-    reduce += _between_groups(cluster, plan, gradients)
-    return Exposed(behind(gather, forward), behind(gather + reduce, backward))
-
-
 def behind(messages: float, arithmetic: float) -> float:
     """Return the seconds that messages add to the arithmetic that they run behind."""
     return max(0.0, messages - arithmetic) + INTERFERENCE * min(messages, arithmetic)
-
-
-def gradient_seconds(cluster: Cluster, plan: Plan, parameters: float) -> tuple[float, float]:
-    """Return the seconds of reducing the gradients, and of gathering the parameters, once a step.
-
-    Stage 0 all-reduces the gradients. Stages 1 and 2 reduce-scatter them and all-gather what the
-    optimizer has updated. Stage 3 does both layer by layer, unless the plan has a pipeline.
-    """
-    if plan.replicas == 1 or (plan.zero == 3 and not plan.kept_whole):
-        return 0.0, 0.0
-    bucket = _bucket(cluster, plan)
-    gradients = cluster.runs.gradient_bytes * parameters
-    if plan.zero == 0:
-        link = group_link(cluster, plan.replicas, plan.tp)
-        return seconds("all_reduce", gradients, plan.replicas, link, bucket), 0.0
-    value = 4 if plan.precision == "fp32" else 2
-    link = group_link(cluster, plan.zero_group, plan.tp)
-    reduce = seconds("reduce_scatter", gradients, plan.zero_group, link, bucket)
-    return (
-        reduce + _between_groups(cluster, plan, gradients),
-        seconds("all_gather", value * parameters, plan.zero_group, link, bucket),
-    )
-
-
-def _between_groups(cluster, plan, gradients):
-    """Return the seconds of summing a shard's gradients over the groups that each have it whole."""
-    groups = plan.replicas // plan.zero_group
-    link = group_link(cluster, groups, plan.tp * plan.zero_group)
-    return seconds("all_reduce", gradients / plan.zero_group, groups, link, _bucket(cluster, plan))
-
-
-def _bucket(cluster, plan):
-    """Return the bytes of gradients, or of parameters, that are sent in one message.
-
-    Megatron-Core (`core/distributed/distributed_data_parallel.py`) puts 40 million parameters in a
-    bucket, or a million for each data parallel rank: a ring starts once for each rank.
-    """
-    engine = cluster.runs
-    return max(engine.bucket_bytes, engine.bucket_rank_bytes * plan.replicas)
 
 
 def between_nodes(cluster: Cluster, plan: Plan) -> bool:

@@ -114,6 +114,15 @@ def _stage_parameters(model, how, tp, ep, ranks):
     return tuple(result)
 
 
+def updated_parameters(plan: Plan, dense: float, experts: float) -> float:
+    """Return how many of a rank's parameters its optimizer updates.
+
+    Experts are on one in `ep` of the ranks that have the others, so they have fewer shards.
+    """
+    shards = plan.zero_group if plan.zero else 1
+    return dense / shards + experts / max(1, shards // plan.ep)
+
+
 def stage_memory(
     model: Model, cluster: Cluster, plan: Plan, sequence_length: int, microbatches: int
 ) -> tuple[Memory, ...]:
@@ -173,9 +182,7 @@ def stage_memory(
         activations = held * of_layers
         lost = engine.fragments * (activations + working)
         backward = Memory(parameters, gradients, optimizer, activations, working, cached, lost)
-        shards = plan.zero_group if plan.zero else 1
-        updated = dense / shards + experts / max(1, shards // plan.ep)
-        update = _at_update(backward, plan, engine, updated)
+        update = _at_update(backward, plan, engine, updated_parameters(plan, dense, experts))
         fullest = max(backward, update, key=lambda memory: memory.needed)
         free = max(0.0, cluster.capacity - fullest.total)
         result.append(fullest._replace(cached=min(fullest.cached, free)))

@@ -3,6 +3,7 @@
 from math import log2, sqrt
 
 from naranhi.planning import communication as comm
+from naranhi.planning import sharding
 from naranhi.planning.cluster import Cluster
 from naranhi.planning.compute import (
     attention_work,
@@ -13,7 +14,7 @@ from naranhi.planning.compute import (
 )
 from naranhi.planning.forecast import PARTS, Forecast
 from naranhi.planning.machine import Machine
-from naranhi.planning.memory import stage_memory, stage_parameters
+from naranhi.planning.memory import stage_memory, stage_parameters, updated_parameters
 from naranhi.planning.model import Model
 from naranhi.planning.pipeline import pipeline_seconds
 from naranhi.planning.plan import Plan
@@ -114,16 +115,15 @@ def forecast(
         )
         parts["bubble"] = flowing - sum(parts.values())
         parts["pipeline"] = through - flowing
-    held = max(dense + experts for dense, experts in stage_parameters(model, cluster, plan))
-    reduce, gather = _gradient_seconds(cluster, plan, held)
+    held = max(stage_parameters(model, cluster, plan), key=sum)
+    reduce, gather = _gradient_seconds(cluster, plan, *held)
     # A chunk's gradients are complete, and its parameters needed, while other chunks compute.
     rounds = min(plan.pp, count) if plan.chunks > 1 else 1
     behind = rounds * cluster.runs.overlap * sum(stage.backward for stage in busiest)
     before = rounds * cluster.runs.gather_overlap * sum(stage.forward for stage in busiest)
     parts["data"] = comm.behind(reduce, behind) + comm.behind(gather, before)
     if not isinstance(cluster, Machine):  # which was measured without one
-        updated = held / (plan.zero_group if plan.zero else 1)
-        parts["optimizer"] = optimizer_seconds(cluster, updated)
+        parts["optimizer"] = optimizer_seconds(cluster, updated_parameters(plan, *held))
     nodes = max(1, cluster.gpus / cluster.gpus_per_node)
     parts["stragglers"] = STRAGGLERS * log2(nodes) * sum(parts.values())
     step = sum(parts.values())
@@ -198,8 +198,9 @@ def layer_times(
     idle = max(0.0, host - forward - backward)
     forward, backward = forward + idle / 3, backward + 2 * idle / 3
     place = model.layers - 1 if sparse else 0
-    parameters = model.layer_parameters(place, plan.ep) / plan.tp
-    sharding = comm.sharded_layer(cluster, plan, parameters, forward, backward)
+    experts = model.experts // plan.ep * model.expert_parameters / plan.tp if sparse else 0.0
+    dense = model.layer_parameters(place, plan.ep) / plan.tp - experts
+    sharded = sharding.sharded_layer(cluster, plan, dense, forward, backward, experts)
     parts = {
         "computing": work.forward + work.backward - scores.forward - scores.backward,
         "attention": scores.forward + scores.backward,
@@ -208,9 +209,9 @@ def layer_times(
         "tensor": sum(tensor),
         "context": sum(context),
         "expert": sum(expert),
-        "sharding": sum(sharding),
+        "sharding": sum(sharded),
     }
-    return StageTimes(forward + sharding.forward, backward + sharding.backward, parts)
+    return StageTimes(forward + sharded.forward, backward + sharded.backward, parts)
 
 
 def _hop_seconds(model, cluster, plan, sequence_length):
@@ -219,10 +220,10 @@ def _hop_seconds(model, cluster, plan, sequence_length):
     return comm.hop_seconds(model, cluster, plan, sequence_length)
 
 
-def _gradient_seconds(cluster, plan, parameters):
+def _gradient_seconds(cluster, plan, dense, experts):
     if isinstance(cluster, Machine):  # whose ranks keep their parameters
-        return cluster.gradient_seconds(plan, parameters), 0.0
-    return comm.gradient_seconds(cluster, plan, parameters)
+        return cluster.gradient_seconds(plan, dense + experts), 0.0
+    return sharding.gradient_seconds(cluster, plan, dense, experts)
 
 
 _CLASSES = {
