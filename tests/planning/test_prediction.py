@@ -126,6 +126,24 @@ def test_sharding_moves_half_as_much_again_as_reducing():
     assert sum(exposed) == pytest.approx(1.5 * (reduce + gather), rel=0.01)
 
 
+def test_sharding_sends_the_embedding_and_the_output_layer_too():
+    """Gathered once in a micro-batch and kept, and reduced once: 2 values a parameter in bf16."""
+    cluster = Cluster(8, engine="fsdp-compile")
+    few, many = (replace(LLAMA, vocabulary=size) for size in (1024, 513 * 1024))
+    more = many.end_parameters - few.end_parameters
+
+    def sharding_seconds(model, plan, batch=8):
+        return predict(model, cluster, plan, 1024, batch).parts.get("sharding", 0.0)
+
+    seconds = sharding_seconds(many, Plan(8, zero=3)) - sharding_seconds(few, Plan(8, zero=3))
+    sent = 7 / 8 * 2 * 2 * more
+    assert seconds == pytest.approx(sent / (450e9 * comm.NVLINK), rel=0.01)
+    twice = sharding_seconds(many, Plan(8, zero=3), 16)
+    assert twice == pytest.approx(2 * sharding_seconds(many, Plan(8, zero=3)))
+    assert sharding_seconds(many, Plan(8, zero=1)) == 0
+    assert sharding_seconds(many, Plan(4, pp=2, zero=3)) == 0
+
+
 def test_experts_are_sharded_and_reduced_over_those_that_have_the_same():
     """Where ep = 8 of 8 ranks, no other rank has the same experts; of 16 ranks one other has."""
     experts, layers = 8 * MIXTRAL.expert_parameters, 32

@@ -220,9 +220,14 @@ class Model:
     def parameters(self) -> int:
         """The number of parameters, tied weights once."""
         layers = sum(self.layer_parameters(layer) for layer in range(self.layers))
+        return layers + self.end_parameters
+
+    @cached_property
+    def end_parameters(self) -> int:
+        """The parameters that are in no layer: embeddings, the last norm and the output layer."""
         ends = self.embedding_parameters * (1 if self.tied else 2)
         norm = self.hidden * (2 if self.biases else 1)
-        return layers + ends + self.positions * self.hidden + norm
+        return ends + self.positions * self.hidden + norm
 
     @cached_property
     def active_parameters(self) -> int:

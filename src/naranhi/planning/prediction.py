@@ -167,7 +167,10 @@ def stage_times(
         for work in ends.get(stage, ()):
             forward, backward = forward + work.forward, backward + work.backward
             computing += work.forward + work.backward
-        parts = {"computing": computing}
+        # Nothing, unless one stage has all: a pipeline keeps its parameters.
+        sharded = sharding.sharded_ends(cluster, plan, model.end_parameters / plan.tp)
+        forward, backward = forward + sharded.forward, backward + sharded.backward
+        parts = {"computing": computing, "sharding": sum(sharded)}
         for number, layer in ((len(layers) - with_experts, dense), (with_experts, sparse)):
             if number:
                 forward += number * layer.forward

@@ -32,8 +32,24 @@ def sharded_layer(
         backward: Seconds of its backward, with what it computes again.
         experts: Parameters of experts, on an expert and tensor parallel rank.
     """
+    gather, reduce = _sharded(cluster, plan, dense, experts)
+    return Exposed(behind(gather, forward), behind(gather + reduce, backward))
+
+
+def sharded_ends(cluster: Cluster, plan: Plan, parameters: float) -> Exposed:
+    """Return what ZeRO-3 exposes of embeddings and output layer, for one micro-batch.
+
+    They are gathered before the first layer, kept, and reduced after the last backward, as FSDP
+    does with what its root module has (`torch.distributed.fsdp`): no arithmetic is there to hide
+    either.
+    """
+    return Exposed(*_sharded(cluster, plan, parameters, 0.0))
+
+
+def _sharded(cluster, plan, dense, experts):
+    """Return the seconds of gathering the parameters, and of reducing their gradients, once."""
     if plan.zero < 3 or plan.kept_whole or plan.replicas == 1:
-        return Exposed()
+        return 0.0, 0.0
     value = 4 if plan.precision == "fp32" else 2
     gather = reduce = 0.0
     for group, parameters in _groups(plan, dense, experts):
@@ -42,7 +58,7 @@ def sharded_layer(
         gather += seconds("all_gather", value * parameters, group.ranks, link)
         reduce += seconds("reduce_scatter", gradients, group.ranks, link)
         reduce += _between_groups(cluster, plan, group, gradients)
-    return Exposed(behind(gather, forward), behind(gather + reduce, backward))
+    return gather, reduce
 
 
 def gradient_seconds(
