@@ -153,6 +153,19 @@ def test_a_host_that_drives_a_pipeline_between_nodes_launches_later():
     assert idle(2, 2, 16) == idle(2, 1, 16)  # by two ranks
 
 
+@pytest.mark.parametrize(
+    "recompute, launched", [("none", 1), ("selective", 7 / 6), ("full", 4 / 3)]
+)
+def test_a_host_launches_what_is_computed_again(recompute, launched):
+    """Of three parts, of which a forward is one; selective recomputation of FSDP repeats half."""
+    cluster = Cluster(8, engine="fsdp")
+    plan = Plan(8, recompute=recompute)
+    layer = layer_times(LLAMA, cluster, plan, 8, sparse=False)
+    least = cluster.runs.host_seconds * launched
+    assert layer.forward + layer.backward == pytest.approx(least)
+    assert layer.parts["host"] > 0.1 * least
+
+
 def test_late_micro_batches_are_in_the_upper_end_only(changed):
     cluster = Cluster(16, engine="nanotron")
     late = predict(LLAMA, cluster, Plan(16), 1024, 64)

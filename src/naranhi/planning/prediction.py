@@ -198,8 +198,10 @@ def layer_times(
     host = cluster.runs.host_seconds
     if plan.tp > 2 and comm.between_nodes(cluster, plan):
         host = cluster.runs.pipeline_host_seconds
-    idle = max(0.0, host - forward - backward)
-    forward, backward = forward + idle / 3, backward + 2 * idle / 3
+    # In thirds of a forward and a backward: what is computed again is launched again.
+    thirds = 3 + work.recompute / work.forward
+    idle = max(0.0, host * thirds / 3 - forward - backward)
+    forward, backward = forward + idle / thirds, backward + idle * (1 - 1 / thirds)
     place = model.layers - 1 if sparse else 0
     experts = model.experts // plan.ep * model.expert_parameters / plan.tp if sparse else 0.0
     dense = model.layer_parameters(place, plan.ep) / plan.tp - experts
