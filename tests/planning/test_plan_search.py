@@ -89,8 +89,18 @@ def test_where_nothing_fits_it_says_what_lacks_least():
     found = search(replace(LLAMA, layers=320), Cluster(8), 4096, 8)
     assert not len(found) and not found.nearest[1].fits
     text = explain(found)
-    assert text.startswith(f"None of {found.tried} plans fits. The one that needs least memory is ")
-    assert "does not fit, by " in text
+    none = f"None of {found.tried} plans fits and leaves 5% free."
+    assert text.startswith(f"{none} The one that needs least memory is ")
+    assert ", which does not fit, by " in text
+
+
+def test_where_all_plans_fit_too_closely_it_says_what_margin_they_had_to_leave():
+    cluster = Cluster(1, gpu="H200")
+    found = search(replace(LLAMA, layers=28), cluster, 2048, 8)
+    assert not len(found) and found.nearest[1].fits
+    text = explain(found)
+    assert "plans fits and leaves 5% free." in text and ", which fits: each rank holds" in text
+    assert len(search(found.model, cluster, 2048, 8, margin=0.0))
 
 
 def test_a_batch_that_no_plan_divides_is_refused():
@@ -135,7 +145,7 @@ def test_the_command_line_says_what_is_wrong(tmp_path, capsys):
     assert main([*arguments, "12"]) == 2
     assert "12 GPUs are not whole nodes of 8" in capsys.readouterr().out
     assert main([*arguments, "1"]) == 1
-    assert "plans fits. The one that needs least memory" in capsys.readouterr().out
+    assert "plans fits and leaves 5% free. The one" in capsys.readouterr().out
     with pytest.raises(SystemExit) as ended:
         main(["--gpus", "8"])
     assert ended.value.code == 2

@@ -18,9 +18,10 @@ def explain(found: Found, place: int = 0) -> str:
     """
     if not found.plans:
         plan, forecast = found.nearest
+        free = f" and leaves {found.margin:.0%} free" if found.margin else ""
         return (
-            f"None of {found.tried} plans fits. The one that needs least memory is "
-            f"{describe(plan)}: {forecast.verdict}."
+            f"None of {found.tried} plans fits{free}. The one that needs least memory is "
+            f"{describe(plan)}, which {forecast.verdict}."
         )
     plan, forecast = found[place]
     lines = [

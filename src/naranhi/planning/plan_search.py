@@ -29,6 +29,7 @@ class Found:
         fitting: How many plans fit.
         tried: How many plans were looked at.
         nearest: If no plan fits, the one that lacks least, with its forecast.
+        margin: The part of the capacity that a plan had to leave free in order to fit.
     """
 
     model: Model
@@ -39,6 +40,7 @@ class Found:
     fitting: int
     tried: int
     nearest: tuple[Plan, Forecast] | None = None
+    margin: float = MARGIN
 
     def __len__(self) -> int:
         return len(self.plans)
@@ -111,7 +113,9 @@ def search(
         plan = nearest[1]
         least = plan, forecast(model, cluster, plan, sequence_length, global_batch)
     kept = tuple(exact[:best])
-    return Found(model, cluster, sequence_length, global_batch, kept, len(fit), tried, least)
+    return Found(
+        model, cluster, sequence_length, global_batch, kept, len(fit), tried, least, margin
+    )
 
 
 def plans(
