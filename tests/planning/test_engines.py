@@ -7,7 +7,13 @@ import pytest
 from naranhi.planning import Cluster, Model, Plan, predict, sharding
 from naranhi.planning import communication as comm
 from naranhi.planning import engine as engine_module
-from naranhi.planning.compute import Arithmetic, _add, _permuting_bytes, attention_work
+from naranhi.planning.compute import (
+    Arithmetic,
+    _add,
+    _permuting_bytes,
+    attention_work,
+    optimizer_seconds,
+)
 from naranhi.planning.engine import engines
 from naranhi.planning.model import Matmul
 from naranhi.planning.pipeline import pipeline_seconds
@@ -108,7 +114,7 @@ def test_fp8_casts_what_no_norm_writes_in_kernels_of_their_own():
     assert plain.cast(1e9) == 0
     for split, inputs in (("columns", 0), ("rows", 512 * 1000)):
         matmul = Matmul(1000, 2000, split)
-        forward, backward = _add(0.0, 0.0, gpu, cluster.runs, matmul, 512, 1)
+        forward, backward = _add(0.0, 0.0, gpu, matmul, 512, 1)
         assert forward == pytest.approx(gpu.matmul(512, 1000, 2000) + gpu.cast(inputs))
         without = gpu.matmul(512, 1000, 2000) + gpu.matmul(512, 1000, 2000, 8 * 2e6)
         assert backward == pytest.approx(without + gpu.cast(512 * 2000))
@@ -151,6 +157,28 @@ def test_a_host_that_drives_a_pipeline_between_nodes_launches_later():
     assert idle(4, 4, 16) - idle(4, 1, 4) == pytest.approx(later)  # two stages in each node
     assert idle(4, 2, 8) == idle(4, 1, 4)  # within a node
     assert idle(2, 2, 16) == idle(2, 1, 16)  # by two ranks
+
+
+@pytest.mark.parametrize("gpu", ["A100", "H100", "B200"])
+def test_in_fp32_attention_is_no_faster_than_the_processor(gpu):
+    """FlashAttention has 16 bits only: at its rate the MFU of long sequences was above 1."""
+    for engine in ("megatron", "fsdp-2023", "megatron-2021"):
+        cluster = Cluster(8, gpu=gpu, engine=engine, memory_gib=2000)
+        for tokens in (2**13, 2**17, 2**20):
+            plan = Plan(1, cp=8, precision="fp32")
+            assert 0 < predict(LLAMA, cluster, plan, tokens, 8).mfu < 1
+
+
+def test_gradients_of_fp32_parameters_have_four_bytes():
+    plan = Plan(8, zero=1)
+    in_fp32 = replace(plan, precision="fp32")
+    for engine, ratio in (("nemo", 2), ("megatron", 1)):
+        cluster = Cluster(8, engine=engine)
+        reduced = [sharding.gradient_seconds(cluster, p, 4e9)[0] for p in (plan, in_fp32)]
+        assert reduced[1] == pytest.approx(ratio * reduced[0], rel=0.01)
+        updated = [optimizer_seconds(cluster, 4e9, p.precision) for p in (plan, in_fp32)]
+        bytes_of_each = 5 * cluster.runs.gradient_bytes + 26, 5 * 4 + 24
+        assert updated[1] / updated[0] == pytest.approx(bytes_of_each[1] / bytes_of_each[0])
 
 
 @pytest.mark.parametrize(

@@ -40,12 +40,17 @@ class Arithmetic:
     """The rates of a cluster's GPU at a precision."""
 
     def __init__(self, cluster: Cluster, precision: str) -> None:
-        sheet = cluster.sheet
+        sheet, engine = cluster.sheet, cluster.runs
         self.rate: float = sheet.flops[precision] * cluster.matmul_efficiency
-        self.attention_rate: float = sheet.flash[max(0, cluster.runs.flash - 1)]
+        self.attention_rate: float = sheet.flash[max(0, engine.flash - 1)]
+        if precision == "fp32":
+            # FlashAttention has 16 bits only. Other kernels that keep no scores, such as PyTorch's
+            # memory-efficient one, are taken to be as fast as its first generation would be.
+            self.attention_rate = sheet.flash[0] * sheet.flops["fp32"] / sheet.flops["bf16"]
         self.bandwidth: float = sheet.bandwidth * BANDWIDTH
         self.casts: bool = precision == "fp8"
         self.value: int = 4 if precision == "fp32" else 2
+        self.gradient: int = engine.reduced_bytes(precision)
 
     def matmul(self, tokens: float, rows: float, columns: float, more: float = 0.0) -> float:
         """Return the seconds of (tokens x rows) times (rows x columns), with `more` bytes moved."""
@@ -77,21 +82,21 @@ def layer_work(
     tokens = plan.microbatch * sequence_length / plan.cp
     forward = backward = 0.0
     for matmul in model.attention:
-        forward, backward = _add(forward, backward, gpu, engine, matmul, tokens, plan.tp)
+        forward, backward = _add(forward, backward, gpu, matmul, tokens, plan.tp)
     scores = attention_work(model, cluster, plan, sequence_length)
     if sparse:
         visited = tokens * model.top_k * plan.ep / model.experts  # of each expert held, on average
         held = model.experts / plan.ep
         for matmul in model.mlp(model.expert_ffn):
-            one = _add(0.0, 0.0, gpu, engine, matmul, visited, plan.tp)
+            one = _add(0.0, 0.0, gpu, matmul, visited, plan.tp)
             forward, backward = forward + held * one[0], backward + held * one[1]
             for _ in range(model.shared_experts):
-                forward, backward = _add(forward, backward, gpu, engine, matmul, tokens, plan.tp)
+                forward, backward = _add(forward, backward, gpu, matmul, tokens, plan.tp)
         widths = (model.top_k + model.shared_experts) * model.expert_ffn
         permuted = _permuting_bytes(model, gpu, plan, tokens, held)
     else:
         for matmul in model.mlp():
-            forward, backward = _add(forward, backward, gpu, engine, matmul, tokens, plan.tp)
+            forward, backward = _add(forward, backward, gpu, matmul, tokens, plan.tp)
         widths, permuted = model.ffn, 0.0
     elementwise = _elementwise_bytes(model, gpu, engine, plan, tokens, widths)
     moved = gpu.move(elementwise + engine.elementwise * permuted)
@@ -115,18 +120,17 @@ def attention_work(model: Model, cluster: Cluster, plan: Plan, sequence_length: 
         return Work(forward, FLASH_BACKWARD * forward)
     scores = plan.microbatch * model.heads / plan.tp * local * sequence_length
     # Written, read and written by the softmax, read and written by dropout with a mask, read.
-    forward = 2 * operations / gpu.rate + gpu.move(scores * (12 + model.dropout))
-    backward = 4 * operations / gpu.rate + gpu.move(scores * (18 + model.dropout))
+    forward = 2 * operations / gpu.rate + gpu.move(scores * (6 * gpu.value + model.dropout))
+    backward = 4 * operations / gpu.rate + gpu.move(scores * (9 * gpu.value + model.dropout))
     return Work(forward, backward)
 
 
 def head_work(model: Model, cluster: Cluster, plan: Plan, sequence_length: int) -> Work:
     """Return the seconds of the output layer and the loss for one micro-batch, on one rank."""
-    engine = cluster.runs
     gpu = Arithmetic(cluster, "bf16" if plan.precision == "fp8" else plan.precision)
     tokens = plan.microbatch * sequence_length / plan.cp
     head = Matmul(model.hidden, model.vocabulary, "columns")
-    forward, backward = _add(0.0, 0.0, gpu, engine, head, tokens, plan.tp)
+    forward, backward = _add(0.0, 0.0, gpu, head, tokens, plan.tp)
     # Logits to fp32, their maximum, their exponentials, the sum; and the gradient back.
     moved = gpu.move(tokens * model.vocabulary / plan.tp * 16)
     return Work(forward + moved, backward + moved)
@@ -140,23 +144,23 @@ def embedding_work(model: Model, cluster: Cluster, plan: Plan, sequence_length: 
     return Work(moved, 2 * moved)
 
 
-def optimizer_seconds(cluster: Cluster, parameters: float) -> float:
+def optimizer_seconds(cluster: Cluster, parameters: float, precision: str = "bf16") -> float:
     """Return the seconds of Adam on that many parameters of one rank, with clipping by norm.
 
     Its traffic: the gradient is read for the norm, read and written to be scaled, and read again;
-    the fp32 parameter and both moments are read and written; the bf16 parameter is written; the
-    gradient is set to zero.
+    the fp32 parameter and both moments are read and written; the bf16 parameter, if there is one,
+    is written; the gradient is set to zero.
     """
-    gradient = cluster.runs.gradient_bytes
-    return parameters * (5 * gradient + 3 * 8 + 2) / (cluster.sheet.bandwidth * BANDWIDTH)
+    gradient, copy = cluster.runs.reduced_bytes(precision), 0 if precision == "fp32" else 2
+    return parameters * (5 * gradient + 3 * 8 + copy) / (cluster.sheet.bandwidth * BANDWIDTH)
 
 
-def _add(forward, backward, gpu, engine, matmul, tokens, tp):
+def _add(forward, backward, gpu, matmul, tokens, tp):
     rows = matmul.rows / (tp if matmul.split == "rows" else 1)
     columns = matmul.columns / (tp if matmul.split == "columns" else 1)
     once = gpu.matmul(tokens, rows, columns)
     # The weight's gradient is added to the sum of the micro-batches before: read and written.
-    with_sum = gpu.matmul(tokens, rows, columns, 2 * engine.gradient_bytes * rows * columns)
+    with_sum = gpu.matmul(tokens, rows, columns, 2 * gpu.gradient * rows * columns)
     # A matmul that is split by columns follows a norm, which writes its output in fp8.
     given = 0.0 if matmul.split == "columns" else gpu.cast(tokens * rows)
     return forward + given + once, backward + gpu.cast(tokens * columns) + once + with_sum

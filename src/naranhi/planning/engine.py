@@ -23,7 +23,8 @@ class Engine(NamedTuple):
         eager: Whether the outputs of unfused operations are kept for the backward as well.
         logit_bytes: Bytes for each logit while the loss is computed.
         split_logit_bytes: The same where tensor parallel ranks share the vocabulary.
-        gradient_bytes: Bytes of the gradient that is accumulated and reduced, for a parameter.
+        gradient_bytes: Bytes of the gradient that is accumulated and reduced, for a parameter of
+            16 bits.
         held_gradient_bytes: Bytes of gradients that a parameter holds in memory.
         reducer_bytes: Bytes for each parameter in the buckets of a reducer that copies gradients
             in order to send them, as torch's DDP does, where there are ranks to send them to.
@@ -103,6 +104,10 @@ class Engine(NamedTuple):
     fills: bool
     cut: str
     note: str
+
+    def reduced_bytes(self, precision: str) -> int:
+        """Return the bytes of a gradient that is summed and reduced: at least the parameter's."""
+        return max(self.gradient_bytes, 4 if precision == "fp32" else 2)
 
 
 @lru_cache(maxsize=1)

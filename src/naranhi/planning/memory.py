@@ -161,7 +161,7 @@ def stage_memory(
             largest = max((model.layer_parameters(n, plan.ep) for n in layers), default=0) / plan.tp
             # A layer's parameters, those of the next one, and the gradients that are reduced.
             forward += 2 * value * largest
-            layer += (2 * value + engine.gradient_bytes) * largest
+            layer += (2 * value + engine.reduced_bytes(plan.precision)) * largest
         ends = 0.0
         if sharded and not plan.kept_whole:
             # What is in no layer is gathered before the first and given up after the last.

@@ -123,7 +123,8 @@ def forecast(
     before = rounds * cluster.runs.gather_overlap * sum(stage.forward for stage in busiest)
     parts["data"] = comm.behind(reduce, behind) + comm.behind(gather, before)
     if not isinstance(cluster, Machine):  # which was measured without one
-        parts["optimizer"] = optimizer_seconds(cluster, updated_parameters(plan, *held))
+        updated = updated_parameters(plan, *held)
+        parts["optimizer"] = optimizer_seconds(cluster, updated, plan.precision)
     nodes = max(1, cluster.gpus / cluster.gpus_per_node)
     parts["stragglers"] = STRAGGLERS * log2(nodes) * sum(parts.values())
     step = sum(parts.values())

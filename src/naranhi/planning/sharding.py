@@ -54,7 +54,7 @@ def _sharded(cluster, plan, dense, experts):
     gather = reduce = 0.0
     for group, parameters in _groups(plan, dense, experts):
         link = group_link(cluster, group.ranks, group.stride)
-        gradients = cluster.runs.gradient_bytes * parameters
+        gradients = cluster.runs.reduced_bytes(plan.precision) * parameters
         gather += seconds("all_gather", value * parameters, group.ranks, link)
         reduce += seconds("reduce_scatter", gradients, group.ranks, link)
         reduce += _between_groups(cluster, plan, group, gradients)
@@ -81,7 +81,7 @@ def gradient_seconds(
     value = 4 if plan.precision == "fp32" else 2
     reduce = gather = 0.0
     for group, parameters in _groups(plan, dense, experts):
-        gradients = cluster.runs.gradient_bytes * parameters
+        gradients = cluster.runs.reduced_bytes(plan.precision) * parameters
         if plan.zero == 0:
             link = group_link(cluster, group.replicas, group.stride)
             reduce += seconds("all_reduce", gradients, group.replicas, link, bucket)
