@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from naranhi.planning import Layer, Line, Machine, Model, Plan, PlanError, predict
 from naranhi.rehearsal import Network, Pace, fit, meshes, rehearse
+from naranhi.rehearsal.fitting import peers
 
 MODEL = Model(4, 64, 8, vocabulary=1)
 TOKENS = 64
@@ -43,9 +44,36 @@ def test_the_mesh_chosen_before_running_is_within_a_twentieth_of_the_best(eight,
     assert slow > 1.5 * min(measured.values())  # or any choice would do
 
 
+def fitted_near_and_far():
+    network = Network(near=(1e-3, 0.0), far=(20e-3, 0.0))
+    machine = fit(MODEL, TOKENS, pace=Pace(0.01, 0.02), network=network, repeats=1)
+    return machine.near.start, machine.far.start
+
+
+def test_the_near_link_is_measured_within_halves_of_odd_size(eight):
+    near, far = eight(6, fitted_near_and_far)[0]
+    assert near < far / 2
+
+
+def test_ranks_exchange_messages_in_pairs_within_and_across_halves():
+    assert [peers(rank, 6) for rank in range(6)] == [
+        (3, 1),
+        (4, 0),
+        (5, None),
+        (0, 4),
+        (1, 3),
+        (2, None),
+    ]
+    assert [peers(rank, 2) for rank in range(2)] == [(1, 1), (0, 0)]
+    for ranks in (4, 8):
+        pairs = [peers(rank, ranks) for rank in range(ranks)]
+        assert pairs == [((rank + ranks // 2) % ranks, rank ^ 1) for rank in range(ranks)]
+
+
 def machine(**more):
     layer = Layer(Line(0.001, 0.08), Line(0.001, 0.16), 1 / 3)
-    return Machine(8, 4, **({"layer": layer, "near": NEAR, "far": FAR, "peak": 1e9} | more))
+    measured = {"layer": layer, "near": NEAR, "far": FAR, "peak": 1e9}
+    return Machine(**({"gpus": 8, "gpus_per_node": 4} | measured | more))
 
 
 def parts(**degrees):
@@ -60,6 +88,11 @@ def test_only_groups_that_span_both_halves_pay_for_the_slow_link():
     assert near == pytest.approx(2 * NEAR.seconds(message))
     far = parts(tp=8)["tensor"] / (4 * 4 * 8)
     assert far == pytest.approx(2 * NEAR.seconds(message) + FAR.seconds(message))
+
+
+def test_pairs_of_halves_of_odd_size_lie_on_both_in_part():
+    odd = machine(gpus=6, gpus_per_node=3)
+    assert odd.line(2, 1) is odd.far and odd.line(3, 1) is odd.near and machine().line(2, 2) is NEAR
 
 
 def test_a_ring_hides_behind_attention_and_no_more():

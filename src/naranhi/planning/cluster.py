@@ -130,6 +130,13 @@ class Cluster:
             if value is not None and not 0 < value <= most:
                 raise ValueError(f"{name} = {value!r} cannot be right: it is in {unit}")
 
+    def spans_nodes(self, ranks: int, stride: int) -> bool:
+        """Return whether any group of ranks whose members are `stride` apart is on several nodes.
+
+        Where whole groups do not fill a node, as of 3 or 6 neighbours in 8, some lie on two.
+        """
+        return self.gpus > self.gpus_per_node and self.gpus_per_node % (ranks * stride) > 0
+
     def _known_gpus(self):
         return gpus()
 

@@ -47,12 +47,11 @@ class Link(NamedTuple):
 def group_link(cluster: Cluster, ranks: int, stride: int) -> Link:
     """Return the slowest link of all groups of ranks whose members are `stride` apart.
 
-    Where whole groups do not fill a node, as of 3 or 6 neighbours in 8, some lie on two nodes, and
-    the others wait for them.
+    Where only some lie on two nodes, the others wait for them.
     """
     node = cluster.gpus_per_node
     nvlink = cluster.sheet.nvlink * NVLINK
-    if cluster.gpus <= node or node % (ranks * stride) == 0:
+    if not cluster.spans_nodes(ranks, stride):
         return Link(NVLINK_LATENCY, nvlink, 1)
     most = max(1, node // stride)  # members in a node, and where a group has the fewest:
     members = max(1, gcd(node, ranks * stride) // stride)

@@ -101,8 +101,8 @@ class Machine(Cluster):
         return super().runs._replace(overlap=0.0, gather_overlap=0.0, host_seconds=0.0)
 
     def line(self, ranks: int, stride: int) -> Line:
-        """Return the slowest link of a group of ranks whose members are `stride` apart."""
-        return self.far if ranks * stride > self.gpus_per_node else self.near
+        """Return the slowest link of all groups of ranks whose members are `stride` apart."""
+        return self.far if self.spans_nodes(ranks, stride) else self.near
 
     def doubling_seconds(self, bytes: float, ranks: int, stride: int) -> float:
         """Return the seconds of an all-reduce with partners at distances 1, 2, 4, ..."""

@@ -47,9 +47,9 @@ def fit(
     everyone = dist.new_group(group_desc="unchecked")
     with network.paced():
         far, near = (
-            _line(SIZES, [_message(size, distance, everyone) for size in SIZES])
-            for distance in (ranks // 2, 1)
-        )  # of two ranks both are the slow one
+            _line(SIZES, [_message(size, peer, everyone) for size in SIZES])
+            for peer in peers(dist.get_rank(), ranks)
+        )
     dist.destroy_process_group(everyone)
     dist.destroy_process_group(alone.tensor)
     return Machine(
@@ -101,21 +101,34 @@ def _step(model, sequence_length, groups, pace, repeats):
     return _fastest(times)
 
 
-def _message(size, distance, group):
-    """Return the seconds of messages of all ranks at once, each to the rank at that distance.
+def peers(rank: int, ranks: int) -> tuple[int, int | None]:
+    """Return with whom a rank exchanges messages across the halves, and within its half.
+
+    The last rank of a half of odd size is left over within it: None. Of two ranks both peers are
+    the other one, over the slow link.
+    """
+    half = ranks // 2
+    far = (rank + half) % ranks
+    if half < 2:
+        return far, far
+    first = rank // half * half
+    near = first + ((rank - first) ^ 1)
+    return far, near if near < first + half else None
+
+
+def _message(size, peer, group):
+    """Return the seconds of messages of all ranks at once, each to its peer, if it has one.
 
     It is the median of messages one after the other, on the rank whose messages take longest,
     because ranks may share a link.
     """
-    rank = dist.get_rank()
-    peer = rank + distance if rank // distance % 2 == 0 else rank - distance
     sent, received, times = torch.zeros(size // 4), torch.empty(size // 4), []
     dist.barrier(group)
-    for _ in range(MESSAGES):
+    for _ in range(MESSAGES if peer is not None else 0):
         start = perf_counter()
         chunks.finish(chunks.start(group, sends=[(sent, peer)], receives=[(received, peer)]))
         times.append(perf_counter() - start)
-    return slowest([median(times)])[0]
+    return slowest([median(times) if times else 0.0])[0]
 
 
 def _line(sizes, seconds):
