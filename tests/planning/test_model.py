@@ -44,6 +44,9 @@ CONFIGS = {
 }
 
 
+DEEPSEEK, QWEN = (CONFIGS[name][0] for name in ("DeepSeek-V3", "Qwen3-30B-A3B"))
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_parameters_are_those_that_were_published(name):
     config, published = CONFIGS[name]
@@ -84,6 +87,13 @@ def test_a_config_is_read_from_its_file_and_its_directory(tmp_path):
             CONFIGS["Qwen3-30B-A3B"][0] | {"decoder_sparse_step": 2},
             "dense and sparse layers alternate",
         ),
+        (DEEPSEEK | {"moe_layer_freq": 2}, "dense and sparse layers alternate"),
+        (QWEN | {"shared_expert_intermediate_size": 1000}, "1000 is not a multiple of moe_i.* 768"),
+        (QWEN | {"moe_intermediate_size": 0}, "moe_intermediate_size is a whole number from 1"),
+        (QWEN | {"tie_word_embeddings": "false"}, "embeddings is true or false, not 'false'"),
+        (DEEPSEEK | {"q_lora_rank": -1}, "q_lora_rank is a whole number from 0, not -1"),
+        (DEEPSEEK | {"kv_lora_rank": "512"}, "kv_lora_rank is a whole number from 1, not '512'"),
+        (CONFIGS["GPT-2"][0] | {"n_inner": 0}, "n_inner is a whole number from 1, not 0"),
     ],
 )
 def test_a_configuration_that_says_too_little_is_refused(config, words):

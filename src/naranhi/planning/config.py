@@ -25,7 +25,8 @@ def read_config(path: str | Path | dict[str, Any]) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: If there is no such file.
-        ValueError: If the file is not JSON, its family is unknown, or a size is missing.
+        ValueError: If the file is not JSON, its family is unknown, or a size is missing, is not a
+            size, or cannot be said of a `Model`.
     """
     where, config = _load(path)
     family = config.get("model_type")
@@ -35,12 +36,20 @@ def read_config(path: str | Path | dict[str, Any]) -> dict[str, Any]:
             f"{', '.join(FAMILIES)}. Give the sizes to Model(...) instead"
         )
 
-    def size(name, *, default=None):
+    def size(name, *, default=None, least=1):
         value = config.get(name)
         if value is None:
             value = default
         if value is None:
             raise ValueError(f"{where}: {name} is missing, which a {family} configuration has")
+        if isinstance(value, bool) or not hasattr(value, "__index__") or value < least:
+            raise ValueError(f"{where}: {name} is a whole number from {least}, not {value!r}")
+        return value
+
+    def flag(name, *, default):
+        value = default if config.get(name) is None else config[name]
+        if not isinstance(value, bool):
+            raise ValueError(f"{where}: {name} is true or false, not {value!r}")
         return value
 
     if family in GPT2:
@@ -49,10 +58,10 @@ def read_config(path: str | Path | dict[str, Any]) -> dict[str, Any]:
             "layers": size("n_layer"),
             "hidden": hidden,
             "heads": size("n_head"),
-            "ffn": config.get("n_inner") or 4 * hidden,
+            "ffn": size("n_inner", default=4 * hidden),
             "vocabulary": size("vocab_size"),
             "positions": size("n_positions"),
-            "tied": size("tie_word_embeddings", default=True),
+            "tied": flag("tie_word_embeddings", default=True),
             "biases": True,
             "dropout": True,
         }
@@ -64,32 +73,40 @@ def read_config(path: str | Path | dict[str, Any]) -> dict[str, Any]:
         "ffn": size("intermediate_size"),
         "vocabulary": size("vocab_size"),
         "kv_heads": size("num_key_value_heads", default=heads),
-        "head_dim": config.get("head_dim"),
+        "head_dim": None if config.get("head_dim") is None else size("head_dim"),
         "gated": True,
-        "tied": size("tie_word_embeddings", default=False),
+        "tied": flag("tie_word_embeddings", default=False),
     }
     if family == "mixtral":
         sizes |= {"experts": size("num_local_experts"), "top_k": size("num_experts_per_tok")}
     elif family in EXPERTS:
         _refuse_mixed_layers(where, config)
         inner = size("moe_intermediate_size")
+        shared, rest = divmod(size("shared_expert_intermediate_size", default=0, least=0), inner)
+        if rest:
+            raise ValueError(
+                f"{where}: shared_expert_intermediate_size = {shared * inner + rest} is not a "
+                f"multiple of moe_intermediate_size = {inner}: Model counts shared experts in "
+                "those of one size"
+            )
         sizes |= {
             "experts": size("num_experts"),
             "top_k": size("num_experts_per_tok"),
             "expert_ffn": inner,
-            "shared_experts": size("shared_expert_intermediate_size", default=0) // inner,
+            "shared_experts": shared,
         }
     elif family in DEEPSEEK:
+        _refuse_mixed_layers(where, config)
         sizes |= {
             "kv_heads": heads,
             "head_dim": size("v_head_dim"),
             "experts": size("n_routed_experts"),
             "top_k": size("num_experts_per_tok"),
             "expert_ffn": size("moe_intermediate_size"),
-            "shared_experts": size("n_shared_experts", default=0),
-            "dense_layers": size("first_k_dense_replace", default=0),
+            "shared_experts": size("n_shared_experts", default=0, least=0),
+            "dense_layers": size("first_k_dense_replace", default=0, least=0),
             "latent": Latent(
-                config.get("q_lora_rank") or 0,
+                size("q_lora_rank", default=0, least=0),
                 size("kv_lora_rank"),
                 size("qk_rope_head_dim"),
                 size("qk_nope_head_dim"),
@@ -118,8 +135,9 @@ def _load(path):
 
 def _refuse_mixed_layers(where, config):
     """Raise ValueError where dense and sparse layers alternate, which `Model` cannot say."""
-    if config.get("decoder_sparse_step", 1) != 1 or config.get("mlp_only_layers"):
+    steps = "decoder_sparse_step", "moe_layer_freq"
+    if any(config.get(step) not in (None, 1) for step in steps) or config.get("mlp_only_layers"):
         raise ValueError(
-            f"{where}: dense and sparse layers alternate (decoder_sparse_step, mlp_only_layers), "
+            f"{where}: dense and sparse layers alternate ({', '.join(steps)}, mlp_only_layers), "
             "which is not supported"
         )

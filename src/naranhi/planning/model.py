@@ -132,7 +132,8 @@ class Model:
 
         Raises:
             FileNotFoundError: If there is no such file.
-            ValueError: If the file is not JSON, its family is unknown, or a size is missing.
+            ValueError: If the file is not JSON, its family is unknown, or a size is missing, is
+                not a size, or cannot be said of a `Model`.
         """
         from naranhi.planning.config import read_config
 
