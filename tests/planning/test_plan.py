@@ -2,7 +2,7 @@
 
 import pytest
 
-from naranhi.planning import Cluster, Model, Plan, PlanError, predict
+from naranhi.planning import Cluster, Latent, Machine, Model, Plan, PlanError, predict, search
 from naranhi.planning.cluster import calibrations
 from naranhi.planning.stages import cut
 
@@ -174,3 +174,49 @@ def test_nanotron_ends_a_stage_where_its_share_is_reached():
         assert len(cut(model, stages, "cumulative").layers[0]) == layers
         held = model.embedding_parameters + layers * model.layer_parameters()
         assert held / 1e6 == pytest.approx(millions, abs=1)
+
+
+@pytest.mark.parametrize(
+    "make, error, words",
+    [
+        (lambda: Plan(8, zero_group="2"), TypeError, "zero_group is a whole number, not '2'"),
+        (lambda: Plan(None), TypeError, "dp is a whole number, not None"),
+        (lambda: Cluster("8"), TypeError, "gpus is a whole number, not '8'"),
+        (lambda: Cluster(8, network="400"), TypeError, "network is a number, not '400'"),
+        (lambda: Cluster(8, gpu=["H100"]), ValueError, "is not in the table"),
+        (lambda: Machine(4), ValueError, "what was measured; give layer, near, far"),
+        (lambda: Model(2, None, 2), TypeError, "hidden is a whole number, not None"),
+        (lambda: Model(2, 128, 2, tied="no"), TypeError, "tied is True or False, not 'no'"),
+        (lambda: Model(2, 128, 2, latent=(0, 32)), TypeError, r"latent is a Latent\("),
+        (
+            lambda: Model(2, 128, 2, latent=Latent(0, 0, 1, 1, 1)),
+            ValueError,
+            "key_rank is at least",
+        ),
+    ],
+)
+def test_an_argument_of_another_type_is_named(make, error, words):
+    with pytest.raises(error, match=words):
+        make()
+
+
+def test_integers_of_other_types_are_integers():
+    """Such as numpy's, which Python's own arithmetic would turn into more of their kind."""
+    two, eight, size = map(Index, (2, 8, 128))
+    model = Model(two, size, two, kv_heads=two)
+    assert model == Model(2, 128, 2) and type(model.hidden) is int
+    plan, cluster = Plan(eight, zero=two, zero_group=two), Cluster(eight)
+    assert plan == Plan(8, zero=2, zero_group=2) and type(cluster.gpus_per_node) is int
+    forecast = predict(model, cluster, plan, size, eight)
+    assert forecast == predict(model, Cluster(8), plan, 128, 8)
+    assert search(model, cluster, size, eight, best=two).plans
+
+
+class Index:
+    """An integer by `__index__` alone."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __index__(self):
+        return self.value

@@ -176,3 +176,22 @@ def test_a_search_refuses_arguments_of_another_class():
         search(Model(2, 128, 2), 8, 128, 8)
     with pytest.raises(TypeError, match="model is a Model, such as"):
         search("llama", Cluster(8), 128, 8)
+
+
+@pytest.mark.parametrize(
+    "arguments, error, words",
+    [
+        ({"best": 0}, ValueError, "best = 0: return at least 1 plan"),
+        ({"best": -1}, ValueError, "best = -1"),
+        ({"best": 2.0}, TypeError, r"best is a whole number, not 2\.0"),
+        ({"margin": float("nan")}, ValueError, "margin = nan is not a part of the memory"),
+        ({"margin": 5}, ValueError, "margin = 5 is not a part"),
+        ({"margin": "5%"}, TypeError, "margin is a number, not '5%'"),
+        ({"sequence_length": "4k"}, TypeError, "sequence_length is a number of tokens, not '4k'"),
+        ({"global_batch": None}, TypeError, "global_batch is a number of sequences, not None"),
+    ],
+)
+def test_a_search_says_which_number_is_wrong(arguments, error, words):
+    usual = {"sequence_length": 4096, "global_batch": 64}
+    with pytest.raises(error, match=words):
+        search(LLAMA, Cluster(8), **usual | arguments)

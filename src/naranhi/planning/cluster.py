@@ -5,10 +5,10 @@ Units: bytes, seconds, bytes per second, operations per second.
 
 from dataclasses import dataclass
 from functools import lru_cache
-from operator import index
 from statistics import median
 from typing import NamedTuple
 
+from naranhi.planning.arguments import check_real, make_whole
 from naranhi.planning.engine import Engine, engines
 from naranhi.planning.tables import rows
 
@@ -90,7 +90,7 @@ class Cluster:
             published run of this GPU and engine says, or else of those that are nearest.
 
     Raises:
-        TypeError: If a number of GPUs is not a whole number.
+        TypeError: If a number of GPUs is not a whole number, or another number is not a number.
         ValueError: If a name is unknown, or a number too small or too large.
     """
 
@@ -103,19 +103,18 @@ class Cluster:
     efficiency: float | None = None
 
     def __post_init__(self) -> None:
-        if self.gpu not in self._known_gpus():
+        if not isinstance(self.gpu, str) or self.gpu not in self._known_gpus():
             raise ValueError(f"gpu {self.gpu!r} is not in the table; choose one of {_list(gpus())}")
-        if self.engine not in engines():
+        if not isinstance(self.engine, str) or self.engine not in engines():
             raise ValueError(f"engine {self.engine!r} is unknown; choose one of {_list(engines())}")
+        make_whole(self, "gpus", optional=("gpus_per_node",))
         if self.gpus_per_node is None:
             object.__setattr__(self, "gpus_per_node", _node(self.gpus, self.sheet.gpus_per_node))
         for name, most in (("gpus", MOST_GPUS), ("gpus_per_node", MOST_IN_NODE)):
             value = getattr(self, name)
-            if isinstance(value, bool) or not hasattr(value, "__index__"):
-                raise TypeError(f"{name} is a whole number, not {value!r}")
-            if index(value) < 1:
+            if value < 1:
                 raise ValueError(f"{name} is at least 1, not {value}")
-            if index(value) > most:
+            if value > most:
                 raise ValueError(f"{name} = {value} cannot be right: it is at most {most:,}")
         if self.gpus > self.gpus_per_node and self.gpus % self.gpus_per_node:
             raise ValueError(
@@ -127,7 +126,10 @@ class Cluster:
             ("memory_gib", self.memory_gib, 2_000, "GiB for each GPU, such as 79.1"),
             ("efficiency", self.efficiency, 1, "a part of the peak, such as 0.7"),
         ):
-            if value is not None and not 0 < value <= most:
+            if value is None:
+                continue
+            check_real(name, value)
+            if not 0 < value <= most:
                 raise ValueError(f"{name} = {value!r} cannot be right: it is in {unit}")
 
     def spans_nodes(self, ranks: int, stride: int) -> bool:
@@ -227,7 +229,7 @@ FAMILIES = {"A100-40GB": "A100", "A800": "A100", "H800": "H100", "H200": "H100",
 
 def _node(gpus, most):
     """Return how many GPUs of each node a job uses, where a node has `most`."""
-    if most <= BOX or not hasattr(gpus, "__index__") or gpus <= most:
+    if most <= BOX or gpus <= most:
         return most
     return next((used for used in range(most, 0, -TRAY) if gpus % used == 0), most)
 

@@ -12,6 +12,7 @@ from statistics import mean
 from typing import NamedTuple
 
 from naranhi.costs import collective_seconds
+from naranhi.planning.arguments import check_real
 from naranhi.planning.cluster import GIB, Cluster, Engine, Gpu
 from naranhi.planning.model import Model
 from naranhi.planning.plan import Plan
@@ -60,6 +61,7 @@ class Machine(Cluster):
         peak: Operations per second of a rank that computes all the time; the MFU is relative to it.
 
     Raises:
+        TypeError: As of Cluster; `peak` is a number.
         ValueError: If something was not measured.
     """
 
@@ -71,12 +73,13 @@ class Machine(Cluster):
     peak: float = 0.0
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         missing = [name for name in ("layer", "near", "far") if getattr(self, name) is None]
+        check_real("peak", self.peak)
         if missing or not self.peak > 0:
             raise ValueError(
                 f"a Machine is what was measured; give {', '.join(missing) or 'peak, above 0'}"
             )
+        super().__post_init__()
 
     def _known_gpus(self):
         return ("measured",)

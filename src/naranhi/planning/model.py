@@ -5,9 +5,10 @@ Units: parameters, tokens, floating-point operations (a multiplication and an ad
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from operator import index
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from naranhi.planning.arguments import make_whole, whole
 
 
 class Matmul(NamedTuple):
@@ -66,7 +67,7 @@ class Model:
         latent: The sizes of multi-head latent attention, or None.
 
     Raises:
-        TypeError: If a size is not a whole number.
+        TypeError: If a size is not a whole number, a flag not a bool, or `latent` not a Latent.
         ValueError: If a size is too small, or sizes do not fit one another.
     """
 
@@ -90,18 +91,21 @@ class Model:
     latent: Latent | None = None
 
     def __post_init__(self) -> None:
-        for name, default in (
-            ("ffn", 4 * self.hidden if isinstance(self.hidden, int) else None),
-            ("kv_heads", self.heads),
-            ("expert_ffn", self.ffn),
-        ):
-            if getattr(self, name) is None:
-                value = self.ffn if name == "expert_ffn" else default
-                object.__setattr__(self, name, value)
-        for name in ("layers", "hidden", "heads", "ffn", "vocabulary", "kv_heads", "expert_ffn"):
-            _whole(name, getattr(self, name), least=1)
-        for name in ("positions", "experts", "top_k", "shared_experts", "dense_layers"):
-            _whole(name, getattr(self, name), least=0)
+        sizes = "layers", "hidden", "heads", "vocabulary"
+        by_default = "ffn", "kv_heads", "expert_ffn"
+        counts = "positions", "experts", "top_k", "shared_experts", "dense_layers"
+        make_whole(self, *sizes, *counts, optional=(*by_default, "head_dim"))
+        if self.ffn is None:
+            object.__setattr__(self, "ffn", 4 * self.hidden)
+        if self.kv_heads is None:
+            object.__setattr__(self, "kv_heads", self.heads)
+        if self.expert_ffn is None:
+            object.__setattr__(self, "expert_ffn", self.ffn)
+        for name in sizes + by_default + counts:
+            _least(name, getattr(self, name), 0 if name in counts else 1)
+        for name in ("gated", "tied", "biases", "dropout"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} is True or False, not {getattr(self, name)!r}")
         if self.head_dim is None:
             if self.hidden % self.heads:
                 raise ValueError(
@@ -109,7 +113,9 @@ class Model:
                     "if the heads have another size, give head_dim"
                 )
             object.__setattr__(self, "head_dim", self.hidden // self.heads)
-        _whole("head_dim", self.head_dim, least=1)
+        _least("head_dim", self.head_dim, 1)
+        if self.latent is not None:
+            object.__setattr__(self, "latent", _latent(self.latent))
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"heads = {self.heads} is not a multiple of kv_heads = {self.kv_heads}: every "
@@ -273,8 +279,15 @@ def _parameters(matmuls, biases):
     return _weights(matmuls) + (sum(matmul.columns for matmul in matmuls) if biases else 0)
 
 
-def _whole(name, value, least):
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name} is a whole number, not {value!r}")
-    if index(value) < least:
+def _least(name, value, least):
+    if value < least:
         raise ValueError(f"{name} is at least {least}, not {value}")
+
+
+def _latent(latent):
+    if not isinstance(latent, Latent):
+        raise TypeError(f"latent is a Latent(query_rank, key_rank, ...), not {latent!r}")
+    sizes = Latent(*map(whole, latent._fields, latent))
+    for name, size in sizes._asdict().items():
+        _least(name, size, 0 if name == "query_rank" else 1)
+    return sizes

@@ -1,9 +1,9 @@
 """What a plan is: degrees, micro-batches, a schedule, and what they refuse."""
 
 from dataclasses import dataclass
-from operator import index
 
 from naranhi.costs.activations import RECOMPUTE
+from naranhi.planning.arguments import make_whole, whole
 from naranhi.planning.cluster import Cluster
 from naranhi.planning.model import Model
 from naranhi.planning.stages import cut
@@ -78,12 +78,12 @@ class Plan:
     zero_group: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("dp", "tp", "pp", "cp", "ep", "chunks", "microbatch", "zero"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not hasattr(value, "__index__"):
-                raise TypeError(f"{name} is a whole number, not {value!r}")
-            if index(value) < (0 if name == "zero" else 1):
-                raise PlanError(f"{name} is at least {0 if name == 'zero' else 1}, not {value}")
+        numbers = "dp", "tp", "pp", "cp", "ep", "chunks", "microbatch", "zero"
+        make_whole(self, *numbers, optional=("zero_group",))
+        for name in numbers:
+            value, least = getattr(self, name), 0 if name == "zero" else 1
+            if value < least:
+                raise PlanError(f"{name} is at least {least}, not {value}")
         if self.sequence_parallel is None:
             object.__setattr__(self, "sequence_parallel", self.tp > 1)
         elif not isinstance(self.sequence_parallel, bool):
@@ -166,14 +166,13 @@ class Plan:
         Raises:
             PlanError: If the batch does not divide.
         """
-        if isinstance(global_batch, bool) or not hasattr(global_batch, "__index__"):
-            raise TypeError(f"global_batch is a number of sequences, not {global_batch!r}")
-        if index(global_batch) > MOST_SEQUENCES:
+        global_batch = whole("global_batch", global_batch, "a number of sequences")
+        if global_batch > MOST_SEQUENCES:
             raise PlanError(
                 f"global_batch = {global_batch} looks like tokens: it counts sequences, so divide "
                 "by the sequence length"
             )
-        count, rest = divmod(index(global_batch), self.dp * self.microbatch)
+        count, rest = divmod(global_batch, self.dp * self.microbatch)
         if rest or count < 1:
             raise PlanError(
                 f"global_batch = {global_batch} sequences is not a multiple of dp x microbatch = "
@@ -204,9 +203,8 @@ class Plan:
                 f"dp x tp x pp x cp = {self.dp} x {self.tp} x {self.pp} x {self.cp} = "
                 f"{self.ranks}, but the cluster has {cluster.gpus} GPUs (ep counts among dp x cp)"
             )
-        if isinstance(sequence_length, bool) or not hasattr(sequence_length, "__index__"):
-            raise TypeError(f"sequence_length is a number of tokens, not {sequence_length!r}")
-        if not 1 <= index(sequence_length) <= MOST_TOKENS:
+        sequence_length = whole("sequence_length", sequence_length, "a number of tokens")
+        if not 1 <= sequence_length <= MOST_TOKENS:
             raise PlanError(
                 f"sequence_length = {sequence_length} cannot be right: it is in tokens, "
                 f"from 1 to {MOST_TOKENS}"
@@ -218,14 +216,14 @@ class Plan:
                 f"{cluster.engine} has to have on their way before a backward"
             )
         shards = self.tp if self.sequence_parallel else 1
-        for what, whole, name, parts in (
+        for what, total, name, parts in (
             ("heads", model.heads, "tp", self.tp),
             ("ffn", model.ffn, "tp", self.tp),
             ("sequence_length", sequence_length, "cp x tp", self.cp * shards),
             ("experts", model.experts, "ep", self.ep),
         ):
-            if whole % parts:
-                raise PlanError(f"{what} = {whole} is not a multiple of {name} = {parts}")
+            if total % parts:
+                raise PlanError(f"{what} = {total} is not a multiple of {name} = {parts}")
         if self.ep > 1 and not model.experts:
             raise PlanError(f"ep = {self.ep}, but the model has no experts")
         stages = self.pp * self.chunks

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from naranhi.costs.activations import RECOMPUTE
+from naranhi.planning.arguments import check_real, whole
 from naranhi.planning.cluster import Cluster
 from naranhi.planning.forecast import Forecast
 from naranhi.planning.memory import stage_memory
@@ -78,9 +79,18 @@ def search(
 
     Raises:
         TypeError: If a number is not a whole number, or an argument is of another class.
+        ValueError: If `best` is less than 1, or `margin` not from 0 to below 1.
         PlanError: If no plan divides the GPUs, the model and the batch.
     """
     check_classes(model=model, cluster=cluster)
+    sequence_length = whole("sequence_length", sequence_length, "a number of tokens")
+    global_batch = whole("global_batch", global_batch, "a number of sequences")
+    best = whole("best", best)
+    check_real("margin", margin)
+    if best < 1:
+        raise ValueError(f"best = {best}: return at least 1 plan")
+    if not 0 <= margin < 1:
+        raise ValueError(f"margin = {margin!r} is not a part of the memory, such as {MARGIN}")
     tried, fit, nearest = 0, [], None
     refusal = None
     for plan in plans(model, cluster, sequence_length, precision):

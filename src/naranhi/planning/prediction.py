@@ -1,6 +1,7 @@
 """Forecast a step from a model, a cluster and a plan."""
 
 from math import log2, sqrt
+from operator import index
 
 from naranhi.planning import communication as comm
 from naranhi.planning import sharding
@@ -63,7 +64,7 @@ def predict(
     """
     check_classes(model=model, cluster=cluster, plan=plan)
     plan.check(model, cluster, sequence_length, global_batch)
-    return forecast(model, cluster, plan, sequence_length, global_batch)
+    return forecast(model, cluster, plan, index(sequence_length), index(global_batch))
 
 
 def check_classes(**arguments: object) -> None:
