@@ -182,7 +182,7 @@ class Loading:
             optimizer.load_state_dict(
                 {
                     "state": {
-                        number_of[of.tensor]: kept
+                        number_of[of.tensor]: _in_layout_of(of.tensor, kept)
                         for of, kept in self._kept
                         if of.optimizer is optimizer and kept
                     },
@@ -211,6 +211,19 @@ def _common(of, scalars):
             first = part.name
     return {
         key: value.clone() if torch.is_tensor(value) else value for key, value in common.items()
+    }
+
+
+def _in_layout_of(param, kept):
+    """Return what is kept for a parameter, element-wise tensors with the parameter's strides.
+
+    A fused optimizer walks through the memory of both side by side, whatever their strides are.
+    """
+    return {
+        key: torch.empty_like(param, dtype=value.dtype, device="cpu").copy_(value)
+        if torch.is_tensor(value) and value.shape == param.shape
+        else value
+        for key, value in kept.items()
     }
 
 
