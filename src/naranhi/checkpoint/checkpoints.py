@@ -92,7 +92,8 @@ class Checkpoints:
         Raises:
             CheckpointError: on every rank; the earlier checkpoints are as they were.
         """
-        self._prepare(step, model, optimizer, state, copy=False).run(self.keep)
+        write = self._prepare(step, model, optimizer, state, copy=False)
+        self._run(write)
 
     def save_async(
         self, step: int, model: Model, optimizer: torch.optim.Optimizer | None = None, **state: Any
@@ -110,7 +111,7 @@ class Checkpoints:
 
         def background():
             try:
-                write.run(self.keep)
+                self._run(write)
             except Exception as error:  # `wait` raises it
                 self._error = error
 
@@ -186,6 +187,10 @@ class Checkpoints:
         write = prepare(step, model, optimizer, values, self._storage, self.group, copy)
         self._on_first(lambda: self._storage.begin(step, self._damaged))
         return write
+
+    def _run(self, write):
+        write.run(self.keep, self._damaged)
+        self._damaged.discard(write.step)  # it has been replaced
 
     def _on_first(self, function):
         """Call `function()` on rank 0; raise CheckpointError on every rank if it fails."""

@@ -158,13 +158,14 @@ class Storage:
         """Delete what a failed save has written: on a full disk the next one needs the room."""
         shutil.rmtree(self.part(step), ignore_errors=True)
 
-    def keep(self, newest: int) -> None:
+    def keep(self, newest: int, damaged: Container[int] = ()) -> None:
         """Delete all committed checkpoints but the newest.
 
         Args:
             newest: how many to keep.
+            damaged: committed steps that do not count, because no run can go on from them.
         """
-        for step in self.steps()[:-newest]:
+        for step in [step for step in self.steps() if step not in damaged][:-newest]:
             _remove(self.path(step))
 
     def manifest(self, step: int) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,11 +41,12 @@ class Write:
     place: Storage
     group: dist.ProcessGroup
 
-    def run(self, keep: int | None) -> None:
+    def run(self, keep: int | None, damaged: Collection[int] = ()) -> None:
         """Write and commit: data first, then the manifest, then the rename.
 
         Args:
             keep: how many of the newest checkpoints remain; None for all.
+            damaged: committed steps that do not count as checkpoints; this one is now whole.
 
         Raises:
             CheckpointError: on every rank; nothing is committed, and no other checkpoint deleted.
@@ -65,7 +66,8 @@ class Write:
                 self.place.abandon(self.step)
             raise
         if keep is not None:
-            self._on_all(lambda: self.place.keep(keep) if first else None)
+            others = {step for step in damaged if step != self.step}
+            self._on_all(lambda: self.place.keep(keep, others) if first else None)
 
     def _write_shards(self, part):
         try:
