@@ -196,6 +196,38 @@ def test_adam_makes_whole_steps_of_rounding(world):
     assert answer.startswith("([], ")
 
 
+def in_float64(kind, sizes, damage=None):
+    """The reports of a model in float64."""
+    global gpt2
+    single = gpt2
+    gpt2 = lambda *options: [layer.double() for layer in single(*options)]  # noqa: E731
+    traced.cache_clear()
+    try:
+        return [compare(kind, sizes, seed, damage=damage) for seed in range(3)]
+    finally:
+        gpt2 = single
+        traced.cache_clear()
+
+
+@pytest.mark.parametrize("mesh", ["data", "ZeRO-3", "pipeline", "tensor"])
+def test_a_model_in_float64_has_noise_too(world, mesh):
+    for report in world(2, in_float64, *CORRECT[mesh][:2])[0]:
+        assert not report.divergence, report
+        assert report.margin < 0.5
+
+
+def nudge_by_little(parallel, layers):
+    """One weight of the second tensor rank is off by what float32 would not show."""
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            layers[1].block.mlp.c_fc.weight[0, 0] += 1e-11
+
+
+def test_a_model_in_float64_is_held_to_its_precision(world):
+    for report in world(2, in_float64, "layers", (1, 1, 2), nudge_by_little)[0]:
+        assert report.divergence.layer == "1.block.mlp.c_fc"
+
+
 def test_eight_ranks(world):
     answers = world(8, silent, "one_f_one_b", (2, 2, 2), 1, True)
     assert answers[0][:2] == ([], 516)

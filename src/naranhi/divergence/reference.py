@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from naranhi.divergence.models import (
     weights_of,
 )
 from naranhi.divergence.recorder import Key, Recorder
-from naranhi.divergence.tolerance import bound, largest
+from naranhi.divergence.tolerance import FLOAT64, bound, largest
 
 
 @dataclass
@@ -43,7 +44,8 @@ class Reference:
         inputs: the tensors that it takes, all micro-batches concatenated.
         rows: the number of rows of the batch.
         values: {key with micro-batch 0: the whole tensor}, in the order of the step.
-        noise: {key: the largest distance of this dtype's result from float64's}.
+        noise: {key: the largest distance of this dtype's result from float64's}; of a model in
+            float64, that of float32, scaled.
         bounds: {key: how far a rank's tensor may be from float64's}; see the note at the top.
         by_rows: {key: rows of a micro-batch} of the tensors whose first dimension is the batch.
         parameters: {name: the first name of the same parameter}: a tied one has several names.
@@ -80,7 +82,8 @@ def trace(
 ) -> Reference:
     """Run a step in one process, on copies of a model, and return what every layer computed.
 
-    The step is run in the model's dtype and in float64. Model and random numbers stay as they were.
+    The step is run in the model's dtype and in float64 (in float32 and float64, if that is the
+    model's). Model and random numbers stay as they were.
     Every rank calls this by itself, with the same model and the same whole batch.
 
     Args:
@@ -95,17 +98,22 @@ def trace(
     """
     with torch.random.fork_rng():
         before = torch.random.get_rng_state()
-        single, records = _record(model, run, torch.float32)
+        params = [param for param in parameters_of(model).values() if param.is_floating_point()]
+        is_double = bool(params) and all(param.dtype == torch.float64 for param in params)
+        single, records = _record(model, run, torch.float32 if is_double else None)
         draws = not torch.equal(before, torch.random.get_rng_state())
         torch.random.set_rng_state(before)
         double, exact = _record(model, run, torch.float64)
-        slack = _slack(single, double, update) if update else {}
+        scale = FLOAT64 if is_double else 1.0
+        slack = _slack(single, double, update, scale) if update else {}
         step, exact_step = Update(single, update), Update(double, update)
     if records.first is None:
         raise RuntimeError("run(model) has called no layer of the model: it should run a step")
     names = _first_names(parameters_of(model))
     own, referee = _whole(records, step, names), _whole(exact, exact_step, names)
-    return _reference(model, records, own, referee, draws, step.stepped, slack)
+    if is_double:
+        records.inputs = exact.inputs  # rows as the ranks take them
+    return _reference(model, records, own, referee, draws, step.stepped, slack, scale)
 
 
 class Update:
@@ -143,11 +151,11 @@ class Update:
         self.parts["weights"] = weights_of(model)
 
 
-def _slack(single, double, update):
+def _slack(single, double, update, scale):
     """Return {parameter: how far weights get if gradients are as wrong as they may be}."""
     exact, weights, slack = parameters_of(double), [], {}
     allowed = {
-        name: bound(param.grad, exact[name].grad)
+        name: scale * bound(param.grad, exact[name].grad)
         for name, param in parameters_of(single).items()
         if param.grad is not None
     }
@@ -168,11 +176,11 @@ def _record(model, run, dtype):
     model = copied(model)
     layers = layers_of(model)
     handles = []
-    if dtype == torch.float64:
-        nn.ModuleList(layers.values()).double()
+    if dtype is not None:
+        nn.ModuleList(layers.values()).to(dtype)
+        cast = partial(_cast, dtype)
         handles = [
-            layer.register_forward_pre_hook(_as_double, with_kwargs=True)
-            for layer in layers.values()
+            layer.register_forward_pre_hook(cast, with_kwargs=True) for layer in layers.values()
         ]
     with Recorder(recorded_layers(layers), None, masks=dtype != torch.float64) as records:
         run(model)
@@ -181,15 +189,12 @@ def _record(model, run, dtype):
     return model, records
 
 
-def _as_double(module, args, kwargs):
-    def double(value):
-        return (
-            value.double()
-            if isinstance(value, torch.Tensor) and value.dtype.is_floating_point
-            else value
-        )
+def _cast(dtype, module, args, kwargs):
+    def cast(value):
+        is_floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.to(dtype) if is_floating else value
 
-    return tree_map(double, args), tree_map(double, kwargs)
+    return tree_map(cast, args), tree_map(cast, kwargs)
 
 
 def _whole(records, step, names):
@@ -209,7 +214,7 @@ def _first_names(params):
     return {name: first.setdefault(param, name) for name, param in params.items()}
 
 
-def _reference(model, records, own, referee, draws, stepped, slack):
+def _reference(model, records, own, referee, draws, stepped, slack, scale):
     rows = [len(tensors[0]) for tensors in records.inputs]
     values, noise, bounds, by_rows = {}, {}, {}, {}
     for key, parts in own.items():
@@ -225,9 +230,10 @@ def _reference(model, records, own, referee, draws, stepped, slack):
         values[key], noise[key], bounds[key] = whole, 0.0, 0.0
         if whole.dtype.is_floating_point:
             finite = whole.isfinite() & exact.isfinite()
-            values[key] = torch.where(finite, exact, whole.double())
-            noise[key] = largest((whole.double() - exact)[finite])
-            bounds[key] = bound(whole, exact)
+            # In a model in float64, `whole` is float32's, which may be infinite on its own.
+            values[key] = torch.where(finite | (scale != 1), exact, whole.double())
+            noise[key] = scale * largest((whole.double() - exact)[finite])
+            bounds[key] = scale * bound(whole, exact)
             if key.phase == "weights":
                 bounds[key] += slack[key.layer]
     masks = {

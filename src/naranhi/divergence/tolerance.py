@@ -8,6 +8,9 @@ the step in its dtype and once more in float64, and the largest distance between
 noise of that tensor. The ranks may be `TOLERANCE` times as far from float64, plus one rounding of
 the tensor's largest element (a tensor whose noise is 0 by luck).
 
+A model in float64 would be its own referee, with no noise at all. Its step is computed in float32
+instead, whose noise is scaled by the ratio of the two roundings (`FLOAT64`).
+
 Source: Higham, "Accuracy and stability of numerical algorithms" (2002), section 3.1, for the bound
 on the rounding error of a sum, which grows with its terms and holds in any order. The 16 is ours.
 """
@@ -16,6 +19,7 @@ from __future__ import annotations
 
 import torch
 
+FLOAT64 = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
 TOLERANCE = 16.0  # correct meshes stay below 4 times the noise, and wrong ones far above 100
 
 
