@@ -104,6 +104,34 @@ def test_a_step_that_draws_random_numbers_is_known():
     assert not divergence.trace(model, run).draws
 
 
+class DropsOnGpu(nn.Module):
+    """Dropout that draws from a generator which is not the CPU's."""
+
+    def __init__(self, generator):
+        super().__init__()
+        self.generator = generator
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def forward(self, x):
+        return x * torch.empty_like(x).bernoulli_(0.5, generator=self.generator)
+
+
+def test_a_step_that_draws_random_numbers_on_a_gpu_is_known(monkeypatch):
+    """The test for a GPU itself is the part "divergence" of `device_parts`."""
+    gpu = torch.Generator()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: [gpu.get_state()])
+    monkeypatch.setattr(torch.cuda, "set_rng_state_all", lambda states: gpu.set_state(*states))
+    run, _ = step()
+    assert not divergence.trace(layers(), run).draws
+    reference = divergence.trace([DropsOnGpu(gpu), *layers()], run)
+    assert reference.draws
+    key = Key("forward", "1")
+    assert reference.noise[key] < 1e-4, "float64's step draws the same masks"
+
+
 class Scaled(nn.Module):
     """x times a table's column, which does not depend on the rows of x."""
 

@@ -17,6 +17,8 @@ VERIFIED = {
     "checkpoint/random_state.py put": KERNELS,
     "context_parallel/fused.py kernel": "tests/context_parallel/test_fused.py",
     "costs/activations.py gpt2_block_items": "tests/autograd/test_activation_memory.py",
+    "divergence/reference.py _random_states": KERNELS,
+    "divergence/reference.py _set_random_states": KERNELS,
     "distributed/backends.py device_of": KERNELS,
     "distributed/launch.py join": ONE_GPU,
     "distributed/streams.py Later.__init__": STREAMS,

@@ -20,6 +20,7 @@ from naranhi import (
     collectives,
     context_parallel,
     data_parallel,
+    divergence,
     expert_parallel,
     measure,
     models,
@@ -250,6 +251,16 @@ def run_random_numbers(device):
     # On a CPU one number is drawn outside, to seed what is inside; alone nothing is forked.
     if ranks > 1 and x.is_cuda:
         assert torch.equal(torch.rand_like(x), drawn[2])
+
+
+def run_divergence(device):
+    """Whether a step draws random numbers is known, whichever generator it draws from."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)).to(device)
+    inputs = torch.randn(ROWS, WIDTH).to(device)
+    for drops in True, False:
+        run = lambda model: model(inputs).square().sum().backward()  # noqa: E731
+        assert divergence.trace(model.train(drops), run).draws is drops
 
 
 def run_context_parallel(device):

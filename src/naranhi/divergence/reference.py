@@ -97,12 +97,12 @@ def trace(
         RuntimeError: `run` has not called any of the model's layers.
     """
     with torch.random.fork_rng():
-        before = torch.random.get_rng_state()
+        before = _random_states()
         params = [param for param in parameters_of(model).values() if param.is_floating_point()]
         is_double = bool(params) and all(param.dtype == torch.float64 for param in params)
         single, records = _record(model, run, torch.float32 if is_double else None)
-        draws = not torch.equal(before, torch.random.get_rng_state())
-        torch.random.set_rng_state(before)
+        draws = not all(map(torch.equal, before, _random_states()))
+        _set_random_states(before)
         double, exact = _record(model, run, torch.float64)
         scale = FLOAT64 if is_double else 1.0
         slack = _slack(single, double, update, scale) if update else {}
@@ -149,6 +149,18 @@ class Update:
         finally:
             handle.remove()
         self.parts["weights"] = weights_of(model)
+
+
+def _random_states():
+    """Return the states of torch's generators: the CPU's, and if GPUs are in use each GPU's."""
+    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return [torch.get_rng_state(), *on_gpus]
+
+
+def _set_random_states(states):
+    torch.set_rng_state(states[0])
+    if states[1:]:
+        torch.cuda.set_rng_state_all(states[1:])
 
 
 def _slack(single, double, update, scale):
