@@ -5,7 +5,11 @@ import torch
 from checkpointed import refusal
 from torch import nn
 
+from naranhi import models, schedules
 from naranhi.checkpoint import Checkpoints
+from naranhi.distributed import Mesh
+from naranhi.pipeline import Pipeline
+from naranhi.zero import Zero, ZeroStages
 
 
 @pytest.fixture(scope="module")
@@ -45,3 +49,52 @@ def in_columns(folder, options):
 @pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}])
 def test_adam_goes_on_with_weights_that_are_not_row_major(one, tmp_path, options):
     assert one(in_columns, str(tmp_path), options) == 0
+
+
+def sharded_by_zero(folder):
+    """What is said of a module, and of a pipeline, whose parameters a Zero trains."""
+    torch.manual_seed(0)
+    answers, mesh = {}, Mesh(data=2, pipeline=2)
+    layers = models.mlp(4, 3, 3)
+    with Checkpoints(folder) as checkpoints:
+        for stage in 1, 3:
+            module = nn.Sequential(*models.mlp(2, 3))
+            zero = Zero(module, stage)
+            answers[f"module, {stage}"] = refusal(lambda: checkpoints.save(1, module))  # noqa: B023
+            answers[f"part, {stage}"] = refusal(lambda: checkpoints.save(1, [module[0]]))  # noqa: B023
+            zero.close()
+        schedule = schedules.with_sharding(schedules.gpipe(2, 2), 3)
+        with Pipeline(
+            layers,
+            schedule,
+            lambda y, t: (y - t).square().sum(),
+            group=mesh.pipeline,
+            replicas=mesh.data,
+            sharding=ZeroStages,
+        ) as pipeline:
+            answers["pipeline"] = refusal(lambda: checkpoints.save(1, pipeline))
+            sharded = pipeline.sharded
+            optimizer = torch.optim.AdamW(sharded.param_groups, lr=0.1)
+            losses = []
+            for step in range(3):
+                if step == 1:
+                    checkpoints.save(1, sharded, optimizer)
+                if step == 2:
+                    checkpoints.load(sharded, optimizer)
+                loss = pipeline.step(torch.ones(4, 3), torch.zeros(4, 3), 4)
+                losses.append(loss and loss.item())
+                sharded.step(optimizer)
+    mesh.close()
+    return answers, losses
+
+
+def test_what_zero_trains_is_saved_by_the_zero(eight, tmp_path):
+    results = eight(4, sharded_by_zero, str(tmp_path))
+    answers = results[0][0]
+    assert all(other == answers for other, _ in results)
+    assert all(losses[1] == losses[2] for _, losses in results)
+    assert any(losses[0] != losses[1] for _, losses in results), "it has been trained"
+    assert "are sharded by ZeRO: give its `sharded`" in answers.pop("pipeline")
+    assert len(answers) == 4
+    for words in answers.values():
+        assert words.endswith("a Zero trains the parameters of this model: give that Zero")

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from naranhi.autograd.hooks import ModuleHook
 from naranhi.autograd.wrapper import unwrapped_name
 from naranhi.checkpoint.boxes import Boxes, views_of_run
 from naranhi.checkpoint.storage import CheckpointError
@@ -20,6 +21,7 @@ from naranhi.data_parallel import DDP
 from naranhi.pipeline import Pipeline
 from naranhi.tensor_parallel.shards import Split, as_module, splits_of
 from naranhi.zero import Zero
+from naranhi.zero.whole import Whole
 
 Model = nn.Module | list[nn.Module] | Pipeline | Zero | DDP
 
@@ -78,6 +80,27 @@ class OptimizerPart:
     group: int
     tensor: torch.Tensor
     parts: list[tuple[Part, int]] = field(default_factory=list)
+
+
+def require_own_parameters(model: Model) -> None:
+    """Raise CheckpointError if the model's parameters are not themselves what is to be saved.
+
+    ZeRO frees them between two steps, or has them as copies of what it trains; those of a DTensor
+    are shards of which only torch knows the place.
+    """
+    zeros = {
+        hook.owner
+        for module in _modules(model).modules()
+        for hook in module._state_dict_pre_hooks.values()
+        if isinstance(hook, ModuleHook) and isinstance(hook.owner, Whole)
+    }
+    if zeros and isinstance(model, Pipeline):
+        raise CheckpointError(
+            "the stages of this Pipeline are sharded by ZeRO: give its `sharded`, which can be "
+            "loaded into a pipeline that is cut into the same stages"
+        )
+    if zeros and not isinstance(model, Zero):
+        raise CheckpointError("a Zero trains the parameters of this model: give that Zero")
 
 
 def parameters_of(model: Model) -> list[Part]:

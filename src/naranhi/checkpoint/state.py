@@ -19,6 +19,7 @@ from naranhi.checkpoint.parts import (
     optimizer_parts,
     optimizers_of,
     parameters_of,
+    require_own_parameters,
 )
 from naranhi.checkpoint.storage import CheckpointError
 from naranhi.zero import Zero
@@ -40,12 +41,13 @@ class State:
 
     Raises:
         CheckpointError: the optimizer is not that of the model, or keeps for a parameter a tensor
-            of another shape.
+            of another shape; the model has parts that are not saved (`require_own_parameters`).
     """
 
     def __init__(self, model: Model, optimizer: torch.optim.Optimizer | None) -> None:
         if isinstance(model, Zero):
             model.require_between_steps(optimizer)
+        require_own_parameters(model)
         self.model: Model = model
         self.parameters: list[Part] = parameters_of(model)
         self.buffers: list[Part] = buffers_of(model)
