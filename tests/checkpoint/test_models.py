@@ -4,6 +4,9 @@ import pytest
 import torch
 from checkpointed import refusal
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from naranhi import models, schedules
 from naranhi.checkpoint import Checkpoints
@@ -98,3 +101,20 @@ def test_what_zero_trains_is_saved_by_the_zero(eight, tmp_path):
     assert len(answers) == 4
     for words in answers.values():
         assert words.endswith("a Zero trains the parameters of this model: give that Zero")
+
+
+def of_torch(folder):
+    """What is said of models that torch has sharded evenly."""
+    mesh = init_device_mesh("cpu", (2,))
+    fsdp, split = nn.Sequential(nn.Linear(4, 8)), nn.Sequential(nn.Linear(4, 8))
+    fully_shard(fsdp, mesh=mesh)
+    parallelize_module(split, mesh, {"0": ColwiseParallel()})
+    with Checkpoints(folder) as checkpoints:
+        return [refusal(lambda: checkpoints.save(1, model)) for model in (fsdp, split)]  # noqa: B023
+
+
+def test_what_torch_has_sharded_is_refused(eight, tmp_path):
+    expected = "0.weight is a DTensor, of FSDP2 or torch's tensor parallelism: use "
+    for answers in eight(2, of_torch, str(tmp_path)):
+        assert len(answers) == 2
+        assert all(expected in words for words in answers)

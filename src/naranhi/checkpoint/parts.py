@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from naranhi.autograd.hooks import ModuleHook
 from naranhi.autograd.wrapper import unwrapped_name
@@ -101,6 +102,13 @@ def require_own_parameters(model: Model) -> None:
         )
     if zeros and not isinstance(model, Zero):
         raise CheckpointError("a Zero trains the parameters of this model: give that Zero")
+    for method in "named_parameters", "named_buffers":
+        for name, tensor in _named(model, method):
+            if isinstance(tensor, DTensor):
+                raise CheckpointError(
+                    f"{name} is a DTensor, of FSDP2 or torch's tensor parallelism: use "
+                    "torch.distributed.checkpoint"
+                )
 
 
 def parameters_of(model: Model) -> list[Part]:
