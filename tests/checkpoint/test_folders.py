@@ -1,14 +1,14 @@
 """The folder of a run: what a save deletes in it, and what it leaves."""
 
+import errno
+import os
+import warnings
 from pathlib import Path
 
 import pytest
-import torch
-from checkpointed import refusal
 from torch import nn
 
-from naranhi.checkpoint import Checkpoints
-from naranhi.checkpoint.storage import Storage
+from naranhi.checkpoint import Checkpoints, storage
 
 
 @pytest.fixture(scope="module")
@@ -40,3 +40,56 @@ def after_damage(folder, method):
 @pytest.mark.filterwarnings("ignore:loading step")
 def test_a_damaged_checkpoint_does_not_count_among_the_newest(one, tmp_path, method):
     assert one(after_damage, str(tmp_path), method) == [[12, 20], [14, 20], [20], [22]]
+
+
+def symlinked(folder):
+    """A run that goes on from a symbolic link to another run's checkpoint."""
+    model, first, second = nn.Linear(2, 2), Path(folder, "first"), Path(folder, "second")
+    with Checkpoints(first) as checkpoints:
+        checkpoints.save(1, model)
+    second.mkdir()
+    (second / "step-00000001").symlink_to(first / "step-00000001")
+    (second / "step-00000001.part").symlink_to(first)
+    with Checkpoints(second, keep=1) as checkpoints:
+        assert checkpoints.load(model).step == 1
+        checkpoints.save(2, model)
+        assert checkpoints.steps() == [2]
+    with Checkpoints(first) as checkpoints:
+        return checkpoints.load(model).step
+
+
+def test_of_a_symbolic_link_the_link_is_deleted(one, tmp_path):
+    assert one(symlinked, str(tmp_path)) == 1
+    assert sorted(path.name for path in (tmp_path / "second").iterdir()) == [
+        ".lock",
+        "step-00000002",
+    ]
+
+
+def undeletable(folder):
+    """Saves where an earlier checkpoint, and what a killed save has left, cannot be deleted."""
+    model, rmtree = nn.Linear(2, 2), storage.shutil.rmtree
+
+    def denied(path, *options, **more):
+        if "00000001" in str(path) or "00000009" in str(path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        rmtree(path, *options, **more)
+
+    Path(folder, "step-00000009.part").mkdir(parents=True)
+    with Checkpoints(folder, keep=1) as checkpoints, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        storage.shutil.rmtree = denied
+        try:
+            for step in 1, 2, 3:
+                checkpoints.save(step, model)
+                assert checkpoints.steps() == [step]
+        finally:
+            storage.shutil.rmtree = rmtree
+        return {str(warning.message) for warning in caught}
+
+
+def test_what_cannot_be_deleted_ends_no_run(one, tmp_path):
+    told = one(undeletable, str(tmp_path))
+    why = "cannot be deleted (Permission denied): the run goes on, and it has to be deleted by hand"
+    assert f"{tmp_path / 'step-00000009.part'} {why}" in told
+    assert f"{tmp_path / 'step-00000001'} {why}" in told

@@ -16,7 +16,6 @@ lock, somebody would have to delete the file after each kill.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import hashlib
@@ -115,6 +114,8 @@ class Storage:
     def begin(self, step: int, damaged: Container[int] = ()) -> None:
         """Make the folder to write a checkpoint into; delete what killed saves have left.
 
+        What they have left of other steps is in nobody's way: if it cannot be deleted, this warns.
+
         Args:
             step: its step.
             damaged: committed steps that may be replaced.
@@ -134,8 +135,10 @@ class Storage:
                 f"checkpoints from step {later[0]} on"
             )
         for path in _entries(self.folder):
-            if UNFINISHED.fullmatch(path.name):
-                shutil.rmtree(path)
+            if UNFINISHED.fullmatch(path.name) and path != self.part(step):
+                _or_warn(_delete, path)
+        if os.path.lexists(self.part(step)):
+            _delete(self.part(step))
         self.part(step).mkdir()
 
     def commit(self, step: int, manifest: dict[str, Any]) -> None:
@@ -149,7 +152,7 @@ class Storage:
         content = {"format": FORMAT, "step": step, **manifest}
         write(part / MANIFEST, json.dumps({"sha256": _digest(content), **content}).encode())
         _sync(part)
-        if path.exists():  # a damaged one, see `begin`
+        if os.path.lexists(path):  # a damaged one, see `begin`
             _remove(path)
         part.rename(path)
         _sync(self.folder)
@@ -159,14 +162,14 @@ class Storage:
         shutil.rmtree(self.part(step), ignore_errors=True)
 
     def keep(self, newest: int, damaged: Container[int] = ()) -> None:
-        """Delete all committed checkpoints but the newest.
+        """Delete all committed checkpoints but the newest; warn of what cannot be deleted.
 
         Args:
             newest: how many to keep.
             damaged: committed steps that do not count, because no run can go on from them.
         """
         for step in [step for step in self.steps() if step not in damaged][:-newest]:
-            _remove(self.path(step))
+            _or_warn(_remove, self.path(step))
 
     def manifest(self, step: int) -> dict[str, Any]:
         """Return the manifest of a committed checkpoint.
@@ -258,11 +261,33 @@ def _sync(folder):
 
 def _remove(path):
     """Delete a committed checkpoint: it loses its name first, and is never there in part."""
+    if path.is_symlink():  # to a checkpoint of another run, which stays
+        path.unlink()
+        return
     old = path.with_name(path.name + ".old")
-    with contextlib.suppress(FileNotFoundError):
-        shutil.rmtree(old)
+    if os.path.lexists(old):
+        _delete(old)
     path.rename(old)
-    shutil.rmtree(old)
+    _delete(old)
+
+
+def _delete(path):
+    """Delete a folder with all that is in it; of a symbolic link, the link."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def _or_warn(delete, path):
+    try:
+        delete(path)
+    except OSError as error:
+        warnings.warn(
+            f"{path} cannot be deleted ({error.strerror}): the run goes on, and it has to be "
+            "deleted by hand",
+            stacklevel=2,
+        )
 
 
 def _entries(folder) -> Iterable[Path]:
