@@ -80,8 +80,14 @@ def life(folder):
 
 def test_the_life_of_checkpoints(five, tmp_path):
     folder = tmp_path / "runs" / "a"
-    foreign = ["step-7", "step-00000001.bak", "notes.txt", "rank-0-0123456789abcdef.pt"]
-    left_over = ["step-00000009.part", "step-00000003.old"]  # by saves that were killed
+    foreign = [
+        "step-7",
+        "step-00000001.bak",
+        "step-00000003.old",
+        "notes.txt",
+        "rank-0-0123456789abcdef.pt",
+    ]
+    left_over = ["step-00000009.part", "step-00000003.deleting"]  # by saves that were killed
     for name in [*foreign, *left_over]:
         (folder / name).mkdir(parents=True)
         (folder / name / "file").write_text("precious")

@@ -2,6 +2,7 @@
 
     runs/gpt2/step-00000200/                        committed: it has all its files
     runs/gpt2/step-00000300.part/                   being written, or left by a run that was killed
+    runs/gpt2/step-00000100.deleting/               being deleted, or left so
 
 A save writes its files into a folder whose name ends with .part, each followed by an fsync: first
 the ranks' shards, then `manifest.json` with the sizes and the digests of all other files. Then the
@@ -33,7 +34,7 @@ from typing import Any
 FORMAT = 1
 MANIFEST = "manifest.json"
 COMMITTED = re.compile(r"step-(\d{8,})")
-UNFINISHED = re.compile(r"step-\d{8,}\.(part|old)")
+UNFINISHED = re.compile(r"step-\d{8,}\.(part|deleting)")
 UNSUPPORTED = errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP  # of a file system without locks
 
 
@@ -264,11 +265,11 @@ def _remove(path):
     if path.is_symlink():  # to a checkpoint of another run, which stays
         path.unlink()
         return
-    old = path.with_name(path.name + ".old")
-    if os.path.lexists(old):
-        _delete(old)
-    path.rename(old)
-    _delete(old)
+    doomed = path.with_name(path.name + ".deleting")  # a name that nobody gives by hand
+    if os.path.lexists(doomed):
+        _delete(doomed)
+    path.rename(doomed)
+    _delete(doomed)
 
 
 def _delete(path):
