@@ -2,6 +2,9 @@
 
 import errno
 import os
+import signal
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -93,3 +96,39 @@ def test_what_cannot_be_deleted_ends_no_run(one, tmp_path):
     why = "cannot be deleted (Permission denied): the run goes on, and it has to be deleted by hand"
     assert f"{tmp_path / 'step-00000009.part'} {why}" in told
     assert f"{tmp_path / 'step-00000001'} {why}" in told
+
+
+FORKS = """
+import os, sys, time
+from naranhi.checkpoint.storage import Storage
+storage = Storage(sys.argv[1])
+storage.claim()
+inherited, end = os.pipe()
+if os.fork() == 0:  # as a DataLoader's worker, which lives on
+    os.write(end, b"x")
+    time.sleep(600)
+os.read(inherited, 1)
+if "release" in sys.argv:
+    storage.release()
+print("forked", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("how", ["release", "kill"])
+def test_a_forked_process_does_not_keep_the_folder(tmp_path, how):
+    """After `close`, and after the run was killed."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", FORKS, tmp_path, how], stdout=subprocess.PIPE, process_group=0
+    )
+    try:
+        assert process.stdout.readline() == b"forked\n"
+        if how == "kill":
+            process.kill()
+            process.wait()
+        second = storage.Storage(tmp_path)
+        second.claim()
+        second.release()
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()

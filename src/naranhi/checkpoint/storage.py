@@ -12,11 +12,13 @@ whoever finds a folder under its own name finds all of it, wherever the run was 
 A run that saves holds a lock (flock) on the file `.lock`. The system drops the lock when the
 process ends, however it ends, and on a network file system (NFS from Linux 2.6.12 on, Lustre
 mounted with flock) the server does so when the machine is gone. If the existence of a file were the
-lock, somebody would have to delete the file after each kill.
+lock, somebody would have to delete the file after each kill. A process that is forked, such as a
+DataLoader's worker, would inherit the lock and could outlive the run: it closes the file.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import hashlib
@@ -27,6 +29,7 @@ import shutil
 import socket
 import time
 import warnings
+import weakref
 from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import Any
@@ -105,10 +108,13 @@ class Storage:
         lock.write(f"process {os.getpid()} on {socket.gethostname()}, since {since}")
         lock.flush()
         self._lock = lock
+        os.register_at_fork(after_in_child=_closing(lock))
 
     def release(self) -> None:
         """Let others save into the folder."""
         if self._lock is not None:
+            with contextlib.suppress(OSError):  # on a file system without locks
+                fcntl.flock(self._lock, fcntl.LOCK_UN)  # for all who have inherited it
             self._lock.close()
             self._lock = None
 
@@ -245,6 +251,17 @@ def write(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _closing(file):
+    """Return a function that closes a file unless it is gone, and does not keep it open."""
+    reference = weakref.ref(file)
+
+    def close():
+        if (file := reference()) is not None:
+            file.close()
+
+    return close
 
 
 def _digest(content):
