@@ -63,6 +63,13 @@ def test_a_stream_goes_on_where_another_has_stopped(batching):
             assert all(map(torch.equal, batch, expected))
 
 
+def test_a_stream_of_nothing_or_from_before_its_beginning_is_refused():
+    with pytest.raises(ValueError, match="no sequences"):
+        next(data.stream([], 4))
+    with pytest.raises(ValueError, match="number of batches to leave out, not -1"):
+        next(data.stream([[1, 2]], 4, start=-1))
+
+
 def test_another_order_in_each_epoch_and_for_each_seed():
     passages = [[number, number] for number in range(40)]
     first, second = (

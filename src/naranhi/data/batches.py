@@ -195,7 +195,15 @@ def stream(
         multiple: as in `collate`.
         batching: makes the batches of an epoch: `by_length` or `at_random`.
         start: how many batches to leave out at the beginning, for a training that goes on.
+
+    Raises:
+        ValueError: when the first batch is asked for: there are no sequences, or `start` is
+            negative.
     """
+    if not sequences:
+        raise ValueError("there are no sequences to make batches of")
+    if start < 0:
+        raise ValueError(f"start is the number of batches to leave out, not {start}")
     lengths = [len(sequence) for sequence in sequences]
     for epoch in count():
         batches = batching(lengths, size, random.Random(f"{seed}/{epoch}"))
