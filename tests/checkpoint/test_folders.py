@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -71,7 +72,7 @@ def test_of_a_symbolic_link_the_link_is_deleted(one, tmp_path):
 
 def undeletable(folder):
     """Saves where an earlier checkpoint, and what a killed save has left, cannot be deleted."""
-    model, rmtree = nn.Linear(2, 2), storage.shutil.rmtree
+    model, rmtree = nn.Linear(2, 2), shutil.rmtree
 
     def denied(path, *options, **more):
         if "00000001" in str(path) or "00000009" in str(path):
@@ -81,13 +82,13 @@ def undeletable(folder):
     Path(folder, "step-00000009.part").mkdir(parents=True)
     with Checkpoints(folder, keep=1) as checkpoints, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        storage.shutil.rmtree = denied
+        shutil.rmtree = denied
         try:
             for step in 1, 2, 3:
                 checkpoints.save(step, model)
                 assert checkpoints.steps() == [step]
         finally:
-            storage.shutil.rmtree = rmtree
+            shutil.rmtree = rmtree
         return {str(warning.message) for warning in caught}
 
 

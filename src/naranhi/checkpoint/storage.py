@@ -34,6 +34,8 @@ from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import Any
 
+from naranhi.checkpoint.deletion import delete, or_warn, remove
+
 FORMAT = 1
 MANIFEST = "manifest.json"
 COMMITTED = re.compile(r"step-(\d{8,})")
@@ -143,9 +145,9 @@ class Storage:
             )
         for path in _entries(self.folder):
             if UNFINISHED.fullmatch(path.name) and path != self.part(step):
-                _or_warn(_delete, path)
+                or_warn(delete, path)
         if os.path.lexists(self.part(step)):
-            _delete(self.part(step))
+            delete(self.part(step))
         self.part(step).mkdir()
 
     def commit(self, step: int, manifest: dict[str, Any]) -> None:
@@ -160,7 +162,7 @@ class Storage:
         write(part / MANIFEST, json.dumps({"sha256": _digest(content), **content}).encode())
         _sync(part)
         if os.path.lexists(path):  # a damaged one, see `begin`
-            _remove(path)
+            remove(path)
         part.rename(path)
         _sync(self.folder)
 
@@ -176,7 +178,7 @@ class Storage:
             damaged: committed steps that do not count, because no run can go on from them.
         """
         for step in [step for step in self.steps() if step not in damaged][:-newest]:
-            _or_warn(_remove, self.path(step))
+            or_warn(remove, self.path(step))
 
     def manifest(self, step: int) -> dict[str, Any]:
         """Return the manifest of a committed checkpoint.
@@ -275,37 +277,6 @@ def _sync(folder):
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _remove(path):
-    """Delete a committed checkpoint: it loses its name first, and is never there in part."""
-    if path.is_symlink():  # to a checkpoint of another run, which stays
-        path.unlink()
-        return
-    doomed = path.with_name(path.name + ".deleting")  # a name that nobody gives by hand
-    if os.path.lexists(doomed):
-        _delete(doomed)
-    path.rename(doomed)
-    _delete(doomed)
-
-
-def _delete(path):
-    """Delete a folder with all that is in it; of a symbolic link, the link."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
-
-
-def _or_warn(delete, path):
-    try:
-        delete(path)
-    except OSError as error:
-        warnings.warn(
-            f"{path} cannot be deleted ({error.strerror}): the run goes on, and it has to be "
-            "deleted by hand",
-            stacklevel=2,
-        )
 
 
 def _entries(folder) -> Iterable[Path]:
