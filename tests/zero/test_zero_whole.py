@@ -332,6 +332,10 @@ def closed(stage, precision):
     zero.step(optimizer)
     with zero.gathered():
         state = copy.deepcopy(model.state_dict())
+    with zero.gathered():
+        error = "close() inside of a gathered() block: leave the block first"
+        assert message(zero.close) == f"RuntimeError: {error}"
+        assert same(state, model)
     model(x).square().sum().backward()  # and gradients that nobody wants
     zero.close()
     assert all(param.grad is None for param in model.parameters())

@@ -150,15 +150,17 @@ class Whole:
                 "block before a forward that is to be trained"
             )
 
-    def require_outside(self, what: str) -> None:
-        """Raise RuntimeError inside a `gathered` block.
+    def require_outside(self, what: str, moved: bool = False) -> None:
+        """Raise RuntimeError inside a `gathered` block, or for parameters in other memory.
 
         Args:
             what: What was called, for the message.
+            moved: Whether parameters may be in other memory.
         """
         if self.state:
             raise RuntimeError(f"{what} inside of a gathered() block: leave the block first")
-        self.require_own_memory()
+        if not moved:
+            self.require_own_memory()
 
     def require_own_memory(self) -> None:
         """Raise RuntimeError if a parameter was put into other memory: its values would be lost."""

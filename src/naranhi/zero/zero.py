@@ -291,6 +291,7 @@ class Zero(Hooks):
 
         In mixed precision they are in fp32 again. Call it on every rank.
         """
+        self._whole.require_outside("close()", moved=True)
         self._whole.unshard()
         self._handles.remove()
         self._forget()
