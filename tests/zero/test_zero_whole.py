@@ -84,6 +84,8 @@ def forward_inside(stage, precision):
     model, one, found = layers(), layers(), []
     zero = Zero(model, stage, precision=precision, group=group)
     x = torch.randn(4, 4, generator=torch.Generator().manual_seed(rank))
+    with torch.inference_mode(), zero.gathered():  # after which the model is trained all the same
+        torch.testing.assert_close(model(x), one(x))
     with zero.gathered():
         with torch.no_grad():
             output = model(x)

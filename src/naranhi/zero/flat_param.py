@@ -178,9 +178,10 @@ class FlatParam:
 
     def use_sharded(self) -> None:
         """Put the parameters into their state between two steps: at stage 3, empty."""
-        self.use_unsharded()
-        # Autograd's nodes for the parameters remember shape and dtype: make and keep them now.
-        self._nodes = [get_gradient_edge(param) for param in self.parameters if self.trained]
+        with torch.inference_mode(False):  # in which parameters would get no such nodes
+            self.use_unsharded()
+            # Autograd's nodes for the parameters remember shape and dtype: make and keep them now.
+            self._nodes = [get_gradient_edge(param) for param in self.parameters if self.trained]
         if self.stage == 3:
             self.reshard()
 
