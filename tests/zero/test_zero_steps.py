@@ -309,6 +309,31 @@ def test_a_backward_beside_sums_of_the_step_is_refused(five, stage):
         )
 
 
+def stale(stage, precision):
+    """A backward of a forward that was before the last step."""
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return None
+    model = layers()
+    zero = Zero(model, stage, precision=precision, group=group)
+    optimizer = torch.optim.SGD(zero.param_groups, lr=0.1)
+    early, late = squares(model(rows(rank))), squares(model(rows(rank, 1)))
+    early.backward()
+    zero.step(optimizer)
+    error = message(late.backward)
+    zero.zero_grad()
+    model(rows(rank)).square().sum().backward()
+    zero.step(optimizer)
+    return error
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_forward_from_before_the_step_is_refused(five, stage, precision):
+    for error in five.call(stale, stage, precision)[:2]:
+        assert error and "modified by an inplace operation" in error
+
+
 # --- hooks and parametrizations ------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ from itertools import groupby
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import get_gradient_edge, increment_version
 
 from naranhi.collectives import chunks, ring
 from naranhi.zero.absent_gradient import sharded_gradient
@@ -278,6 +278,7 @@ class FlatParam:
         """Copy the master, which the optimizer has changed, into the shard."""
         if self.shard is not self.master:
             self.shard.copy_(self.master)
+        increment_version(self.parameters)  # so that autograd refuses a graph of the old values
 
 
 def shard_size(length: int, ranks: int) -> int:
