@@ -1,5 +1,6 @@
 """The operation that first returns infinity or NaN."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -33,6 +34,65 @@ def test_a_product():
 def test_a_residual_is_its_module_s_own():
     found = first_nonfinite(model(), torch.full((2, 4), 40_000.0, dtype=torch.float16))
     assert found == NonFinite("1", "aten.add.Tensor", "inf", 40_000.0)
+
+
+def test_an_operation_in_place():
+    class InPlace(Residual):
+        def forward(self, x):
+            y = self.inner(x)
+            y += x
+            return y
+
+    layers = model()
+    layers[1] = InPlace().half()
+    nn.init.eye_(layers[1].inner.weight)
+    found = first_nonfinite(layers, torch.full((2, 4), 40_000.0, dtype=torch.float16))
+    assert found == NonFinite("1", "aten.add_.Tensor", "inf", 40_000.0)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: torch.empty(x.shape),
+        torch.empty_like,
+        lambda x: torch.empty_strided(x.shape, x.stride()),
+        lambda x: x.new_empty(x.shape),
+        lambda x: x.new_empty_strided(x.shape, x.stride()),
+    ],
+)
+def test_memory_that_is_not_written_yet_is_not_blamed(make):
+    class Copies(nn.Module):
+        def forward(self, x):
+            return make(x).copy_(x) * x
+
+    torch.use_deterministic_algorithms(True)  # fills what is not written yet with NaN
+    try:
+        assert first_nonfinite(Copies(), torch.ones(3)) is None
+        found = first_nonfinite(Copies(), torch.full((3,), 2.0**100))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert found == NonFinite("", "aten.mul.Tensor", "inf", 2.0**100)
+
+
+def test_complex_values():
+    class Square(nn.Module):
+        def forward(self, x):
+            z = torch.complex(x, 2 * x).conj()
+            return (z * z).abs()
+
+    found = first_nonfinite(Square(), torch.full((3,), 1e30))
+    assert found[:3] == ("", "aten.mul.Tensor", "nan") and found.largest == pytest.approx(2e30)
+    assert first_nonfinite(Square(), torch.ones(3)) is None
+
+
+def test_fp8():
+    class Rounds(nn.Module):
+        def forward(self, x):
+            return x.to(torch.float8_e4m3fn).float() + x.to(torch.float8_e5m2).float()
+
+    assert first_nonfinite(Rounds(), torch.ones(3)) is None
+    found = first_nonfinite(Rounds(), torch.full((3,), 1e6))
+    assert found == NonFinite("", "aten._to_copy.default", "inf", 1e6)
 
 
 def test_nan():

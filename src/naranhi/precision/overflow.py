@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from functools import partial
+from math import isfinite, isnan
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+# Operations that return memory as it was: its values mean nothing yet.
+UNINITIALISED = {
+    f"aten.{name}"
+    for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+}
 
 
 class NonFinite(NamedTuple):
@@ -19,7 +26,7 @@ class NonFinite(NamedTuple):
         module: the name of the module, as in `named_modules`.
         operation: the operation of torch, such as "aten.mm.default".
         kind: "inf" or "nan".
-        largest: the largest magnitude among the operation's floating-point inputs.
+        largest: the largest magnitude among its real or complex inputs, before it ran.
     """
 
     module: str
@@ -68,23 +75,30 @@ class _Watch(TorchDispatchMode):
         self.calls.pop()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if self.first or str(func.overloadpacket) in UNINITIALISED:
+            return func(*args, **(kwargs or {}))
+        before = _largest((args, kwargs))  # and not after: in place, the output overwrites an input
         output = func(*args, **(kwargs or {}))
-        if self.first is None:
-            before, after = _floats((args, kwargs)), _floats(output)
-            if all(_finite(x) for x in before) and not all(_finite(x) for x in after):
-                kind = "nan" if any(x.isnan().any() for x in after) else "inf"
-                largest = max((x.abs().max().item() for x in before), default=0.0)
-                self.first = NonFinite(self.calls[-1], str(func), kind, largest)
+        after = _largest(output)
+        if all(map(isfinite, before)) and not all(map(isfinite, after)):
+            kind = "nan" if any(map(isnan, after)) else "inf"
+            self.first = NonFinite(self.calls[-1], str(func), kind, max(before, default=0.0))
         return output
 
 
-def _floats(tree):
+def _largest(tree):
+    """Return the largest magnitude of each tensor in a tree, which is NaN if any element is."""
     return [
-        leaf
+        _real(leaf).abs().max().item()
         for leaf in tree_leaves(tree)
-        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.numel()
+        if isinstance(leaf, torch.Tensor)
+        and (leaf.is_floating_point() or leaf.is_complex())
+        and leaf.numel()
     ]
 
 
-def _finite(tensor):
-    return bool(tensor.isfinite().all())
+def _real(tensor):
+    """Return a tensor with which torch can compute: of real and imaginary parts; fp8 in fp32."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor.resolve_conj())
+    return tensor.float() if tensor.itemsize == 1 else tensor
