@@ -13,6 +13,8 @@ DTYPES = [
     torch.float16,
     torch.float8_e4m3fn,
     torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
 ]
 
 
@@ -24,6 +26,8 @@ DTYPES = [
         (torch.float16, (5, 10, 15)),
         (torch.float8_e4m3fn, (4, 3, 7)),
         (torch.float8_e5m2, (5, 2, 15)),
+        (torch.float8_e4m3fnuz, (4, 3, 8)),
+        (torch.float8_e5m2fnuz, (5, 2, 16)),
         (torch.float64, (11, 52, 1023)),
     ],
 )
@@ -59,6 +63,23 @@ def test_fields_give_the_stored_number_back(dtype):
         assert decompose(value, dtype).value(dtype) == stored
 
 
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != torch.float32])
+def test_a_value_is_rounded_once(dtype):
+    layout = describe(dtype)
+    small = layout.smallest
+    for even, step in (1.0, layout.eps), (layout.smallest_normal, small), (2 * small, small):
+        for sign in 1, -1:
+            for part, expected in ((0.5, even), (0.5 + 2**-40, even + step), (0.5 - 2**-40, even)):
+                found = decompose(sign * (even + part * step), dtype).value(dtype)
+                assert found == sign * expected
+    assert decompose(-small / 4, dtype).value(dtype) == 0
+    for value in 1.7e308, layout.largest, 1.5 * layout.largest, math.inf, -math.inf:
+        stored = torch.tensor(value, dtype=torch.float64).to(dtype)
+        bits = stored.view(torch.uint8 if dtype.itemsize == 1 else torch.uint16).item()
+        found = decompose(value, dtype).bits(dtype).replace(" ", "")
+        assert found == f"{bits:0{8 * dtype.itemsize}b}"
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_every_finite_pattern_of_16_bits(dtype):
     numbers = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
@@ -73,3 +94,5 @@ def test_a_dtype_without_these_fields_is_refused():
         decompose(1.0, torch.int16)
     with pytest.raises(TypeError, match="e8m0fnu has no sign"):
         describe(torch.float8_e8m0fnu)
+    with pytest.raises(TypeError, match="float4_e2m1fn_x2 is two numbers of 4 bits"):
+        describe(torch.float4_e2m1fn_x2)

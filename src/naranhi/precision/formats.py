@@ -70,16 +70,19 @@ def describe(dtype: torch.dtype) -> Format:
     """
     if not dtype.is_floating_point or dtype is torch.float8_e8m0fnu:
         raise TypeError(f"{dtype} has no sign, exponent and mantissa")
+    if dtype is torch.float4_e2m1fn_x2:
+        raise TypeError(f"an element of {dtype} is two numbers of 4 bits, which torch cannot read")
     limits = torch.finfo(dtype)
-    mantissa_bits = -round(math.log2(limits.eps))
+    eps = 0.25 if dtype is torch.float8_e5m2fnuz else limits.eps  # finfo says 0.125 for it
+    mantissa_bits = -round(math.log2(eps))
     return Format(
         exponent_bits=limits.bits - 1 - mantissa_bits,
         mantissa_bits=mantissa_bits,
         bias=1 - round(math.log2(limits.smallest_normal)),
         largest=limits.max,
         smallest_normal=limits.smallest_normal,
-        smallest=limits.smallest_normal * limits.eps,
-        eps=limits.eps,
+        smallest=limits.smallest_normal * eps,
+        eps=eps,
     )
 
 
@@ -87,7 +90,7 @@ def decompose(value: float, dtype: torch.dtype) -> Fields:
     """Round a value to a dtype, and return the sign, exponent and mantissa that are stored.
 
     Args:
-        value: any number; it is rounded to the nearest number of the dtype.
+        value: any number; it is rounded to the nearest number of the dtype, of two to the even one.
         dtype: a floating-point dtype.
 
     Raises:
@@ -95,8 +98,17 @@ def decompose(value: float, dtype: torch.dtype) -> Fields:
     """
     layout = describe(dtype)
     width = 1 + layout.exponent_bits + layout.mantissa_bits
-    stored = torch.tensor(value, dtype=torch.float64).to(dtype)
+    stored = torch.tensor(_nearest(float(value), layout), dtype=torch.float64).to(dtype)
     bits = stored.view(_INTEGER[width]).item() % 2**width
     rest, mantissa = divmod(bits, 2**layout.mantissa_bits)
     sign, exponent = divmod(rest, 2**layout.exponent_bits)
     return Fields(sign, exponent, mantissa)
+
+
+def _nearest(value, layout):
+    """Round in one step: torch rounds float64 to float32 first, and that once more."""
+    if not abs(value) <= 2 * layout.largest:  # NaN, infinity, or what becomes the format's largest
+        return value
+    last = max(math.frexp(value)[1] - 1, 1 - layout.bias) - layout.mantissa_bits  # digit's exponent
+    digits = round(math.ldexp(abs(value), -last))
+    return math.copysign(math.ldexp(digits, last), value)
