@@ -232,6 +232,64 @@ def test_ranks_that_join_other_modules_are_told(five):
     assert five.call(other_modules)[:2] == ["units: ['0, 2'] on rank 0, ['0, 1, 2'] on rank 1"] * 2
 
 
+class Positions(nn.Module):
+    """A table of positions, of which it returns the first ones, or a copy of them."""
+
+    def __init__(self, returns):
+        super().__init__()
+        self.table, self.returns = nn.Parameter(torch.ones(8, 4)), returns
+
+    def forward(self, number):
+        rows = self.table[:number]
+        return {"view": rows, "itself": self.table, "clone": rows.clone()}[self.returns]
+
+
+class Positioned(nn.Module):
+    def __init__(self, returns):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.positions, self.last = linear(), Positions(returns), linear()
+
+    def forward(self, x):
+        return self.last(self.first(x) + self.positions(len(x))[: len(x)])
+
+
+def positioned(stage, returns, within):
+    """The error of a forward; without one, the model has been trained on."""
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return None
+    model = Positioned(returns)
+    units = [model.first, model.last] if within == "root" else None
+    zero = Zero(model, stage, units=units, group=group)
+    error = None
+    for recording in False, True:
+        try:
+            with torch.set_grad_enabled(recording):
+                model(torch.ones(3, 4))
+        except RuntimeError as caught:
+            error = str(caught)
+            zero.zero_grad()
+    model.positions.returns = "clone"
+    model(torch.ones(3, 4)).sum().backward()
+    zero.step(torch.optim.SGD(zero.param_groups, lr=0.1))
+    return error
+
+
+@pytest.mark.parametrize("returns", ["view", "itself", "clone"])
+@pytest.mark.parametrize("within", ["unit", "root"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_unit_that_returns_its_parameter_is_refused_at_stage_3(five, stage, returns, within):
+    refused = stage == 3 and returns != "clone" and within == "unit"
+    for error in five.call(positioned, stage, returns, within)[:2]:
+        assert error == (
+            "unit positions returns its parameter, or a view of it, whose memory stage 3 frees "
+            "when the unit is done: return a clone(), or leave that module to the root"
+            if refused
+            else None
+        )
+
+
 def gathered_in_another_order():
     """Two flat parameters of one length, which rank 1 gathers in the other order."""
     group, rank = first_ranks(2), dist.get_rank()

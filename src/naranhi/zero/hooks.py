@@ -22,7 +22,12 @@ from naranhi.data_parallel.sync import require_same_gradients
 from naranhi.zero.gradients import Gradients
 from naranhi.zero.parameters import Parameters
 from naranhi.zero.phase import Phase
-from naranhi.zero.step_checks import require_all, require_finite, require_trained
+from naranhi.zero.step_checks import (
+    require_all,
+    require_finite,
+    require_own_output,
+    require_trained,
+)
 from naranhi.zero.whole import Whole
 
 if TYPE_CHECKING:
@@ -129,6 +134,8 @@ class Hooks:
         write_back(self._copies.pop())
         if self._backward.running:
             return output
+        if self.stage == 3:
+            require_own_output(unit, output)
         recorded = watched = False
         if torch.is_grad_enabled():
             before = Hook(self.pre_backward, unit.number, module is unit.modules[-1])

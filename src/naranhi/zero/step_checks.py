@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from naranhi.autograd.containers import tensors_of
 from naranhi.autograd.shared_memory import sharing_memory
 from naranhi.collectives import all_gather
 from naranhi.distributed import from_all_ranks, raise_on_all
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from naranhi.zero.flat_param import FlatParam
+    from naranhi.zero.units import Unit
 
 # Optimizers, from torch and elsewhere, that are not element-wise.
 ON_WHOLE_PARAMETERS = {
@@ -88,6 +90,25 @@ def require_all(present: bool, group: Axes, device: torch.device) -> None:
             f"rank {', '.join(absent)} has no forward in this step: without a sample, run the "
             "model on rows that do not count"
         )
+
+
+def require_own_output(unit: Unit, output: Any) -> None:
+    """Raise if a module returns one of its parameters, or a view of it, whose memory is freed.
+
+    Args:
+        unit: The module's unit, at stage 3.
+        output: What the module returns.
+
+    Raises:
+        RuntimeError: Naming the unit.
+    """
+    freed = {flat.whole.untyped_storage() for flat in unit.flats}
+    for tensor in tensors_of(output):
+        if tensor.layout is torch.strided and tensor.untyped_storage() in freed:
+            raise RuntimeError(
+                f"unit {unit.name} returns its parameter, or a view of it, whose memory stage 3 "
+                "frees when the unit is done: return a clone(), or leave that module to the root"
+            )
 
 
 def require_trained(flats: Iterable[FlatParam]) -> None:
