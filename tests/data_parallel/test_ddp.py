@@ -356,3 +356,57 @@ def hooks_of_others():
 
 def test_hooks_on_gradients_run_before_the_sum(five):
     five.call(hooks_of_others)
+
+
+class Critic(nn.Module):
+    """A model with a buffer that autograd saves."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = layers()
+        self.register_buffer("blur", torch.full((4, 4), 0.25))
+
+    def forward(self, x):
+        return torch.tanh(self.body(x @ self.blur))
+
+
+def gradient_penalty(penalty_first):
+    """The norm of a gradient as a part of the loss, before and after the forward of the rest; then
+    torch.autograd.grad between a backward and its step."""
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return None
+
+    def penalty(model, x):
+        (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return gradient.square().sum()
+
+    def loss(model, rank):
+        x = rows(rank).requires_grad_()
+        parts = [lambda: penalty(model, x), lambda: model(x).square().sum()]
+        return sum(part() for part in (parts if penalty_first else parts[::-1]))
+
+    model, one = Critic(), Critic()
+    parallel = DDP(model, group, bucket_bytes=SMALL)
+    loss(model, rank).backward()
+    for other in 0, 1:
+        loss(one, other).backward()
+    for param, expected in zip(model.parameters(), one.parameters(), strict=True):
+        torch.testing.assert_close(param.grad, expected.grad)
+
+    x = rows(rank).requires_grad_()
+    before = [param.grad.clone() for param in model.parameters()]
+    with parallel.no_sync():
+        penalty(model, x)
+    assert all(map(torch.equal, before, [param.grad for param in model.parameters()]))
+    return message(penalty, model, x)
+
+
+@pytest.mark.parametrize("penalty_first", [True, False])
+def test_a_gradient_penalty(five, penalty_first):
+    for error in five.call(gradient_penalty, penalty_first)[:2]:
+        assert error.startswith("RuntimeError: parameter body.")
+        assert error.endswith(
+            "still has the gradient of the step before: call zero_grad() first, which sets it to "
+            "None, or torch.autograd.grad in no_sync()"
+        )

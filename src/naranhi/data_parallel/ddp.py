@@ -45,6 +45,9 @@ class DDP:
     ranks, unless it begins in `no_sync()`. Three things differ: the forward may run anywhere, sums
     are not divided by the number of ranks, and whatever would let replicas diverge raises an error.
 
+    `torch.autograd.grad` through the model counts as a backward: while there are gradients, call it
+    in `no_sync()`.
+
     Gradients live in the buckets; `.grad` is a view of a bucket. RuntimeError is raised
 
     - by a backward, if gradients of the step before are still there, a parameter gets a second
@@ -226,7 +229,9 @@ class DDP:
             with_gradient(self.model, self.group)  # raises, naming the ranks
         self._summed = {p for p in self.names if p.grad is not None}
         self._local.clear()
-        if self.buffers:
+        if (
+            self.buffers and self._summed
+        ):  # not after torch.autograd.grad, whose graph may need them
             broadcast_buffers(self.model, self.group)
         if self.check_finite:
             require_finite(self.model)
@@ -255,7 +260,8 @@ class DDP:
         elif parameter in self._summed:
             raise RuntimeError(
                 f"parameter {self.names[parameter]} still has the gradient of the "
-                "step before: call zero_grad() first, which sets it to None"
+                "step before: call zero_grad() first, which sets it to None, or "
+                "torch.autograd.grad in no_sync()"
             )
 
     def _before_step(self, optimizer, args, kwargs):
