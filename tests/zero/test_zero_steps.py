@@ -309,6 +309,62 @@ def test_a_backward_beside_sums_of_the_step_is_refused(five, stage):
         )
 
 
+def zeroed_by_the_optimizer(stage):
+    """Discard a micro-batch with the optimizer's zero_grad(), which does not know of it; then what
+    else would use the gradients of shards, which are not there between two steps."""
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return None
+    model = layers()
+    zero = Zero(model, stage, group=group)
+    optimizer = torch.optim.SGD(zero.param_groups, lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+
+    def backward(step):
+        squares(model(rows(rank, step))).backward()
+
+    errors = []
+    for use in lambda: backward(1), zero.synchronize:
+        with zero.no_sync():
+            backward(0)
+        optimizer.zero_grad()
+        errors.append(message(use))
+        zero.zero_grad()
+        optimizer.zero_grad()  # as often as one likes, when there is nothing to discard
+    norms = []
+    for discarded in False, True:
+        if discarded:
+            with zero.no_sync():
+                backward(0)
+            zero.zero_grad()
+        backward(1)
+        norms.append(zero.clip_grad_norm_(1e9))
+        zero.zero_grad()
+    assert norms[0] == norms[1] > 0
+
+    scaler.scale(squares(model(rows(rank)))).backward()
+    shards = [message(scaler.unscale_, optimizer), message(optimizer.step)]
+    zero.step(optimizer)
+    optimizer.zero_grad()
+    backward(1)
+    zero.step(optimizer)
+    return errors, shards
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_zero_grad_and_step_of_the_optimizer_are_refused_by_name(five, stage):
+    for errors, shards in five.call(zeroed_by_the_optimizer, stage)[:2]:
+        assert errors == 2 * [
+            "RuntimeError: zero_grad() of the optimizer does not discard what the backwards of "
+            "this step have accumulated: call zero_grad() of Zero"
+        ]
+        assert shards == 2 * [
+            "RuntimeError: the gradient of this shard is set by Zero: call step() and zero_grad() "
+            "of Zero, not the optimizer's, clip by clip_grad_norm_() of Zero, and scale a loss by "
+            "naranhi.precision.LossScaler, not GradScaler"
+        ]
+
+
 def stale(stage, precision):
     """A backward of a forward that was before the last step."""
     group, rank = first_ranks(2), dist.get_rank()

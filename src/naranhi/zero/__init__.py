@@ -33,6 +33,9 @@ stay whole too, and are reduced by the last backward of a step only. The last ba
 that begins outside of `no_sync()`; there is one in a step. Messages match by order: all ranks must
 run the same units in the same order.
 
+What a step has accumulated is discarded by `zero_grad()` of `Zero` alone: the optimizer's is
+refused, and the model's does not reach the sums in the shards.
+
 Sources: Rajbhandari et al., "ZeRO: Memory optimizations toward training trillion parameter models"
 (2020); Zhao et al., "PyTorch FSDP: Experiences on scaling fully sharded data parallel" (2023), for
 the hooks and the prefetch. In production: `fully_shard`, and DeepSpeed.

@@ -24,6 +24,16 @@ def sharded_gradient(param: torch.Tensor, name: str) -> Elsewhere:
     )
 
 
+def unset_gradient(piece: torch.Tensor) -> Elsewhere:
+    """Return the stand-in for the gradient of an optimizer's parameter, which `Zero.step` sets."""
+    return Elsewhere(
+        piece,
+        "the gradient of this shard is set by Zero: call step() and zero_grad() of Zero, not the "
+        "optimizer's, clip by clip_grad_norm_() of Zero, and scale a loss by "
+        "naranhi.precision.LossScaler, not GradScaler",
+    )
+
+
 class Elsewhere(torch.Tensor):
     """A tensor without memory, on which any operation raises RuntimeError(text).
 

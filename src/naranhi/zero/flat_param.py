@@ -19,7 +19,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge, increment_version
 
 from naranhi.collectives import chunks, ring
-from naranhi.zero.absent_gradient import sharded_gradient
+from naranhi.zero.absent_gradient import sharded_gradient, unset_gradient
 
 ALIGN = 8  # elements: parameters begin where a processor loads 16 bytes (in bf16) at once
 
@@ -108,6 +108,7 @@ class FlatParam:
                 )
                 self.pieces[number] = nn.Parameter(self.master[self.spans[number]])
 
+        self._unset = list(map(unset_gradient, self.pieces.values()))
         self._nothing = self.whole.new_empty(0)
         self._views = self.cut(self.whole)
         self._rows = self.whole.view(self.ranks, -1).unbind()
@@ -264,6 +265,11 @@ class FlatParam:
                 stand_in = sharded_gradient(param, self.name_of[param])
                 self._stand_ins[param] = stand_in
             param.grad = stand_in
+
+    def hide_shards(self) -> None:
+        """Make every use of the pieces' `.grad` raise, until `set_shard_grads`."""
+        for piece, stand_in in zip(self.pieces.values(), self._unset, strict=True):
+            piece.grad = stand_in
 
     def zero_grad(self) -> None:
         """Discard all gradients after a step."""

@@ -25,6 +25,7 @@ from naranhi.zero.phase import Phase
 from naranhi.zero.step_checks import (
     require_all,
     require_finite,
+    require_kept,
     require_own_output,
     require_trained,
 )
@@ -61,6 +62,7 @@ class Hooks:
         self._backward = Backward()
         self._phase = Phase.ACCUMULATING
         self._sync = True  # outside of no_sync()
+        self._accumulated = False  # a backward of this step is over
         self._whole = Whole(self)
         self._copies = []  # of the inputs of modules that are in their forward now
         self._handles = Handles(others=self._whole.hooks())
@@ -168,6 +170,7 @@ class Hooks:
         if self._backward.running:
             return
         self._require_end()
+        self._require_kept()
         if self.stage == 3 and torch.is_grad_enabled():
             raise RuntimeError(
                 "a backward with create_graph=True goes through parameters that stage 3 frees at "
@@ -235,6 +238,8 @@ class Hooks:
         self._parameters.end_pass()
         if self._phase is Phase.REDUCING:
             self._end_reduction()
+        else:
+            self._hide_shards()
         self._backward.end()
 
     def _end_reduction(self):
@@ -251,11 +256,17 @@ class Hooks:
         self._phase = Phase.REDUCED
         for flat in self.flats:
             flat.hide_gradients()
+        self._hide_shards()
+
+    def _hide_shards(self):
+        for flat in self.flats:
+            flat.hide_shards()
+        self._accumulated = True
 
     def _forget(self):
         for flat in self.flats:
             flat.zero_grad()
-        self._phase = Phase.ACCUMULATING
+        self._phase, self._accumulated = Phase.ACCUMULATING, False
 
     # --- checks ----------------------------------------------------------------------------------
 
@@ -268,6 +279,10 @@ class Hooks:
         if self.stage == 3:
             require_all(has_forward, self.axes, self.flats[0].shard.device)
         self._phase = Phase.ANNOUNCED
+
+    def _require_kept(self):
+        if self._accumulated and self._phase is not Phase.REDUCED:
+            require_kept(self.flats)
 
     def _require_end(self):
         if self._backward.failed:

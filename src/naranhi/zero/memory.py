@@ -58,7 +58,7 @@ def held(zero: Zero, optimizer: torch.optim.Optimizer | None = None) -> dict[str
             for number, piece in flat.pieces.items():
                 start = flat.shard_slice.start + flat.spans[number].start
                 numbers = flat.numbers(start, start + len(piece))
-                if piece.grad is not None:
+                if piece.grad is not None and not isinstance(piece.grad, Elsewhere):
                     add("casts", piece.grad, numbers)
                 for value in optimizer.state.get(piece, {}).values() if optimizer else ():
                     if torch.is_tensor(value):

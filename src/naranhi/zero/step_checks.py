@@ -153,6 +153,25 @@ def require_finite(flats: Iterable[FlatParam], group: Axes) -> None:
         )
 
 
+def require_kept(flats: Iterable[FlatParam]) -> None:
+    """Raise if the optimizer's zero_grad() was called while there are gradients of micro-batches.
+
+    Args:
+        flats: The flat parameters, whose `hide_shards` was called after the last backward.
+
+    Raises:
+        RuntimeError: The sums in the shards would not have been discarded.
+    """
+    for flat in flats:
+        if any(piece.grad is None for piece in flat.pieces.values()) and (
+            flat.seen or any(param.grad is not None for param in flat.parameters)
+        ):
+            raise RuntimeError(
+                "zero_grad() of the optimizer does not discard what the backwards of this step "
+                "have accumulated: call zero_grad() of Zero"
+            )
+
+
 def require_own(optimizer: torch.optim.Optimizer, flats: Iterable[FlatParam]) -> None:
     """Raise unless the optimizer works on these shards, element by element.
 

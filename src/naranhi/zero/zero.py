@@ -155,6 +155,7 @@ class Zero(Hooks):
         """
         self._require_end()
         if self._phase is not Phase.REDUCED:
+            self._require_kept()
             require_same_parameters(self.model, self.names, "Zero")
             self._announce(False)
             self._phase = Phase.REDUCING
