@@ -405,6 +405,30 @@ def test_mixed_precision_is_bf16_with_masters(five, stage):
     five.call(mixed, stage)
 
 
+def many_micro_batches(stage, number=128):
+    """How far the sum of many micro-batches' gradients is from the exact one, relatively."""
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return None
+    rows = torch.rand(2, number, 1, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    model = nn.Linear(16, 1, bias=False)
+    zero = Zero(model, stage, precision="bf16", group=group)
+    for row in rows[rank].float():
+        with zero.no_sync():
+            model(row).sum().backward()
+    shares = zero.shard_gradients()
+    sums = torch.zeros(16)
+    sums[16 // 2 * rank :][: len(shares[0])] = shares[0].float()
+    dist.all_reduce(sums, group=group)
+    exact = rows.double().sum((0, 1, 2))
+    return ((sums - exact).norm() / exact.norm()).item()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_micro_batches_in_bf16_are_summed_in_fp32(five, stage):
+    assert five.call(many_micro_batches, stage)[0] < 1e-3  # in bf16: 9e-3
+
+
 def untouched_and_beside():
     """What the docstring says of a parameter without a gradient."""
     group, rank = first_ranks(2), dist.get_rank()

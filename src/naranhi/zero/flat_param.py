@@ -220,10 +220,10 @@ class FlatParam:
         ]
 
     def keep_reduced(self) -> None:
-        """Keep the reduced shard; free the flat gradients, unless it is part of them (stage 1)."""
+        """Keep the reduced shard, or add it in the master's dtype; free the rest (stages 2, 3)."""
         total = self._gradient_rows[self.rank]
         if self.gradient is not None:
-            self.gradient += total
+            self.gradient = self.gradient.to(self.master.dtype).add_(total)
         else:
             self.gradient = total.clone() if self.stage > 1 else total
         if self.stage > 1:
