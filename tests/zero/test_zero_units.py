@@ -232,6 +232,71 @@ def test_ranks_that_join_other_modules_are_told(five):
     assert five.call(other_modules)[:2] == ["units: ['0, 2'] on rank 0, ['0, 1, 2'] on rank 1"] * 2
 
 
+class Called(nn.Module):
+    """A layer that reads an embedding, which it may share."""
+
+    def __init__(self, embedding):
+        super().__init__()
+        self.embedding, self.layer = embedding, nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.layer(self.embedding(x))
+
+
+class Translates(nn.Module):
+    """An embedding that encoder and decoder share, as T5's, and layers in a list."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.shared = nn.Embedding(5, 4)
+        self.encoder, self.decoder = Called(self.shared), Called(self.shared)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x):
+        x = self.encoder(x) + self.decoder(x.flip(0))
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def shared_and_named(stage):
+    """Default units of a model with a shared child, groups of (name, parameter); a list as unit."""
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return None
+    model, one = Translates(), Translates()
+    other = Translates()
+    try:
+        Zero(other, stage, units=[other.layers], group=group)
+    except ValueError as caught:
+        bare = str(caught)
+    zero = Zero(model, stage, param_groups=[{"params": model.named_parameters()}], group=group)
+    ours = torch.optim.SGD(zero.param_groups, lr=0.1)
+    theirs = torch.optim.SGD([{"params": one.named_parameters()}], lr=0.1)
+    for _ in range(2):
+        theirs.zero_grad()
+        for place in 0, 1:
+            one(torch.arange(4) + place).square().sum().backward()
+        theirs.step()
+        model(torch.arange(4) + rank).square().sum().backward()
+        zero.step(ours)
+    with zero.gathered():
+        for param, expected in zip(model.parameters(), one.parameters(), strict=True):
+            torch.testing.assert_close(param, expected)
+    return [unit.name for unit in zero.units], bare
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_shared_children_named_parameters_and_units_that_nothing_calls(five, stage):
+    for names, bare in five.call(shared_and_named, stage)[:2]:
+        assert names == ["encoder", "decoder", "layers.0", "layers.1", "root"]
+        assert bare == (
+            "unit layers is a ModuleList without a forward, which nothing calls: make what is in "
+            "it units"
+        )
+
+
 class Positions(nn.Module):
     """A table of positions, of which it returns the first ones, or a copy of them."""
 

@@ -17,6 +17,7 @@ from torch import nn
 from naranhi.distributed import agree
 from naranhi.distributed.agreement import Axes, groups_of
 from naranhi.zero.flat_param import FlatParam
+from naranhi.zero.mixed_precision import computes_in, require_mixed
 from naranhi.zero.phase import ParamState
 
 SMALL = 2**15  # elements: a shorter message costs its start rather than its length
@@ -152,8 +153,8 @@ def cut(
     names, root = _names(model, runs), (model,)
     owner = _owners(runs, root)
     if precision == "bf16":
-        _require_mixed(model)
-    computes_in = {param: _computes_in(precision, name, param) for name, param in named.items()}
+        require_mixed(model)
+    dtype_of = {param: computes_in(precision, name, param) for name, param in named.items()}
     where = {module: name for name, module in model.named_modules()}
     agree(
         axes,
@@ -169,7 +170,7 @@ def cut(
         for param in sorted(own, key=lambda param: group_of.get(param, 0)):
             kinds.setdefault((param.requires_grad, param.dtype), []).append((name_of[param], param))
         flats = [
-            FlatParam(some, group_of, stage, computes_in[some[0][1]], near, next(tags))
+            FlatParam(some, group_of, stage, dtype_of[some[0][1]], near, next(tags))
             for some in kinds.values()
         ]
         if flats or run == root:
@@ -180,16 +181,17 @@ def cut(
 def children(model: nn.Module) -> list[nn.Module]:
     """Return the model's children, each container without a forward replaced by its own children.
 
-    Such a container (a list of modules) is not called, so it could not be gathered in time.
+    Such a container (a list of modules) is not called, so it could not be gathered in time. A child
+    that others have inside of them (an embedding that encoder and decoder share) is left out.
 
     Args:
         model: The module whose children become units.
     """
     unique = {}  # each child once
     for child in model.children():
-        bare = type(child).forward is nn.Module.forward
-        unique.update(dict.fromkeys(children(child) if bare else [child]))
-    return list(unique)
+        unique.update(dict.fromkeys(children(child) if _is_bare(child) else [child]))
+    inside = {inner for child in unique for inner in child.modules() if inner is not child}
+    return [child for child in unique if child not in inside]
 
 
 def joined(modules: Iterable[nn.Module], small: int = SMALL) -> Iterator[tuple[nn.Module, ...]]:
@@ -214,6 +216,11 @@ def joined(modules: Iterable[nn.Module], small: int = SMALL) -> Iterator[tuple[n
         run, size = (*run, module), size + own
     if run:
         yield run
+
+
+def _is_bare(module):
+    """Return whether a module has no forward, and so is never called."""
+    return type(module).forward is nn.Module.forward
 
 
 def _as_run(unit):
@@ -243,6 +250,11 @@ def _names(model, runs):
                 )
             if module in taken:
                 raise ValueError(f"module {where[module]} is in the units twice")
+            if _is_bare(module) and not _is_bare(model):  # as that of `ZeroStages`, without hooks
+                raise ValueError(
+                    f"unit {where[module]} is a {type(module).__name__} without a forward, which "
+                    "nothing calls: make what is in it units"
+                )
             taken[module] = run
         names[run] = where[run[0]] + f" to {where[run[-1]]}" * (len(run) > 1)
     for module in taken:
@@ -263,6 +275,8 @@ def _groups(groups, named, name_of):
     for number, options in enumerate(groups):
         params = options.pop("params")
         for parameter in [params] if isinstance(params, torch.Tensor) else params:
+            if isinstance(parameter, tuple):  # of named_parameters(), as torch's optimizers take it
+                parameter = parameter[1]
             if parameter not in name_of:
                 raise ValueError(f"parameter group {number} has one that is not the model's")
             if parameter in group_of:
@@ -272,27 +286,3 @@ def _groups(groups, named, name_of):
     if missing is not None:
         raise ValueError(f"parameter {name_of[missing]} requires a gradient and is in no group")
     return group_of, groups
-
-
-def _require_mixed(model):
-    """Raise ValueError for modules that cannot compute in bf16 with buffers in fp32."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine:
-            mean = module.running_mean
-            if mean is not None and mean.dtype == torch.float32:
-                raise ValueError(
-                    f"{name or 'the model'} is a {type(module).__name__} with running statistics "
-                    "in float32, beside which its weight cannot be in bf16: convert the statistics "
-                    "to bf16, make it without them (track_running_stats=False), or use "
-                    "precision='fp32', under autocast"
-                )
-
-
-def _computes_in(precision, name, parameter):
-    if precision == "fp32" or not parameter.is_floating_point():
-        return parameter.dtype
-    if parameter.dtype != torch.float32:
-        raise ValueError(
-            f"mixed precision is for parameters in float32, {name} is in {parameter.dtype}"
-        )
-    return torch.bfloat16
