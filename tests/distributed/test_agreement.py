@@ -84,3 +84,25 @@ def disagreeing(members):
 def test_ranks_of_a_group_are_named_as_in_the_world(five):
     message = "size: 0 on rank 1, 1 on rank 4"
     assert five.call(disagreeing, [1, 3, 4]) == [None, message, None, message, message]
+
+
+def outside(members):
+    """What a rank that is not in a group is told by each function, and whether its work was done"""
+    group, done = dist.new_group(members), []
+    if dist.get_rank() in members:
+        return None
+    said = []
+    for function in (
+        lambda: distributed.from_all_ranks(1, group),
+        lambda: distributed.raise_on_all(lambda: done.append(1), group),
+        lambda: distributed.agree(group, size=1),
+    ):
+        with pytest.raises(ValueError) as raised:
+            function()
+        said.append(str(raised.value))
+    return said, done
+
+
+def test_a_rank_outside_the_group_is_told_so(five):
+    told = ["this rank is not a member of the group"] * 3, []
+    assert five.call(outside, [0, 1]) == [None, None, told, told, told]

@@ -17,9 +17,16 @@ Axes: TypeAlias = dist.ProcessGroup | Sequence[dist.ProcessGroup] | None
 
 
 def groups_of(axes: Axes) -> list[dist.ProcessGroup]:
-    """Return this rank's process group on each axis."""
+    """Return this rank's process group on each axis.
+
+    Raises:
+        ValueError: this rank is not a member of one of them.
+    """
     several = list(axes) if isinstance(axes, Sequence) else [axes]
-    return [group or dist.group.WORLD for group in several]
+    groups = [group or dist.group.WORLD for group in several]
+    if any(dist.get_rank(group) < 0 for group in groups):
+        raise ValueError("this rank is not a member of the group")
+    return groups
 
 
 def from_all_ranks(value: object, group: Axes = None) -> list[Any]:
@@ -28,6 +35,9 @@ def from_all_ranks(value: object, group: Axes = None) -> list[Any]:
     Args:
         value: this rank's value, which can be pickled.
         group: the process group, or several axes; None is the default group.
+
+    Raises:
+        ValueError: this rank is not a member of the group.
     """
     values = [value]
     for axis in groups_of(group):
@@ -57,7 +67,9 @@ def raise_on_all(
     Raises:
         kind: `function` raised one of `errors` on some rank. Raised on every rank, with one line
             for each distinct error that names its ranks, unless these are all.
+        ValueError: this rank is not a member of the group; `function` was not called.
     """
+    groups = groups_of(group)
     result = message = None
     try:
         result = function()
@@ -65,7 +77,7 @@ def raise_on_all(
         # What Python raises for itself (KeyError: 'w') says nothing without its type.
         plain = isinstance(error, (kind, OSError, ValueError)) and str(error)
         message = plain or f"{type(error).__name__}: {error}"
-    messages = from_all_ranks(message, group)
+    messages = from_all_ranks(message, groups)
     if not any(messages):
         return result
     lines = []
@@ -86,7 +98,7 @@ def agree(group: Axes = None, **things: object) -> None:
 
     Raises:
         ValueError: a value differs; raised on every rank, with the name of the value and the global
-            ranks of two ranks that differ.
+            ranks of two ranks that differ. Or: this rank is not a member of the group.
     """
     large = torch.Tensor, torch.nn.Module
     local = {
