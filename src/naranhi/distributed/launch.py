@@ -28,7 +28,8 @@ def join(timeout: float = 300.0, folder: str | Path | None = None) -> torch.devi
     and communicate over its loopback interface.
 
     Args:
-        timeout: the deadline of the rendezvous and of every collective, in seconds.
+        timeout: the deadline of the rendezvous and of every collective, also of groups made later
+            without a timeout of their own, in seconds.
         folder: the folder for the address file, on a file system that the nodes share; by default
             the folder that the job was submitted from.
 
@@ -39,6 +40,9 @@ def join(timeout: float = 300.0, folder: str | Path | None = None) -> torch.devi
         RuntimeError: neither launcher started this process, or the ranks did not meet in time.
     """
     deadline = datetime.timedelta(seconds=timeout)
+    # Groups that are made later without a timeout would otherwise wait for half an hour.
+    dist.distributed_c10d.default_pg_timeout = deadline
+    dist.distributed_c10d.default_pg_nccl_timeout = deadline
     if "RANK" in os.environ:
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
