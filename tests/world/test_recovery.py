@@ -71,6 +71,13 @@ def test_groups_lost_in_a_failure_are_named(world, capsys):
     assert said == "the process group was rebuilt; create again: pair\n[ranks 0-3] False\n"
 
 
+def test_a_collective_imported_by_name_works_after_a_failure(world, capsys):
+    world.execute("from torch.distributed import all_reduce\nall_reduce(torch.ones(1))")
+    failure(world, "if rank == 1:\n    1 / 0\nall_reduce(torch.ones(1))", within=5)
+    world.execute("x = torch.ones(1)\nall_reduce(x)\nprint(int(x))")
+    assert capsys.readouterr().out.splitlines()[-1] == "[ranks 0-3] 4"
+
+
 def test_a_rank_is_killed_inside_a_collective(world, capsys):
     cell = (
         "import os, signal, threading\n"

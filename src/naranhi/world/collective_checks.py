@@ -72,22 +72,28 @@ class CollectiveTimeout(RuntimeError):
 class Checks:
     """Wrap the collectives of `torch.distributed` in this process with the checks.
 
+    A process makes this once: a cell may keep a wrapped collective under a name of its own.
+
     Args:
         store: the `store.Store` through which the ranks compare their calls.
-        timeout: seconds to wait for the other ranks.
     """
 
     store: Store
     timeout: float
 
-    def __init__(self, store: Store, timeout: float):
-        self.store, self.timeout = store, timeout
-        self._count = {}
+    def __init__(self, store: Store):
+        self.store = store
         for name in SAME_TENSOR:
             if hasattr(dist, name):
-                original = getattr(dist, name)
-                original = getattr(original, "unchecked", original)
-                setattr(dist, name, self._around(name, original))
+                setattr(dist, name, self._around(name, getattr(dist, name)))
+
+    def renew(self, timeout: float) -> None:
+        """Start to count again, for a new process group.
+
+        Args:
+            timeout: seconds to wait for the other ranks.
+        """
+        self.timeout, self._count = timeout, {}
 
     def _around(self, name, original):
         signature = inspect.signature(original)
@@ -100,7 +106,6 @@ class Checks:
                 self._compare(group, _describe(name, arguments))
             return original(*args, **kwargs)
 
-        collective.unchecked = original
         return collective
 
     @staticmethod

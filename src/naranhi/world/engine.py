@@ -17,7 +17,7 @@ from typing import Any
 from naranhi.world import capture, event_loop, lifeline, server
 
 _own_sockets = set()
-_store = None
+_store = _checks = None
 _at_hand = None
 _busy = False
 
@@ -75,7 +75,7 @@ def join(
     Returns:
         The names of the variables that held old groups; they are deleted.
     """
-    global _store, _at_hand
+    global _store, _checks, _at_hand
     import torch
     import torch.distributed as dist
 
@@ -96,6 +96,7 @@ def join(
         torch.set_num_threads(threads)
         _own_sockets.update(_sockets())
         _store = Store(timeout)
+        _checks = Checks(_store)
         _prepare_shell()
     _store.renew()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(local_rank))
@@ -103,7 +104,7 @@ def join(
     if backend == "nccl":
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-    Checks(_store, timeout)
+    _checks.renew(timeout)
     dist.init_process_group(
         backend,
         store=dist.PrefixStore(f"epoch{epoch}", _store),
