@@ -1,6 +1,7 @@
 """World as a reader uses it: output, results, arguments, what it leaves and what it opens."""
 
 import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -167,3 +168,16 @@ def test_a_world_closed_says_so():
     world.close()
     with pytest.raises(naranhi.RankError, match="this World is closed"):
         world.execute("1")
+
+
+def test_a_call_from_another_thread_is_refused_while_the_ranks_are_busy(world):
+    results = []
+    world.execute("kept = rank")
+    thread = threading.Thread(target=lambda: results.append(world.run(time.sleep, 1.5)))
+    thread.start()
+    time.sleep(0.5)
+    with pytest.raises(naranhi.RankError, match="busy with a call from another thread"):
+        world["kept"]
+    thread.join(30)
+    assert results == [[None] * 4]
+    assert world["kept"] == [0, 1, 2, 3]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -65,6 +66,7 @@ class World:
         self._wanted = backend
         self._ranks = None
         self._closed = False
+        self._in_use = threading.RLock()
         if notebook.current is not None:
             notebook.current.close()  # a notebook has one World; a cell run twice restarts it
         self._start()
@@ -96,7 +98,7 @@ class World:
             The list of results, in rank order.
 
         Raises:
-            RankError: a rank failed.
+            RankError: a rank failed, or the ranks are busy with a call from another thread.
         """
         import cloudpickle
 
@@ -195,6 +197,16 @@ class World:
     # ---- one cell ------------------------------------------------------------------------------
 
     def _everywhere(self, function, *args, cell=None):
+        if not self._in_use.acquire(blocking=False):
+            raise RankError(
+                "the ranks are busy with a call from another thread; wait until it has returned"
+            )
+        try:
+            return self._call(function, args, cell)
+        finally:
+            self._in_use.release()
+
+    def _call(self, function, args, cell):
         self._ready()
         self._dead = True  # until the end: an interruption of this method leaves ranks busy
         run = Cell(self._ranks, self.timeout)
