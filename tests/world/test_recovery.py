@@ -130,6 +130,19 @@ def test_a_rank_calls_another_collective(world, other, named):
     assert error.rank == 3
 
 
+def test_equal_reductions_are_equal_as_objects_of_each_rank(world, capsys):
+    world.execute(
+        "x, op = torch.ones(3), dist.ReduceOp(dist.ReduceOp.SUM)\n"
+        "dist.all_reduce(x, op=op)\nprint(x.tolist())"
+    )
+    assert capsys.readouterr().out == "[ranks 0-3] [4.0, 4.0, 4.0]\n"
+    cell = "dist.all_reduce(torch.ones(3), op=dist._make_nccl_premul_sum(1 / (1 + (rank == 2))))"
+    error = failure(world, cell, within=13)
+    assert str(error).splitlines()[1] == (
+        "  rank 2 called all_reduce of float32 [3] (op=PREMUL_SUM by 0.5)"
+    )
+
+
 def test_a_message_larger_than_its_receiver_expects(world):
     cell = (
         "if rank == 0:\n    dist.send(torch.ones(8), 1)\n"

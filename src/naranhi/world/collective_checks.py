@@ -136,6 +136,14 @@ def _describe(name, arguments):
     for argument in PLAIN:
         value = arguments.get(argument)
         if value is not None:
-            value = str(value).removeprefix("RedOpType.")
-            plain.append(f"{argument}={value}")
+            plain.append(f"{argument}={_reduction(value) if argument == 'op' else value}")
     return f"{text} ({', '.join(plain)})" if plain else text
+
+
+def _reduction(op):
+    """Return `op` as text by its content: the str of a ReduceOp object is its address."""
+    factor = None
+    if isinstance(op, dist.ReduceOp) and not isinstance(op, dist.ReduceOp.RedOpType):
+        op, factor = op.__getstate__()
+    text = str(op).removeprefix("RedOpType.")
+    return text if factor is None else f"{text} by {float(factor):g}"
