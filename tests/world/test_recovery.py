@@ -143,6 +143,20 @@ def test_equal_reductions_are_equal_as_objects_of_each_rank(world, capsys):
     )
 
 
+def test_an_asynchronous_collective_waits_for_no_rank(world, capsys):
+    world.execute(
+        "x, y = torch.ones(1), torch.ones(1)\n"
+        "if rank == 1:\n    dist.recv(y, 0)\n"
+        "work = dist.all_reduce(x, async_op=rank == 0)\n"
+        "if rank == 0:\n    dist.send(y, 1)\n    work.wait()\n"
+        "print(x.item())"
+    )
+    assert capsys.readouterr().out == "[ranks 0-3] 4.0\n"
+    cell = "dist.all_reduce(torch.ones(3 + (rank == 2)), async_op=True).wait()"
+    error = failure(world, cell, within=13)
+    assert str(error).splitlines()[1] == "  rank 2 called all_reduce of float32 [4]"
+
+
 def test_a_message_larger_than_its_receiver_expects(world):
     cell = (
         "if rank == 0:\n    dist.send(torch.ones(8), 1)\n"

@@ -3,8 +3,10 @@
 torch has such checks (TORCH_DISTRIBUTED_DEBUG=DETAIL). With gloo they include sends and receives
 in the sequence number that must agree, so a rank that has sent one message more than another fails
 its next collective (torch 2.13). That does not work for a book on point-to-point communication.
-These checks do the same over the store and ignore sends and receives. Groups made with
-`group_desc="unchecked"` are not checked; use such groups for timing.
+These checks do the same over the store and ignore sends and receives. A rank that starts a
+collective with `async_op=True` compares its call with those of the ranks that have come, and does
+not wait for the others. Groups made with `group_desc="unchecked"` are not checked; use such groups
+for timing.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ class CollectiveMismatch(RuntimeError):
     """The ranks called different collectives.
 
     Args:
-        calls: rank -> the collective that it called.
+        calls: rank -> the collective that it called, for the ranks that have come.
     """
 
     def __init__(self, calls: dict[int, str]):
@@ -103,7 +105,9 @@ class Checks:
             arguments = signature.bind(*args, **kwargs).arguments
             group = arguments.get("group") or dist.group.WORLD
             if self._concerns(group):
-                self._compare(group, _describe(name, arguments))
+                # The others may call theirs only when this rank has gone on and sent a message.
+                seconds = 0.0 if arguments.get("async_op") else self.timeout
+                self._compare(group, _describe(name, arguments), seconds)
             return original(*args, **kwargs)
 
         return collective
@@ -115,12 +119,12 @@ class Checks:
             return False
         return group.group_desc != UNCHECKED and dist.get_rank(group) >= 0
 
-    def _compare(self, group, call):
+    def _compare(self, group, call, seconds):
         ranks = dist.get_process_group_ranks(group)
         number = self._count[group.group_name] = self._count.get(group.group_name, 0) + 1
         name = f"{group.group_name}/{number}"
-        absent, calls = self.store.meet(name, dist.get_rank(), ranks, call, self.timeout)
-        if absent:
+        absent, calls = self.store.meet(name, dist.get_rank(), ranks, call, seconds)
+        if absent and seconds:
             raise CollectiveTimeout(call, absent)
         if len(set(calls.values())) > 1:
             raise CollectiveMismatch(calls)

@@ -144,7 +144,7 @@ def _cause(errors, of, where, died, stuck, timeout, outcomes):
             text += f"\nand rank {r} raised {errors[r]['type']}: {errors[r]['message']}{where[r]}"
         return text, ranks[0] if len(ranks) == 1 else None, ranks
     if "mismatch" in of:
-        return _mismatch(errors[of["mismatch"][0]]["calls"], where)
+        return _mismatch(max((errors[r]["calls"] for r in of["mismatch"]), key=len), where)
     if stuck and "deadline" not in of:
         ranks = sorted(r for r, state in stuck.items() if state != BUSY) or sorted(stuck)
         states = dict.fromkeys(stuck[r] for r in ranks)

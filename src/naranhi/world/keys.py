@@ -22,7 +22,7 @@ class Keys:
     """Serve the store in the notebook, as a service of `server.Server`.
 
     A request is the name of a method below, without its underscore, and its arguments. The answer
-    is a pair: the keys or ranks missing at the deadline, and, if none were, the result.
+    is a pair: the keys or ranks missing at the deadline, and the result, of what is not missing.
     """
 
     def __init__(self):
@@ -75,7 +75,7 @@ class Keys:
             if still and now < deadline:
                 self._waiting.append(waiter)
             else:
-                _answer(connection, still, None if still else result())
+                _answer(connection, still, result())
 
     def _set(self, connection, key, value):
         self._values[key] = value
@@ -86,7 +86,7 @@ class Keys:
             (
                 connection,
                 lambda: [key for key in keys if key not in self._values],
-                lambda: [self._values[key] for key in keys],
+                lambda: [self._values.get(key) for key in keys],
                 time.monotonic() + seconds,
             )
         )

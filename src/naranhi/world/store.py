@@ -40,7 +40,7 @@ class Store(dist.Store):
 
     def meet(
         self, name: str, rank: int, ranks: list[int], call: str, seconds: float
-    ) -> tuple[list[int], dict[int, str] | None]:
+    ) -> tuple[list[int], dict[int, str]]:
         """Send this rank's call to the other ranks, and wait for theirs.
 
         Args:
@@ -51,7 +51,7 @@ class Store(dist.Store):
             seconds: how long to wait.
 
         Returns:
-            The ranks that had not come after `seconds`, and, if all had, their calls by rank.
+            The ranks that had not come after `seconds`, and the calls of those that had, by rank.
         """
         return self._ask("meet", name, rank, ranks, call, seconds)
 
