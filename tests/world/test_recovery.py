@@ -130,6 +130,35 @@ def test_a_rank_calls_another_collective(world, other, named):
     assert error.rank == 3
 
 
+def test_calls_written_in_two_ways_are_equal(world, capsys):
+    world.execute(
+        "x, one = torch.ones(3), rank == 1\n"
+        "dist.all_reduce(x, **dict(op=dist.ReduceOp.SUM) if one else {})\n"
+        "dist.broadcast(x, **dict(group_src=0) if one else dict(src=0))\n"
+        "rows = [torch.ones(3) for _ in range(4)] if rank == 0 else None\n"
+        "dist.gather(x, rows, **dict(dst=0) if one else {})\n"
+        "print(x.tolist())"
+    )
+    assert capsys.readouterr().out == "[ranks 0-3] [4.0, 4.0, 4.0]\n"
+
+
+@pytest.mark.parametrize(
+    ("cell", "words"),
+    [
+        ("dist.all_reduce([torch.ones(2)])", "TypeError: Invalid function argument."),
+        ("dist.all_gather(torch.ones(2), [torch.ones(2)] * 4)", "TypeError: Invalid function arg"),
+        ("dist.all_reduce()", "TypeError: all_reduce() missing 1 required positional argument"),
+        # Of torch for gloo; NCCL takes it.
+        (
+            "dist.all_gather([torch.zeros(1 + r) for r in range(4)], torch.ones(1 + rank))",
+            "RuntimeError: ProcessGroupGloo::allgather: invalid tensor size",
+        ),
+    ],
+)
+def test_what_torch_refuses_it_refuses_in_its_words(world, cell, words):
+    assert f" raised {words}" in str(failure(world, cell, within=13))
+
+
 def test_equal_reductions_are_equal_as_objects_of_each_rank(world, capsys):
     world.execute(
         "x, op = torch.ones(3), dist.ReduceOp(dist.ReduceOp.SUM)\n"

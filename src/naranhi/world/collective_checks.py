@@ -15,23 +15,25 @@ import functools
 import inspect
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
     from naranhi.world.store import Store
 
-# What must agree between ranks: the tensor argument that has the same shape on every rank, and the
-# plain arguments. The lists of all_to_all and similar collectives may differ from rank to rank.
+# What must agree between ranks: the tensor argument that has the same shape on every rank, or the
+# list of tensors that has the same shapes; also the root and the reduction. The lists of all_to_all
+# and similar collectives may differ from rank to rank.
 SAME_TENSOR = {
     "all_reduce": "tensor",
     "broadcast": "tensor",
     "reduce": "tensor",
-    "all_gather": "tensor",
+    "all_gather": "tensor_list",
     "all_gather_into_tensor": "input_tensor",
     "all_gather_single": "input_tensor",
     "gather": "tensor",
     "scatter": "tensor",
-    "reduce_scatter": "output",
+    "reduce_scatter": "input_list",
     "reduce_scatter_tensor": "output",
     "reduce_scatter_single": "output",
     "all_to_all": None,
@@ -42,7 +44,6 @@ SAME_TENSOR = {
     "gather_object": None,
     "scatter_object_list": None,
 }
-PLAIN = ("src", "dst", "group_src", "group_dst", "op")
 UNCHECKED = "unchecked"
 
 
@@ -102,12 +103,17 @@ class Checks:
 
         @functools.wraps(original)
         def collective(*args, **kwargs):
-            arguments = signature.bind(*args, **kwargs).arguments
+            try:
+                call = signature.bind(*args, **kwargs)
+            except TypeError:
+                return original(*args, **kwargs)  # which says it in torch's own words
+            call.apply_defaults()
+            arguments = call.arguments
             group = arguments.get("group") or dist.group.WORLD
             if self._concerns(group):
                 # The others may call theirs only when this rank has gone on and sent a message.
                 seconds = 0.0 if arguments.get("async_op") else self.timeout
-                self._compare(group, _describe(name, arguments), seconds)
+                self._compare(group, _describe(name, arguments, group), seconds)
             return original(*args, **kwargs)
 
         return collective
@@ -115,7 +121,7 @@ class Checks:
     @staticmethod
     def _concerns(group):
         # None: the cell has destroyed the default group; torch's own error says so best.
-        if group is None or group is dist.GroupMember.NON_GROUP_MEMBER:
+        if not isinstance(group, dist.ProcessGroup):
             return False
         return group.group_desc != UNCHECKED and dist.get_rank(group) >= 0
 
@@ -130,18 +136,29 @@ class Checks:
             raise CollectiveMismatch(calls)
 
 
-def _describe(name, arguments):
-    tensor = arguments.get(SAME_TENSOR[name])
-    text = name
-    if tensor is not None:
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        text += f" of {dtype} {list(tensor.shape)}"
-    plain = []
-    for argument in PLAIN:
-        value = arguments.get(argument)
-        if value is not None:
-            plain.append(f"{argument}={_reduction(value) if argument == 'op' else value}")
+def _describe(name, arguments, group):
+    value = arguments.get(SAME_TENSOR[name])
+    tensors = value if isinstance(value, list | tuple) else [value]
+    text, plain = name, []
+    if tensors and all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+        dtypes = dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
+        shapes = [str(list(tensor.shape)) for tensor in tensors]
+        shapes = shapes if len(set(shapes)) > 1 else shapes[:1]
+        text += f" of {', '.join(dtypes)} {', '.join(shapes)}"
+    for role in ("src", "dst"):
+        if role in arguments:
+            plain.append(f"{role}={_root(arguments, role, group)}")
+    if (op := arguments.get("op", dist.ReduceOp.SUM)) != dist.ReduceOp.SUM:
+        plain.append(f"op={_reduction(op)}")
     return f"{text} ({', '.join(plain)})" if plain else text
+
+
+def _root(arguments, role, group):
+    """Return the root's rank in the world, which a call may name in two ways, or leave at 0."""
+    number, ranks = arguments.get(f"group_{role}"), dist.get_process_group_ranks(group)
+    if number is None:
+        return arguments[role] or 0
+    return ranks[number] if number in range(len(ranks)) else number
 
 
 def _reduction(op):
