@@ -17,7 +17,7 @@ from naranhi.planning import (
     search,
 )
 from naranhi.planning.cli import main
-from naranhi.planning.plan_search import MARGIN, plans
+from naranhi.planning.plan_search import MARGIN, Found, plans
 
 LLAMA = Model(
     layers=32,
@@ -121,6 +121,14 @@ def test_an_explanation_names_each_second_and_the_next_best(found):
     assert f"{forecast.memory_bytes / 2**30:.1f} GiB of" in text
     if plan.pp > 1:
         assert f"pp {plan.pp}: each GPU has" in text
+
+
+def test_an_explanation_claims_of_no_degree_what_it_does_not_know():
+    plan = Plan(8, 8, recompute="full")
+    forecast = predict(LLAMA, Cluster(64), plan, 4096, 64)
+    text = explain(Found(LLAMA, Cluster(64), 4096, 64, ((plan, forecast),), 1, 1))
+    assert "full recomputation: a backward computes again" in text and "or be slower" not in text
+    assert "tp 8: each layer's weights and activations are on 8 neighbouring GPUs" in text
 
 
 def test_an_explanation_says_what_was_never_calibrated():

@@ -106,8 +106,8 @@ def _reasons(found, plan: Plan):
     count = plan.microbatches(found.global_batch)
     if plan.tp > 1:
         yield (
-            f"tp {plan.tp}: each layer's weights and activations are on {plan.tp} GPUs of a node; "
-            "it pays with messages in every layer."
+            f"tp {plan.tp}: each layer's weights and activations are on {plan.tp} neighbouring "
+            "GPUs; it pays with messages in every layer."
         )
     if plan.pp > 1:
         yield (
@@ -129,4 +129,7 @@ def _reasons(found, plan: Plan):
         }[plan.zero]
         yield f"dp x cp {plan.replicas}: {plan.replicas} GPUs hold the same layers, with {sharded}."
     if plan.recompute != "none":
-        yield f"{plan.recompute} recomputation: without it, the plan would not fit, or be slower."
+        yield (
+            f"{plan.recompute} recomputation: a backward computes again what its forward does not "
+            "keep, which saves memory."
+        )

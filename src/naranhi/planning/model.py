@@ -238,7 +238,11 @@ class Model:
 
     @cached_property
     def active_parameters(self) -> int:
-        """The number of parameters that one token is multiplied with, the output layer included."""
+        """The number of parameters without the experts that a token does not visit.
+
+        An untied input embedding is included, although a token only looks up one of its rows, as
+        authors of such models count (Mixtral 8x7B: 12.9 billion).
+        """
         idle = self.experts - self.top_k
         sparse = self.layers - self.dense_layers if self.experts else 0
         return self.parameters - sparse * idle * self.expert_parameters

@@ -62,10 +62,17 @@ def search(
 ) -> Found:
     """Return the plans that fit, the fastest first.
 
-    All degrees that divide the GPUs, the model and the batch are looked at, with powers of two for
-    micro-batches and context parallelism, every recomputation, ZeRO 0, 1 and 3, 1F1B and the
-    interleaved schedule. Plans are sorted by the bubble of equal stages; the schedules of those
-    that look best are then simulated.
+    Looked at are all degrees that divide the GPUs, the model and the batch, within these limits:
+
+    - tensor parallelism over at most as many GPUs as a node has;
+    - context parallelism by powers of two, which leave each rank at least 4,096 tokens;
+    - micro-batches of 1, 2, 4, 8 or 16 sequences;
+    - 1F1B, and the interleaved schedule with 2 or 4 chunks;
+    - ZeRO 0, 1 and, without a pipeline, 3, over all data parallel ranks;
+    - every recomputation that makes a difference to the engine.
+
+    `predict` knows more plans, such as other schedules. Plans are sorted by the bubble of equal
+    stages; the schedules of those that look best are then simulated.
 
     Args:
         model: The model.
