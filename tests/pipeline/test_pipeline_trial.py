@@ -43,7 +43,8 @@ def one_process(layers):
     total = 0
     for x, y in zip(*(one.chunk(PARTS) for one in batch()), strict=True):
         loss = squared_error(nn.Sequential(*layers)(x), y) / ROWS
-        loss.backward()
+        with torch.autocast("cpu", enabled=False):  # as torch's documentation has it
+            loss.backward()
         total = total + loss.detach()
     return total, [one.grad for one in nn.ModuleList(layers).parameters()]
 
@@ -123,11 +124,39 @@ def with_autocasts():
     return [Within(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), Within(WIDTH, WIDTH)]
 
 
+class Island(nn.Linear):
+    """Computes in full precision, whatever is around it."""
+
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            return functional.gelu(super().forward(x.float()))
+
+
+def with_islands():
+    return [Island(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), Island(WIDTH, WIDTH)]
+
+
+def recomputed():
+    return [Recompute(nn.Sequential(*pair)) for pair in (with_islands(), with_autocasts())]
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("make", [linears, with_autocasts])
+@pytest.mark.parametrize("make", [linears, with_autocasts, with_islands, recomputed])
 def test_a_step_under_autocast(five, ranks, make):
     found = five.call(functools.partial(differs, make, ranks, context=bf16))
     assert found == [[]] * ranks + [None] * (5 - ranks)
+
+
+def split_islands():
+    return splittable(recomputed())
+
+
+def test_a_split_backward_under_autocast(five):
+    """To the bit as whole backwards, each of whose products has the dtype of its forward."""
+    case = functools.partial(
+        differs, split_islands, schedule=schedules.zero_bubble_h1, context=bf16
+    )
+    assert five.call(case)[:2] == [[], []]
 
 
 # --- layers that keep something ------------------------------------------------------------------

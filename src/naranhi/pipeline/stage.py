@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from naranhi.autograd import Splittable
+from naranhi.autograd.autocast import without_autocast
 from naranhi.pipeline.shape_inference import require_values
 from naranhi.pipeline.stage_signature import StageSignature, name_of
 
@@ -134,6 +135,7 @@ class Stage(nn.Module):
             gives = StageSignature.of(value)
         gives.require(value, number, layer)
         edges, outputs = gives.edges(value), gives.detached(value)
+        self._kinds = {"cpu", outputs[0].device.type}  # whose autocast a backward must not have
         self._kept[microbatch] = [x for x in tensors if x.requires_grad], edges, version
         return outputs
 
@@ -142,7 +144,8 @@ class Stage(nn.Module):
     ) -> list[torch.Tensor]:
         """Run the backward of a micro-batch, and return the gradients of the inputs.
 
-        The gradients of the weights are added to their `.grad`.
+        The gradients of the weights are added to their `.grad`. A backward runs without autocast,
+        in the dtypes that its forward has chosen.
 
         Args:
             microbatch: the number of the micro-batch.
@@ -156,7 +159,7 @@ class Stage(nn.Module):
             return [torch.zeros_like(tensor) for tensor in inputs]
         own = [*self._own, *(self.weights.versions[version] if self.weights else ())]
         new = [weight for weight in own if weight.grad is None]
-        with self._reading(version):
+        with self._reading(version), without_autocast(*self._kinds):
             torch.autograd.backward(*map(list, zip(*pairs, strict=True)))
             grads = [self._dense(weight) for weight in new if weight.grad is not None]
         storages = {grad.untyped_storage().data_ptr() for grad in grads}
@@ -189,7 +192,7 @@ class Stage(nn.Module):
     def run_weight_grad(self, microbatch: int) -> None:
         """Compute the gradients of the weights that `run_input_grad` has left."""
         later, version = self._later.pop(microbatch)
-        with self._reading(version):
+        with self._reading(version), without_autocast(*self._kinds):
             for add_gradients in later:
                 add_gradients()
 
