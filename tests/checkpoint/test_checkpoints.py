@@ -112,7 +112,7 @@ def test_the_life_of_checkpoints(five, tmp_path):
         "finished",
         "optimizer": "the checkpoint is of a model without an optimizer, not of AdamW with 1 "
         "parameter group; without an optimizer, load reads the model alone",
-        "differ": "position: ",
+        "differ": "position differs between the ranks: save what is the same on all of them",
         "object": "which is not read from files: save plain values and tensors",
         "function": "pickle",
         "gathered": "inside of a gathered() block: leave the block first",

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from checkpointed import refusal
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -9,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from naranhi import models, schedules
-from naranhi.checkpoint import Checkpoints
+from naranhi.checkpoint import Checkpoints, rest
 from naranhi.distributed import Mesh
 from naranhi.pipeline import Pipeline
 from naranhi.zero import Zero, ZeroStages
@@ -118,3 +119,47 @@ def test_what_torch_has_sharded_is_refused(eight, tmp_path):
     for answers in eight(2, of_torch, str(tmp_path)):
         assert len(answers) == 2
         assert all(expected in words for words in answers)
+
+
+def equal_values(folder):
+    """Values that are equal on both ranks, although their pickles are not."""
+    rank, model, tensor = dist.get_rank(), nn.Linear(2, 2), torch.arange(1000.0)
+    word, same = "".join(["ab", "c"]), "".join(["a", "bc"])
+    names = [f"shard {number}" for number in range(9)]
+    serialized = rest.serialized
+
+    def on_gpus(content):
+        location_tag = torch.serialization.location_tag
+        torch.serialization.location_tag = lambda storage: f"cuda:{rank}"
+        try:
+            return serialized(content)
+        finally:
+            torch.serialization.location_tag = location_tag
+
+    rest.serialized = on_gpus
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(
+            1,
+            model,
+            words=[word, word] if rank else [word, same],
+            done=set(names if rank else names[::-1]),
+            table={"a": 1, "b": {2: tensor}} if rank else {"b": {2: tensor}, "a": 1},
+            view=tensor[:3] if rank else torch.arange(3.0),
+        )
+        rest.serialized = serialized
+        state = checkpoints.load(model).state
+        assert state["done"] == {*names} and torch.equal(state["view"], torch.arange(3.0))
+        unequal = (
+            [{1, 2}, {1, 3}],
+            [{"a": 1}, {"a": 2}],
+            [1, True],
+            [[1], (1,)],
+            [tensor, tensor + 1],
+        )
+        return [refusal(lambda: checkpoints.save(2, model, x=pair[rank])) for pair in unequal]  # noqa: B023
+
+
+def test_equal_values_are_equal_whatever_their_pickles(eight, tmp_path):
+    for answers in eight(2, equal_values, str(tmp_path)):
+        assert len(answers) == 5
+        assert all(words.startswith("x differs between the ranks") for words in answers)

@@ -102,7 +102,7 @@ def read(
 
     def begin():
         path = place.path(found.step) / rest.NAME
-        return State(model, optimizer), torch.load(path, weights_only=True)
+        return State(model, optimizer), torch.load(path, map_location="cpu", weights_only=True)
 
     state, content = raise_on_all(begin, group, kind=CheckpointError)
     layout = merge(from_all_ranks(state.summary(), group))

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 
 from naranhi.checkpoint.storage import CheckpointError
+from naranhi.distributed import fingerprint
 
 NAME = "rest.pt"
+SIMPLE = {bool, int, float, str, bytes, type(None)}  # a long list of them is taken as it is
 
 
 def serialized(content: object) -> bytes:
@@ -35,7 +37,29 @@ def serialized(content: object) -> bytes:
 def digests(values: Mapping[str, Any]) -> dict[str, str]:
     """Return a digest of each value, by which ranks compare values that may be large.
 
+    Equal values have equal digests. Their pickles may differ: by the order of a set, by which equal
+    strings are one object, by a tensor's device and by the storage that it is a view of.
+
     Raises:
         CheckpointError: as in `serialized`.
     """
-    return {key: hashlib.sha256(serialized(value)).hexdigest() for key, value in values.items()}
+    for value in values.values():
+        serialized(value)
+    return {
+        key: hashlib.sha256(repr(_ordered(value)).encode()).hexdigest()
+        for key, value in values.items()
+    }
+
+
+def _ordered(value):
+    """Return something whose `repr` is the same for equal values."""
+    if isinstance(value, torch.Tensor):
+        return "tensor", fingerprint(value)
+    if isinstance(value, Mapping):
+        return "mapping", sorted(repr(_ordered(item)) for item in value.items())
+    if isinstance(value, (set, frozenset)):
+        return "set", sorted(repr(_ordered(item)) for item in value)
+    if isinstance(value, (list, tuple)):
+        simple = {*map(type, value)} <= SIMPLE
+        return type(value).__name__, value if simple else [*map(_ordered, value)]
+    return value

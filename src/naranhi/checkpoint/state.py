@@ -189,7 +189,10 @@ class Loading:
                         if of.optimizer is optimizer and kept
                     },
                     "param_groups": [
-                        {**option, "params": [number_of[tensor] for tensor in group["params"]]}
+                        {
+                            **_placed(option, group),
+                            "params": [number_of[tensor] for tensor in group["params"]],
+                        }
                         for option, group in zip(options, optimizer.param_groups, strict=True)
                     ],
                 }
@@ -233,5 +236,20 @@ def _flat(tensor):
     return tensor.detach().reshape(-1)
 
 
+def _placed(options, group):
+    """Return options, with each tensor on the device of the one that is in a group now."""
+    return {
+        key: value.to(group[key].device)
+        if torch.is_tensor(value) and torch.is_tensor(group.get(key))
+        else value
+        for key, value in options.items()
+    }
+
+
 def _options(group):
-    return {key: value for key, value in group.items() if key != "params"}
+    """Return a group's options; tensors, such as a rate, on the CPU: ranks have other devices."""
+    return {
+        key: value.detach().cpu() if torch.is_tensor(value) else value
+        for key, value in group.items()
+        if key != "params"
+    }

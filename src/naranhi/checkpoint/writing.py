@@ -120,7 +120,13 @@ def prepare(
     state, digests = raise_on_all(
         lambda: (State(model, optimizer), rest.digests(values)), group, kind=CheckpointError
     )
-    raise_on_all(lambda: agree(group, step=step, **digests), group, kind=CheckpointError)
+    raise_on_all(lambda: agree(group, step=step), group, kind=CheckpointError)
+    of_ranks = from_all_ranks(digests, group)
+    for key in dict.fromkeys(key for own in of_ranks for key in own):
+        if len({own.get(key) for own in of_ranks}) > 1:
+            raise CheckpointError(
+                f"{key} differs between the ranks: save what is the same on all of them"
+            )
     layout = merge(from_all_ranks(state.summary(), group))
     content = {
         **layout.not_sharded(),
