@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 import trained
 
 from naranhi import train
-from naranhi.checkpoint import storage
+from naranhi.checkpoint import Checkpoints, storage
 from naranhi.checkpoint.storage import Storage
 from naranhi.train.log import Log
 
@@ -141,6 +142,41 @@ def test_another_run_is_not_resumed(eight, small, tmp_path):
     assert "File exists" in refused[0] and refused[0] == refused[1]
     again = eight(2, losses_of, [*small, *resumed(folder, "--steps", 3)])
     assert len(again[0][0]) == 1 and "resumed from step 2" in again[0][1][0]
+
+
+def saved_by_itself(folder, options):
+    """Save the model of a training as another program would; and as naranhi.train once did."""
+    with train.Training(train.parse(options)) as training:
+        settings = {**training._saves.settings}
+        del settings["model"]
+        for name, state in ("own", {}), ("old", {"settings": settings}):
+            with Checkpoints(folder / name) as checkpoints:
+                checkpoints.save(2, training.pipeline, training.optimizer, **state)
+
+
+def test_what_another_program_or_model_has_saved_is_not_resumed(eight, small, tmp_path):
+    """Nor a model of the same shapes that computes otherwise; a run of an older version is."""
+    eight(2, saved_by_itself, tmp_path, small)
+    for told in eight(2, losses_of, [*small, *resumed(tmp_path / "own", "--steps", 3)]):
+        assert f"step 2 in {tmp_path / 'own'} was not saved by naranhi.train: resume it" in told
+    model = tmp_path / "model"
+    shutil.copytree(small[1], model)
+    config = json.loads((model / "config.json").read_text())
+    config |= {"n_head": 4, "activation_function": "relu"}
+    (model / "config.json").write_text(json.dumps(config))
+    old = resumed(tmp_path / "old", "--steps", 3)
+    assert len(eight(2, losses_of, [*small, *old])[0][0]) == 1
+    for told in eight(2, losses_of, ["--model", str(model), *small[2:], *old, "--steps", "4"]):
+        assert "was saved with another model (n_head 2, activation_function gelu_new, " in told
+        assert ", now n_head 4, activation_function relu, " in told
+
+
+def test_the_default_number_of_experts_of_a_token_may_be_given(eight, small, tmp_path):
+    experts = [*small, "--dropout", "0", "--experts", "4"]
+    folder = tmp_path / "run"
+    for steps, more in (1, ["--top-k", "2"]), (2, []), (3, ["--top-k", "2"]):
+        answers = eight(1, losses_of, [*experts, *more, *resumed(folder, "--steps", steps)])
+        assert len(answers[0][0]) == 1, answers
 
 
 def test_resume_goes_with_a_folder():

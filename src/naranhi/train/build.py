@@ -22,6 +22,13 @@ from naranhi.train.usage import UsageError
 
 MULTIPLE = 8  # lengths are multiples of it: the stages do one dry run for each length
 ORDER = "head_tail"  # of the positions on context ranks: as much attention on each
+COMPUTED_AS = (
+    "n_head",
+    "activation_function",
+    "layer_norm_epsilon",
+    "scale_attn_weights",
+    "scale_attn_by_inverse_layer_idx",
+)
 COEFFICIENT = 0.01  # of the auxiliary loss of experts, as in Switch Transformers
 
 
@@ -87,6 +94,21 @@ def require_experts(options: argparse.Namespace) -> None:
         raise UsageError(f"--top-k {top_k} is more than --experts {experts}")
 
 
+def default_top_k(experts: int) -> int:
+    """Return how many of so many experts a token goes to without `--top-k`."""
+    return min(2, experts)
+
+
+def computed_as(layers: list[nn.Module]) -> str:
+    """Return what a GPT-2 of the same shapes may compute otherwise, in words."""
+    config = next(
+        module.config
+        for module in nn.ModuleList(layers).modules()
+        if hasattr(getattr(module, "config", None), "n_head")
+    )
+    return ", ".join(f"{name} {getattr(config, name)}" for name in COMPUTED_AS)
+
+
 def build_model_and_data(
     options: argparse.Namespace,
 ) -> tuple[list[nn.Module], list[list[int]], int, str]:
@@ -140,7 +162,7 @@ def divide(
         layers = add_experts(
             layers,
             options.experts,
-            options.top_k or min(2, options.experts),
+            options.top_k or default_top_k(options.experts),
             mesh.expert,
             replicas=mesh.expert_replicas,
             coefficient=COEFFICIENT / options.microbatches,

@@ -10,10 +10,12 @@ import torch
 from naranhi.checkpoint import CheckpointError, Checkpoints
 from naranhi.distributed import from_all_ranks
 from naranhi.pipeline import Pipeline
+from naranhi.train.build import default_top_k
 from naranhi.train.usage import UsageError, raise_on_all
 
 # The options that have to be as they were, when a run goes on.
 RESUMED = "batch", "seed", "clip", "dropout", "untied", "experts", "top_k"
+MODEL = "model"  # what its weights do not show, in `settings`
 
 
 class Saves:
@@ -79,8 +81,16 @@ class Saves:
 
     def _load(self, pipeline, optimizer):
         saved = self._checkpoints.load(pipeline, optimizer)
+        if not isinstance(settings := saved.state.get("settings"), dict):
+            raise UsageError(
+                f"step {saved.step} in {self.folder} was not saved by naranhi.train: resume it "
+                "with the program that saved it, or begin a run in another folder"
+            )
+        settings = {MODEL: self.settings.get(MODEL)} | settings  # older runs did not note it
         for name, own in self.settings.items():
-            was = saved.state["settings"].get(name)
+            was = settings.get(name)
+            if name == "--top-k" and was is None and settings.get("--experts"):
+                was = default_top_k(settings["--experts"])  # as older runs noted it
             if was != own:
                 raise UsageError(
                     f"{self.folder} was saved with another {name} ({was}, now {own}): resume with "

@@ -40,9 +40,17 @@ from naranhi.autograd import splittable
 from naranhi.distributed import Mesh, agree, device_of, fingerprint
 from naranhi.pipeline import Pipeline
 from naranhi.tensor_parallel import sum_sequence_gradients
-from naranhi.train.build import MULTIPLE, build_model_and_data, divide, make_mesh, share_of
+from naranhi.train.build import (
+    MULTIPLE,
+    build_model_and_data,
+    computed_as,
+    default_top_k,
+    divide,
+    make_mesh,
+    share_of,
+)
 from naranhi.train.options import RATE, actions_of
-from naranhi.train.saves import RESUMED, Saves
+from naranhi.train.saves import MODEL, RESUMED, Saves
 from naranhi.train.usage import UsageError, raise_on_all
 
 
@@ -105,6 +113,7 @@ class Training:
         )
         self.mesh = raise_on_all(partial(make_mesh, options))
         layers, sequences, pad, self.about = raise_on_all(lambda: build_model_and_data(options))
+        computed = computed_as(layers)
         ends = [token for sequence in sequences for token in (*sequence, -1)]
         passages = torch.tensor(ends)
         raise_on_all(partial(agree, weights=nn.ModuleList(layers), passages=passages))
@@ -136,8 +145,10 @@ class Training:
         settings = {f"--{name.replace('_', '-')}": getattr(options, name) for name in RESUMED} | {
             "--lr": rate
         }
+        settings[MODEL] = computed
         if options.experts is not None:
             settings["--microbatches"] = options.microbatches
+            settings["--top-k"] = options.top_k or default_top_k(options.experts)
         corpus = {"corpus, or tokenizer": fingerprint(passages)[:12]}
         self._saves = Saves(options, corpus | settings)
         self._saves.resume(self.pipeline, self.optimizer)
