@@ -329,6 +329,7 @@ def test_help_is_complete(capsys):
         "silence",
     ):
         assert f"--{option}" in text
+    assert "With torchrun --max-restarts, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in text
 
 
 def test_defaults():

@@ -23,9 +23,13 @@ def join(timeout: float = 300.0, folder: str | Path | None = None) -> torch.devi
     """Join the default process group: NCCL if each rank of this host has a GPU, else gloo.
 
     Under `torchrun` the launcher has arranged the rendezvous, and the operating system kills this
-    process when the launcher ends. Under `srun` rank 0 listens on a port that the system chooses
-    and writes its address to a file that all ranks can read. Ranks on one machine find each other
-    and communicate over its loopback interface.
+    process when the launcher ends. With its `--max-restarts`, set
+    `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`: otherwise ranks may find addresses of the attempt before
+    in the launcher's store (torch 2.13), and most restarts fail.
+
+    Under `srun` rank 0 listens on a port that the system chooses and writes its address to a file
+    that all ranks can read. Ranks on one machine find each other and communicate over its loopback
+    interface.
 
     Args:
         timeout: the deadline of the rendezvous and of every collective, also of groups made later
