@@ -7,14 +7,14 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from naranhi import data
 
 
-def write(folder, extra=0):
+def write(folder, extra=0, positions=32):
     """Write them; the options of `naranhi.train` that name them. `extra` words have no token."""
     tokenizer = data.tokenizer()
     tokenizer.save_pretrained(folder)
     GPT2LMHeadModel(
         GPT2Config(
             vocab_size=len(tokenizer) + extra,
-            n_positions=32,
+            n_positions=positions,
             n_embd=16,
             n_layer=2,
             n_head=2,

@@ -144,6 +144,15 @@ def test_another_run_is_not_resumed(eight, small, tmp_path):
     assert len(again[0][0]) == 1 and "resumed from step 2" in again[0][1][0]
 
 
+def test_sequences_are_cut_to_a_multiple_that_the_positions_have(eight, tmp_path):
+    """They are padded to multiples of 8, also the longest."""
+    options = [*small_gpt2.write(tmp_path, positions=30), "--batch", "4", "--microbatches", "2"]
+    assert len(eight(1, losses_of, [*options, "--steps", "3"])[0][0]) == 3
+    options = [*small_gpt2.write(tmp_path, positions=7), "--batch", "4", "--microbatches", "2"]
+    told = eight(1, losses_of, [*options, "--steps", "3"])[0]
+    assert told == f"the model of {tmp_path} has 7 positions: it takes at least 8"
+
+
 def saved_by_itself(folder, options):
     """Save the model of a training as another program would; and as naranhi.train once did."""
     with train.Training(train.parse(options)) as training:

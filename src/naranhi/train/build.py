@@ -135,7 +135,11 @@ def build_model_and_data(
         raise UsageError(
             f"the tokenizer of {options.model} has {len(tokenizer)} words, its model only {words}"
         )
-    sequences = data.encode(tokenizer, distinct, positions)
+    if positions < MULTIPLE:
+        raise UsageError(
+            f"the model of {options.model} has {positions} positions: it takes at least {MULTIPLE}"
+        )
+    sequences = data.encode(tokenizer, distinct, positions // MULTIPLE * MULTIPLE)
     parameters = sum(param.numel() for param in nn.ModuleList(layers).parameters())
     about = (
         f"{len(sequences):,} passages ({len(passages) - len(distinct):,} repeated ones left out), "
