@@ -215,6 +215,15 @@ def test_a_log_goes_on_from_a_step(tmp_path):
     assert (tmp_path / "new.jsonl").read_text() == '{"step": 5}\n'
 
 
+def test_a_log_may_be_a_pipe():
+    reader, writer = os.pipe()
+    with Log(f"/dev/fd/{writer}") as log:
+        log.write(step=0)
+    os.close(writer)
+    with os.fdopen(reader) as lines:
+        assert lines.read() == '{"step": 0}\n'
+
+
 def test_killed_at_random_moments_it_ends_as_if_never_killed(small, tmp_path):
     files = whole, log = tmp_path / "whole.jsonl", tmp_path / "log.jsonl"
     arguments = [*small, "--steps", str(STEPS)]

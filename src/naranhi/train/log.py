@@ -39,7 +39,7 @@ class Log:
             self.file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
             if stat.S_ISREG(os.fstat(self.file).st_mode):
                 os.ftruncate(self.file, self.size)
-            os.lseek(self.file, 0, os.SEEK_END)
+                os.lseek(self.file, 0, os.SEEK_END)  # a pipe has no place to go to
 
     def write(self, **entries: Any) -> None:
         """Add a line."""
