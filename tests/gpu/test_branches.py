@@ -13,6 +13,8 @@ STREAMS = "tests/distributed/test_streams.py"
 VERIFIED = {
     "autograd/recomputation.py _Circumstances.__init__": ONE_GPU,
     "autograd/recomputation.py _Circumstances.restored": ONE_GPU,
+    "checkpoint/checkpoints.py Checkpoints.save_async": KERNELS,
+    "checkpoint/checkpoints.py Checkpoints.save_async.background": KERNELS,
     "checkpoint/random_state.py get": KERNELS,
     "checkpoint/random_state.py put": KERNELS,
     "context_parallel/fused.py kernel": "tests/context_parallel/test_fused.py",

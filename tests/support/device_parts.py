@@ -202,7 +202,7 @@ def run_checkpoint(device):
     dist.broadcast_object_list(folder)
     step()
     with Checkpoints(folder[0]) as checkpoints:
-        checkpoints.save(1, sharded, optimizer)
+        checkpoints.save_async(1, sharded, optimizer)
         (expected, drawn), _ = step(), step()
         checkpoints.load(sharded, optimizer)
         weights, drawn_again = step()

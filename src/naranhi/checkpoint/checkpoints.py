@@ -109,7 +109,11 @@ class Checkpoints:
         """
         write = self._prepare(step, model, optimizer, state, copy=True)
 
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
         def background():
+            if device is not None:
+                torch.cuda.set_device(device)  # a new thread begins with the first GPU
             try:
                 self._run(write)
             except Exception as error:  # `wait` raises it
