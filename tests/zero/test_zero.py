@@ -593,7 +593,8 @@ def test_a_gradient_that_comes_too_late_is_not_lost(five, stage):
     for found in five.call(early_and_late_terms, stage)[:2]:
         assert found == [
             "RuntimeError: parameter 2.bias gets a gradient when its unit's backward is over: "
-            "what uses it outside of the forward has to come after the forward"
+            "what uses it outside of the forward has to come after the forward, and graphs from "
+            "before the last backward need a backward of their own"
         ]
 
 

@@ -1,5 +1,6 @@
 """A step of ZeRO in which something is forgotten, unusual, or done by hooks of others."""
 
+import contextlib
 import copy
 import gc
 import weakref
@@ -99,7 +100,7 @@ def forgotten(stage):
     zero.zero_grad()
     model(rows(rank)).square().sum().backward()
     found[0] -= zero.clip_grad_norm_(1e9)  # clip sums as well
-    optimizer.step()  # instead of zero.step(optimizer)
+    found.append(message(optimizer.step))  # instead of zero.step(optimizer)
     found.append(message(lambda: model(rows(rank)).square().sum().backward()))
     return found
 
@@ -109,6 +110,11 @@ def test_a_forgotten_sum_is_made_up_for(five, stage):
     for found in five.call(forgotten, stage)[:2]:
         assert found == [
             0.0,
+            (
+                "RuntimeError: the gradient of this shard is set by Zero: call step() and "
+                "zero_grad() of Zero, not the optimizer's, clip by clip_grad_norm_() of Zero, and "
+                "scale a loss by naranhi.precision.LossScaler, not GradScaler"
+            ),
             (
                 "RuntimeError: the gradient of parameter 2.bias is summed and sharded over the "
                 "ranks: "
@@ -704,6 +710,86 @@ def input_gradients(stage):
 @pytest.mark.parametrize("stage", STAGES)
 def test_gradients_of_inputs_are_no_step(five, stage):
     five.call(input_gradients, stage)
+
+
+def gradient_penalty(stage, micro_batches):
+    """The norm of a gradient as a part of the loss, made before the forward of the rest."""
+
+    def loss(model, x):
+        x = x.requires_grad_()
+        (gradient,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        return model(x).square().sum() + gradient.square().sum()
+
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return
+    model, one = layers(), layers()
+    zero = Zero(model, stage, group=group)
+    optimizer = torch.optim.SGD(zero.param_groups, lr=0.1)
+    theirs = torch.optim.SGD(one.parameters(), lr=0.1)
+    for step in range(2):
+        theirs.zero_grad()
+        for place in 0, 1:
+            loss(one, rows(place, step)).backward()
+            if micro_batches:
+                loss(one, rows(place, step + 5)).backward()
+        theirs.step()
+        if micro_batches:
+            with zero.no_sync():
+                loss(model, rows(rank, step)).backward()
+                last = loss(model, rows(rank, step + 5))  # whose autograd.grad is not the last
+            last.backward()
+        else:
+            loss(model, rows(rank, step)).backward()
+        zero.step(optimizer)
+    for param, other in zip(model.parameters(), one.parameters(), strict=True):
+        torch.testing.assert_close(param, other)
+
+
+@pytest.mark.parametrize("micro_batches", [False, True])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_gradient_penalty_before_the_forward(five, stage, micro_batches):
+    five.call(gradient_penalty, stage, micro_batches)
+
+
+def retained(stage, together):
+    """A graph that is kept for another backward, together with a later graph or alone."""
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return None
+    model, one = layers(), layers()
+    zero = Zero(model, stage, group=group)
+
+    def twice(model, rank, no_sync):
+        early = squares(model(rows(rank)))
+        with no_sync():
+            early.backward(retain_graph=True)
+            if not together:
+                early.backward()
+        late = squares(model(rows(rank, 1)))
+        (early + late if together else late).backward()
+
+    error = message(twice, model, rank, zero.no_sync)
+    if error is None:
+        for place in 0, 1:
+            twice(one, place, contextlib.nullcontext)
+        expected = nn.utils.get_total_norm([param.grad for param in one.parameters()]).item()
+        assert zero.clip_grad_norm_(1e9) == pytest.approx(expected)
+    zero.zero_grad()
+    return error
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_kept_graph_needs_a_backward_of_its_own(five, stage, together):
+    for error in five.call(retained, stage, together)[:2]:
+        assert error == (
+            "RuntimeError: parameter 2.bias gets a gradient when its unit's backward is over: what "
+            "uses it outside of the forward has to come after the forward, and graphs from before "
+            "the last backward need a backward of their own"
+            if together
+            else None
+        )
 
 
 def different_options():

@@ -63,6 +63,7 @@ class Hooks:
         self._phase = Phase.ACCUMULATING
         self._sync = True  # outside of no_sync()
         self._accumulated = False  # a backward of this step is over
+        self._differentiable = False  # a backward of this step had create_graph=True
         self._whole = Whole(self)
         self._copies = []  # of the inputs of modules that are in their forward now
         self._handles = Handles(others=self._whole.hooks())
@@ -176,6 +177,7 @@ class Hooks:
                 "a backward with create_graph=True goes through parameters that stage 3 frees at "
                 "its end, before what it computes is differentiated again: use stage 1 or 2"
             )
+        self._differentiable |= torch.is_grad_enabled()
         if self._sync and self._phase is not Phase.REDUCED:  # the last backward of the step
             require_same_parameters(self.model, self.names, "Zero")
             if self._phase is not Phase.ANNOUNCED:  # its forward was in no_sync()
@@ -196,23 +198,28 @@ class Hooks:
         if unit.done:
             raise RuntimeError(
                 f"parameter {self.names[parameter]} gets a gradient when its unit's backward is "
-                "over: what uses it outside of the forward has to come after the forward"
+                "over: what uses it outside of the forward has to come after the forward, and "
+                "graphs from before the last backward need a backward of their own"
             )
         require_gradient(self.names[parameter], parameter.grad)
         self._gradients.advance()
         if parameter in unit.awaited:
             unit.awaited.remove(parameter)
-            if unit.over:
+            if self._is_over(unit):
                 self._finish(unit)
 
     def post_backward(self, number: int, first: bool) -> None:
         """Note that the backward of one use of a unit's module is over."""
         unit = self.units[number]
         unit.uses -= 1
-        if unit.over:
+        if self._is_over(unit):
             self._finish(unit)
         elif first:
             self._parameters.reshard(unit)
+
+    def _is_over(self, unit):
+        # The next backward may go through the unit again, by the graph of a backward: to the end.
+        return unit.over and not self._differentiable
 
     def _finish(self, unit):
         """End a unit's backward."""
@@ -253,7 +260,7 @@ class Hooks:
             broadcast_buffers(self.model, self.axes)
         if self.check_finite:
             require_finite(self.flats, self.axes)
-        self._phase = Phase.REDUCED
+        self._phase, self._differentiable = Phase.REDUCED, False
         for flat in self.flats:
             flat.hide_gradients()
         self._hide_shards()
