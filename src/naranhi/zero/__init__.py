@@ -34,7 +34,21 @@ that begins outside of `no_sync()`; there is one in a step. Messages match by or
 run the same units in the same order.
 
 What a step has accumulated is discarded by `zero_grad()` of `Zero` alone: the optimizer's is
-refused, and the model's does not reach the sums in the shards.
+refused, and the model's does not reach the sums in the shards. A backward is whatever goes through
+the model, also `torch.autograd.grad`: before a step's last backward, call that in `no_sync()`.
+
+At stage 3 a unit's backward finds parameters because hooks at its inputs and outputs gather them.
+What a unit computes and keeps beside its output (a term of the loss in `self.aux`, as layers with
+experts do) is not seen: a backward through it may read memory that is freed, and gives wrong
+gradients or ends the process. Return it from the unit, or leave that module to the root, which
+stays gathered until the backward is over.
+
+With precision "bf16", gradients of micro-batches are added up in bf16 at stage 1, as in a model
+in bf16; at stages 2 and 3 the sums over the ranks are added up in fp32.
+
+On a GPU, make `Zero`, and call `gathered()`, under the stream on which the model is trained:
+autograd adds gradients on the stream that was current then, `Zero` moves them on that of the
+backward, and nothing orders the two.
 
 Sources: Rajbhandari et al., "ZeRO: Memory optimizations toward training trillion parameter models"
 (2020); Zhao et al., "PyTorch FSDP: Experiences on scaling fully sharded data parallel" (2023), for
