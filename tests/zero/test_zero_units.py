@@ -244,28 +244,31 @@ class Called(nn.Module):
 
 
 class Translates(nn.Module):
-    """An embedding that encoder and decoder share, as T5's, and layers in a list."""
+    """An embedding that encoder and decoder share, as T5's, or encoder and the model itself, and
+    layers in a list."""
 
-    def __init__(self):
+    def __init__(self, kind="both"):
         super().__init__()
         torch.manual_seed(0)
         self.shared = nn.Embedding(5, 4)
-        self.encoder, self.decoder = Called(self.shared), Called(self.shared)
+        self.encoder = Called(self.shared)
+        self.decoder = Called(self.shared) if kind == "both" else nn.Linear(4, 4)
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
 
     def forward(self, x):
-        x = self.encoder(x) + self.decoder(x.flip(0))
+        low = x.flip(0) if isinstance(self.decoder, Called) else self.shared(x.flip(0))
+        x = self.encoder(x) + self.decoder(low)
         for layer in self.layers:
             x = layer(x)
         return x
 
 
-def shared_and_named(stage):
+def shared_and_named(stage, kind="both"):
     """Default units of a model with a shared child, groups of (name, parameter); a list as unit."""
     group, rank = first_ranks(2), dist.get_rank()
     if rank >= 2:
         return None
-    model, one = Translates(), Translates()
+    model, one = Translates(kind), Translates(kind)
     other = Translates()
     try:
         Zero(other, stage, units=[other.layers], group=group)
@@ -287,14 +290,12 @@ def shared_and_named(stage):
     return [unit.name for unit in zero.units], bare
 
 
+@pytest.mark.parametrize("kind", ["both", "encoder and model"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_shared_children_named_parameters_and_units_that_nothing_calls(five, stage):
-    for names, bare in five.call(shared_and_named, stage)[:2]:
+def test_shared_children_named_parameters_and_units_that_nothing_calls(five, stage, kind):
+    for names, bare in five.call(shared_and_named, stage, kind)[:2]:
         assert names == ["encoder", "decoder", "layers.0", "layers.1", "root"]
-        assert bare == (
-            "unit layers is a ModuleList without a forward, which nothing calls: make what is in "
-            "it units"
-        )
+        assert bare == "unit layers has no forward to be called: make its children units"
 
 
 class Positions(nn.Module):

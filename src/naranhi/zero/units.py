@@ -151,7 +151,7 @@ def cut(
     runs = list(map(_as_run, children(model) if units is None else units))
     group_of, options = _groups(groups, named, name_of)
     names, root = _names(model, runs), (model,)
-    owner = _owners(runs, root)
+    owner = _owners(runs, model)
     if precision == "bf16":
         require_mixed(model)
     dtype_of = {param: computes_in(precision, name, param) for name, param in named.items()}
@@ -187,10 +187,7 @@ def children(model: nn.Module) -> list[nn.Module]:
     Args:
         model: The module whose children become units.
     """
-    unique = {}  # each child once
-    for child in model.children():
-        unique.update(dict.fromkeys(children(child) if _is_bare(child) else [child]))
-    inside = {inner for child in unique for inner in child.modules() if inner is not child}
+    inside = _inside(unique := _called(model))
     return [child for child in unique if child not in inside]
 
 
@@ -218,6 +215,19 @@ def joined(modules: Iterable[nn.Module], small: int = SMALL) -> Iterator[tuple[n
         yield run
 
 
+def _called(model):
+    """Return {child: None}, each child once, in place of those without a forward their own."""
+    unique = {}
+    for child in model.children():
+        unique.update(_called(child) if _is_bare(child) else {child: None})
+    return unique
+
+
+def _inside(modules):
+    """Return the modules that lie in others."""
+    return {inner for module in modules for inner in module.modules() if inner is not module}
+
+
 def _is_bare(module):
     """Return whether a module has no forward, and so is never called."""
     return type(module).forward is nn.Module.forward
@@ -227,12 +237,16 @@ def _as_run(unit):
     return (unit,) if isinstance(unit, nn.Module) else tuple(unit)
 
 
-def _owners(runs, root):
-    """Return {parameter: the run it moves with}, which is the root if several runs have it."""
-    owner = {}
+def _owners(runs, model):
+    """Return {parameter: the run it moves with}: the root, if several have it, or it has it too."""
+    owner, root = {}, (model,)
     for run in runs:
         for param in {param for module in run for param in module.parameters()}:
             owner[param] = root if param in owner else run
+    inside = _inside(module for run in runs for module in run)
+    for child in _called(model):
+        if child in inside:  # the model may call it when the unit around it is not gathered
+            owner.update(dict.fromkeys(child.parameters(), root))
     return owner
 
 
@@ -252,8 +266,7 @@ def _names(model, runs):
                 raise ValueError(f"module {where[module]} is in the units twice")
             if _is_bare(module) and not _is_bare(model):  # as that of `ZeroStages`, without hooks
                 raise ValueError(
-                    f"unit {where[module]} is a {type(module).__name__} without a forward, which "
-                    "nothing calls: make what is in it units"
+                    f"unit {where[module]} has no forward to be called: make its children units"
                 )
             taken[module] = run
         names[run] = where[run[0]] + f" to {where[run[-1]]}" * (len(run) > 1)
@@ -275,8 +288,7 @@ def _groups(groups, named, name_of):
     for number, options in enumerate(groups):
         params = options.pop("params")
         for parameter in [params] if isinstance(params, torch.Tensor) else params:
-            if isinstance(parameter, tuple):  # of named_parameters(), as torch's optimizers take it
-                parameter = parameter[1]
+            parameter = parameter[1] if isinstance(parameter, tuple) else parameter  # with name
             if parameter not in name_of:
                 raise ValueError(f"parameter group {number} has one that is not the model's")
             if parameter in group_of:
