@@ -244,7 +244,7 @@ def _owners(runs, model):
         for param in {param for module in run for param in module.parameters()}:
             owner[param] = root if param in owner else run
     inside = _inside(module for run in runs for module in run)
-    for child in _called(model):
+    for child in () if _is_bare(model) else _called(model):  # `ZeroStages`: each is in its stage
         if child in inside:  # the model may call it when the unit around it is not gathered
             owner.update(dict.fromkeys(child.parameters(), root))
     return owner
