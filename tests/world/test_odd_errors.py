@@ -9,6 +9,7 @@ from kernels import processes_of, wait_until
 
 import naranhi
 from naranhi.world import World
+from naranhi.world.errors import kind, unknown
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +59,37 @@ def test_an_exception_with_attributes_like_ours(world):
     cell = "class Odd(Exception):\n    calls = absent = 7\nif rank == 1:\n    raise Odd('mine')"
     with pytest.raises(naranhi.RankError, match="rank 1 raised Odd: mine"):
         world.execute(cell)
+
+
+@pytest.mark.parametrize(
+    "message", ["the database timed out: host db7", "worker 3 was killed by a signal: Aborted"]
+)
+def test_an_error_that_sounds_like_a_lost_message(world, message):
+    cell = f"if rank == 1:\n    raise RuntimeError({message!r})\ndist.barrier()"
+    with pytest.raises(naranhi.RankError, match=f"rank 1 raised RuntimeError: {message}"):
+        world.execute(cell)
+
+
+def test_a_wait_for_a_message_in_the_cells_own_line():
+    frames = [("/tmp/ipykernel_1/2.py", 3, "<module>", "work.wait()")]
+    for message in (
+        "[/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 8000ms for recv operation",
+        "Application timeout caused pair closure",
+    ):
+        error = {**unknown("RuntimeError", message), "frames": frames}
+        assert kind(error) == "deadline"
+
+
+@pytest.mark.parametrize("line", ["math.no_such_name", "x = = 1"])
+def test_an_error_in_a_module_that_a_cell_imports(world, tmp_path, line):
+    (tmp_path / "helper.py").write_text(f"import math\n\n{line}\n")
+    world.execute(
+        f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\nsys.modules.pop('helper', 0)"
+    )
+    with pytest.raises(naranhi.RankError) as failed:
+        world.execute("x = 1\nx = 2\nx = 3\nimport helper")
+    assert "at line 5 of the cell: import helper" in str(failed.value)
+    assert ("(helper.py:3): math.no_such_name" in str(failed.value)) == ("math" in line)
 
 
 def test_a_closed_stdout_and_an_error(world):
@@ -164,6 +196,15 @@ def test_a_cell_that_destroys_the_default_group(world, capsys, cell):
 def test_a_collective_behind_the_end_of_the_group(world):
     with pytest.raises(naranhi.RankError, match="Default process group has not been initialized"):
         world.execute("dist.destroy_process_group()\ndist.barrier()")
+
+
+def test_a_collective_in_a_compiled_function(world, capsys):
+    world.execute(
+        "@torch.compile(fullgraph=True, backend='eager')\n"
+        "def doubled(x):\n    dist.all_reduce(x)\n    return 2 * x\n"
+        "print(doubled(torch.ones(2)).tolist())"
+    )
+    assert capsys.readouterr().out == "[ranks 0-1] [4.0, 4.0]\n"
 
 
 # ---- gloo's own words ---------------------------------------------------------------------------

@@ -12,6 +12,8 @@ CONSEQUENCE = re.compile(
     r"|endpoint is not connected|[Aa]borted|not connected to peer|Bad file descriptor"
 )
 DEADLINE = re.compile(r"[Tt]imed out|[Tt]imeout|wait timeout")
+# Of gloo, whatever called it: `work.wait()` raises in the cell's own line.
+GLOO = re.compile(r"^\[[^\]]*\.(cc|cpp|h):\d+\]|^Application timeout caused pair closure")
 DISTRIBUTED = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError")
 
 
@@ -82,18 +84,26 @@ def named(ranks: Iterable[int]) -> str:
 
 
 def kind(error: dict[str, Any]) -> str:
-    """Classify an error by its message: 'consequence', 'deadline', 'mismatch' or 'cause'."""
+    """Classify an error by its origin and message: 'consequence', 'deadline', 'mismatch' or 'cause'."""
     if error["type"] in ("KeyboardInterrupt", "Severed"):
         return "consequence"  # only the notebook causes these
     if error["calls"] is not None:
         return "mismatch"
     if error["absent"] is not None:
         return "deadline"
-    if error["type"] in DISTRIBUTED and CONSEQUENCE.search(error["message"]):
+    if _of_messages(error) and CONSEQUENCE.search(error["message"]):
         return "consequence"
-    if error["type"] in DISTRIBUTED and DEADLINE.search(error["message"]):
+    if _of_messages(error) and DEADLINE.search(error["message"]):
         return "deadline"
     return "cause"
+
+
+def _of_messages(error):
+    """Return whether messages between ranks failed: a cell's database may have timed out too."""
+    if error["type"] != "RuntimeError" or not error["frames"] or GLOO.match(error["message"]):
+        return error["type"] in DISTRIBUTED
+    file = error["frames"][-1][0]  # where it was raised
+    return "torch/distributed/" in file or "naranhi/collectives/" in file
 
 
 def diagnose(
@@ -255,13 +265,16 @@ def place(error: dict[str, Any], cell: list[tuple[int, str]] | None) -> str:
         error: the description of an error (see `outcome`).
         cell: the cell's lines (see `numbered`), or None if a function was run.
     """
-    if error["syntax"]:
+    libraries = "site-packages", "naranhi/world", "<frozen"
+    frames = [f for f in error["frames"] if not any(part in f[0] for part in libraries)]
+    # The outermost is the cell's own; modules that it imports have one as well.
+    modules = [index for index, frame in enumerate(frames) if frame[2] == "<module>"]
+    own = modules[0] if modules and cell is not None else None
+    if error["syntax"] and own is None:
         return _line(error["syntax"], cell)
     inside = ""
-    for file, number, function, text in reversed(error["frames"]):
-        if "site-packages" in file or "naranhi/world" in file or "<frozen" in file:
-            continue
-        if cell is not None and function == "<module>":
+    for index, (file, number, function, text) in reversed([*enumerate(frames)]):
+        if index == own:
             return _line(number, cell) + inside
         if "/lib/python" in file or inside:
             continue
