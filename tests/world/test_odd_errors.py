@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import time
 
 import pytest
@@ -104,6 +105,44 @@ def test_a_result_whose_text_cannot_be_made(world):
         world.execute(cell)
 
 
+def test_the_world_itself_cannot_travel(world):
+    with pytest.raises(TypeError, match="a World cannot be pickled"):
+        world.run(lambda: world.size)
+
+
+@pytest.mark.parametrize("cell", ["exit()", "if rank == 1:\n    quit()"])
+def test_a_cell_that_would_end_its_rank(world, cell):
+    world.execute("kept = 1")
+    with pytest.raises(naranhi.RankError, match="exit and quit would end this rank"):
+        world.execute(cell)
+    assert world["kept"] == [1, 1]
+
+
+def test_a_request_that_the_store_cannot_serve(world):
+    cell = (
+        "store = dist.distributed_c10d._get_default_store()\nstore.set('k', 'x')\nstore.add('k', 1)"
+    )
+    with pytest.raises(naranhi.RankError, match="could not serve this add of its store"):
+        world.execute(cell)
+
+
+def test_a_forked_child_of_the_notebook_leaves_the_ranks_alone(world):
+    world.execute("kept = 1")
+    if (pid := os.fork()) == 0:
+        try:
+            world.close()
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    assert world["kept"] == [1, 1]
+
+
+def test_a_host_name_that_changes(world, monkeypatch):
+    world.execute("kept = 1")
+    monkeypatch.setattr(socket, "gethostname", lambda: "laptop-vpn")
+    assert world["kept"] == [1, 1]
+
+
 def test_a_value_that_cannot_travel(world):
     world.execute("import threading\nlock = threading.Lock()")
     with pytest.raises(naranhi.RankError, match="ranks 0-1 raised TypeError: cannot pickle"):
@@ -191,6 +230,15 @@ def test_a_cell_that_destroys_the_default_group(world, capsys, cell):
         "create again: pair",
         "[ranks 0-1] 2.0",
     ]
+
+
+def test_a_group_that_the_notebook_aborts_was_left_by_no_cell(world, capsys):
+    """On NCCL every wait is ended so; here the ranks only say that this is their backend."""
+    world.execute("kept = dist.get_backend\ndist.get_backend = lambda group=None: 'nccl'")
+    with pytest.raises(naranhi.RankError, match="rank 1 raised ZeroDivisionError"):
+        world.execute("if rank == 1:\n    1 / 0\ndist.recv(torch.ones(1), 1)")
+    world.execute("dist.get_backend = kept")
+    assert "because a cell had left it" not in capsys.readouterr().out
 
 
 def test_a_collective_behind_the_end_of_the_group(world):

@@ -125,12 +125,20 @@ def join(
 def _prepare_shell():
     shell = _shell()
     shell.showtraceback = shell.showsyntaxerror = _leave_it_to_the_notebook
+    shell.ask_exit = _not_by_a_cell
     shell.loop_runner = event_loop.run
     builtins.input = _no_keyboard
 
 
 def _leave_it_to_the_notebook(*args, **kwargs):
     """Replace the engine's own printing of errors."""
+
+
+def _not_by_a_cell():
+    raise RuntimeError(
+        "exit and quit would end this rank; to end all ranks, call world.close() in a cell without "
+        "%%ranks"
+    )
 
 
 def _no_keyboard(prompt=""):
@@ -204,7 +212,9 @@ def _outcome_of(run):
             error = raised
     displays[:0] = [(output.data, output.metadata) for output in captured.outputs]
     result = outcome(displays, error, value)
-    result["put_back"], result["left_group"] = _at_hand.put_back(), _at_hand.left_group()
+    result["put_back"] = _at_hand.put_back()
+    # On NCCL `sever` itself aborts the group.
+    result["left_group"] = not _store.severed and _at_hand.left_group()
     capture.repair()  # the engine itself writes to these streams next
     return result
 
@@ -219,7 +229,7 @@ def _synchronize():
     # Raise errors of CUDA kernels and NCCL collectives in the cell that launched them.
     import torch
 
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():  # or a context of 500 MB would be made for nothing
         torch.cuda.synchronize()
 
 

@@ -84,7 +84,7 @@ def named(ranks: Iterable[int]) -> str:
 
 
 def kind(error: dict[str, Any]) -> str:
-    """Classify an error by its origin and message: 'consequence', 'deadline', 'mismatch' or 'cause'."""
+    """Classify an error: 'consequence', 'deadline', 'mismatch' or 'cause'."""
     if error["type"] in ("KeyboardInterrupt", "Severed"):
         return "consequence"  # only the notebook causes these
     if error["calls"] is not None:

@@ -62,9 +62,12 @@ class Keys:
     def _receive(self, connection, data):
         received = self._received[connection]
         received += data
-        while (request := cut(received)) is not None:
-            name, *arguments = request
-            getattr(self, f"_{name}")(connection, *arguments)
+        try:
+            while (request := cut(received)) is not None:
+                name, *arguments = request
+                getattr(self, f"_{name}")(connection, *arguments)
+        except Exception:  # of one request, which must not end the thread that serves all ranks
+            _hang_up(connection)
 
     def tick(self) -> None:
         """Answer the waits that have ended: the values have arrived, or the deadline has passed."""
@@ -128,9 +131,14 @@ class Keys:
 def _answer(connection, missing=(), result=None):
     try:
         connection.sendall(packed((list(missing), result)))
-    except OSError:  # its process is gone, or does not read: `read` will see the end of file
-        with contextlib.suppress(OSError):
-            connection.shutdown(socket.SHUT_RDWR)
+    except OSError:  # its process is gone, or does not read
+        _hang_up(connection)
+
+
+def _hang_up(connection):
+    """End a connection: its process sees the end of file, and so does `read`."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def packed(value: Any) -> bytes:

@@ -108,6 +108,8 @@ class Launched:
                 size, self.host, self.folder, launcher, [*python, controller.__name__], ranks
             )
             self._cluster.start_cluster_sync()
+            # As its lifeline names it; a laptop's host name may change later.
+            self._controller = socket.gethostname(), self._cluster.controller.pid
             self._check()
             pids = self._cluster.controller.pid, self._cluster.engine_set.pid
             Path(self.folder, leftovers.PIDS).write_text("{} {}".format(*pids))
@@ -228,7 +230,7 @@ class Launched:
 
     def controller_alive(self) -> bool:
         """Return whether the controller still holds its lifeline."""
-        return self.lifelines.alive((socket.gethostname(), self._cluster.controller.pid))
+        return self.lifelines.alive(self._controller)
 
     def how_controller_ended(self) -> str:
         """Return a sentence for the user about the controller's death."""

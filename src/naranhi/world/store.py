@@ -117,7 +117,9 @@ class Store(dist.Store):
             while (answer := cut(received)) is None:
                 data = connection.recv(1 << 16)
                 if not data:
-                    raise ConnectionResetError("the notebook closed the connection to its store")
+                    raise ConnectionResetError(
+                        f"the notebook could not serve this {request[0]} of its store, or has ended"
+                    )
                 received += data
         except BaseException as error:
             self._drop()  # an answer that nobody waits for may still be in flight

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -66,6 +67,7 @@ class World:
         self._wanted = backend
         self._ranks = None
         self._closed = False
+        self._owner = os.getpid()
         self._in_use = threading.RLock()
         if notebook.current is not None:
             notebook.current.close()  # a notebook has one World; a cell run twice restarts it
@@ -77,6 +79,12 @@ class World:
         if self._closed:
             return f"<World of {self.size}, closed>"
         return f"<World of {self.size}, {self.backend}>"
+
+    def __reduce__(self):
+        raise TypeError(
+            "a World cannot be pickled, as by world.run for a function that names it; "
+            "pass on what the function needs of it: world.run(function, world.size)"
+        )
 
     # ---- running ---------------------------------------------------------------------------
 
@@ -126,8 +134,9 @@ class World:
         return [cloudpickle.loads(outcome.pop("value")) for outcome in outcomes]
 
     def close(self) -> None:
-        """End every process of this World; does nothing if the World is already closed."""
-        if not self._closed:
+        """End every process of this World; does nothing if it is closed, or in a forked child."""
+        # A forked child has a copy of this object, and not the processes.
+        if not self._closed and os.getpid() == self._owner:
             self._closed = True
             self._end()
             atexit.unregister(self.close)
