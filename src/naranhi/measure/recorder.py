@@ -37,18 +37,15 @@ class Recorder:
 
     def __init__(self):
         self._spans = []
-        self._settle = _finish_stream if torch.cuda.is_available() else None
 
     def begin(self) -> None:
         """Record that an action begins now."""
-        if self._settle:
-            self._settle()
+        _finish_stream()
         self._start = perf_counter()
 
     def end(self, action: Action) -> None:
         """Record that `action`, which began last, ends now."""
-        if self._settle:
-            self._settle()
+        _finish_stream()
         self._spans.append(Span(action, self._start, perf_counter()))
 
     def clear(self) -> None:
@@ -74,12 +71,13 @@ class Recorder:
 
 
 def _finish_stream():
-    """Wait for the current stream only, and not for the whole device.
+    """Wait for the current stream of the GPU, if this process uses one, not for the whole device.
 
     Messages wait on other streams, perhaps for what follows this action. See
     [The first steps between GPUs] in `naranhi.pipeline.channels`.
     """
-    torch.cuda.current_stream().synchronize()
+    if torch.cuda.is_initialized():
+        torch.cuda.current_stream().synchronize()
 
 
 def clock_offset(group: dist.ProcessGroup | None = None) -> float:

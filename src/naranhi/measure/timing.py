@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -47,17 +48,16 @@ def interleaved(
     if not contenders or repeats < 1:
         raise ValueError("measure at least one contender, at least once")
     group = dist.group.WORLD if group is None else group
-    settle = torch.cuda.synchronize if torch.cuda.is_available() else _nothing
     device = device_of(group)
 
     seconds = torch.zeros(repeats, len(contenders), dtype=torch.float64)
     for repeat in range(-warmup, repeats):
         for column, run in enumerate(contenders.values()):
             dist.barrier(group)
-            settle()
+            _settle()
             start = perf_counter()
             run()
-            settle()
+            _settle()
             if repeat >= 0:
                 seconds[repeat, column] = perf_counter() - start
     slowest = seconds.to(device)
@@ -65,8 +65,10 @@ def interleaved(
     return dict(zip(contenders, slowest.T.tolist(), strict=True))
 
 
-def _nothing():
-    """Do nothing: a CPU has finished when the call returns."""
+def _settle():
+    """Wait for the GPU, if this process uses one: asking it would make a context on the first."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 @contextmanager
@@ -128,7 +130,7 @@ def best_seconds(
     if not runs or repeats < 1:
         raise ValueError("measure at least one run, at least once")
     on_gpu = torch.device(device).type == "cuda"
-    settle = torch.cuda.synchronize if on_gpu else lambda: None
+    settle = partial(torch.cuda.synchronize, device) if on_gpu else lambda: None
 
     def seconds(run, calls):
         settle()
