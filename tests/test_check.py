@@ -217,3 +217,19 @@ def test_a_measured_claim_still_has_to_be_one():
         check.true("claim", 1, measured=True)
     with pytest.raises(ValueError):
         check.close("claim", 1.0, 1.0, rtol=-1, measured=True)
+
+
+def test_whole_numbers_beyond_the_digits_of_float64():
+    big = torch.tensor([2**62 + 100])
+    assert "off by 100 (10 allowed)" in failure(check.close, big, torch.tensor([2**62]), atol=10)
+    check.close("claim", big, torch.tensor([2**62]), atol=100)
+    assert "off by" in failure(
+        check.close, torch.tensor([2**63 - 1]), torch.tensor([-(2**63)]), atol=1
+    )
+
+
+def test_views_that_are_conjugate_or_negative():
+    x = torch.tensor([1 + 2j, 3 - 1j])
+    check.equal("claim", x.conj(), x.conj().resolve_conj())
+    check.close("claim", x.conj().imag, -x.imag, rtol=1e-6)
+    assert "1 of" not in failure(check.equal, x.conj(), x)
