@@ -2,6 +2,7 @@ import html
 import inspect
 import itertools
 import logging
+import math
 import re
 import runpy
 from pathlib import Path
@@ -705,3 +706,26 @@ def test_two_functions_that_are_the_same_have_no_changes(monkeypatch):
         show.changes(before, before)
     with pytest.raises(ValueError, match=r"test_show.py defines no nothing"):
         show.changes(before, (Path(__file__), "nothing"))
+
+
+def test_a_table_of_dicts_whose_keys_are_numbers(shown):
+    show.table([{2: 1.5, 4: 2.5}], [2, 4])
+    assert shown[0][0]["text/plain"].split() == ["2", "4", "---", "---", "1.5", "2.5"]
+
+
+@pytest.mark.parametrize(
+    ("y", "scale", "height"),
+    [
+        ([3.0, math.nan], "linear", 3.0),
+        ([3.0, math.inf], "linear", 3.0),
+        ([3.0, 0.0], "log", 3.0),
+        ([3.0, -1.0], "log", 3.0),
+        ([0.0, 0.0], "log", 0.5),
+    ],
+)
+def test_a_label_is_at_the_last_point_that_is_shown(y, scale, height):
+    fig, ax = show.axes("x", "y", y=scale)
+    show.measured(ax, [1, 2], y, "label")
+    [label] = [artist for artist in ax.artists if artist.get_gid() == "label"]
+    assert label.xy == (1, height)
+    assert "label" in _figure.svg(fig, "alt")

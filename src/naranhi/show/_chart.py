@@ -131,17 +131,21 @@ def _label(ax, y, text, key):
     """Write the text in ink after a key in the line's own colour, as high as the last point.
 
     The label is right of the axes, where the key is not mistaken for data. `svg` keeps labels
-    apart.
+    apart. Points that the axes cannot show (NaN, infinity, 0 on a logarithmic scale) do not count;
+    without any other point the label is halfway up.
     """
     if text:
+        log = ax.get_yscale() == "log"
+        shown = [v for v in map(float, y) if math.isfinite(v) and (v > 0 or not log)]
+        place = (1, shown[-1]) if shown else (1, 0.5)
         picture = DrawingArea(12.6, 7)
         picture.add_artist(key)
         words = TextArea(text, textprops={"color": INK, "fontsize": 9.5})
         ax.add_artist(
             AnnotationBbox(
                 HPacker(children=[picture, words], align="center", pad=0, sep=4),
-                (1, list(y)[-1]),
-                xycoords=("axes fraction", "data"),
+                place,
+                xycoords=("axes fraction", "data" if shown else "axes fraction"),
                 xybox=(6, 0),
                 boxcoords="offset points",
                 box_alignment=(0, 0.5),

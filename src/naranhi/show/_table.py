@@ -103,6 +103,7 @@ def table(
 
 def _row(row, columns):
     if isinstance(row, dict):
+        row = {str(column): cell for column, cell in row.items()}
         if set(row) != set(columns):
             raise ValueError(f"a row has {sorted(row)}, the columns are {sorted(columns)}")
         row = [row[column] for column in columns]
