@@ -1,6 +1,7 @@
 """What several ranks have to agree on: values gathered, errors raised on all."""
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from naranhi import distributed
@@ -106,3 +107,21 @@ def outside(members):
 def test_a_rank_outside_the_group_is_told_so(five):
     told = ["this rank is not a member of the group"] * 3, []
     assert five.call(outside, [0, 1]) == [None, None, told, told, told]
+
+
+def nan_agreed():
+    distributed.agree(x=float("nan"), several=[1, float("nan")])
+    with pytest.raises(ValueError, match=r"x: nan on rank 0, 2\.0 on rank 1"):
+        distributed.agree(x=float("nan") if dist.get_rank() == 0 else 2.0)
+    return True
+
+
+def test_nan_on_every_rank_is_equal(five):
+    assert five.call(nan_agreed) == [True] * 5
+
+
+def test_a_fingerprint_is_of_the_values_that_a_view_has():
+    x = torch.tensor([1 + 2j, 3 - 1j])
+    for view, values in ((x.conj(), x.conj().resolve_conj()), (x.conj().imag, -x.imag)):
+        assert distributed.fingerprint(view) == distributed.fingerprint(values)
+    assert distributed.fingerprint(x.conj()) != distributed.fingerprint(x)

@@ -4,6 +4,10 @@ import os
 import subprocess
 import sys
 
+import pytest
+
+from naranhi import distributed
+
 LAUNCHED = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 TIMEOUTS = """
 import torch
@@ -25,3 +29,10 @@ def test_the_deadline_holds_for_groups_made_later():
         timeout=60,
     )
     assert said.stdout.splitlines() == ["0:00:07"] * 3, said.stderr
+
+
+def test_a_rank_without_a_world_size(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(RuntimeError, match="RANK is in the environment and WORLD_SIZE is not"):
+        distributed.join()

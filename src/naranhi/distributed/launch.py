@@ -41,13 +41,19 @@ def join(timeout: float = 300.0, folder: str | Path | None = None) -> torch.devi
         This rank's device.
 
     Raises:
-        RuntimeError: neither launcher started this process, or the ranks did not meet in time.
+        RuntimeError: neither launcher started this process, its environment is incomplete, or the
+            ranks did not meet in time.
     """
     deadline = datetime.timedelta(seconds=timeout)
     # Groups that are made later without a timeout would otherwise wait for half an hour.
     dist.distributed_c10d.default_pg_timeout = deadline
     dist.distributed_c10d.default_pg_nccl_timeout = deadline
     if "RANK" in os.environ:
+        if "WORLD_SIZE" not in os.environ:
+            raise RuntimeError(
+                "RANK is in the environment and WORLD_SIZE is not; a launcher sets both: torchrun "
+                "--standalone --nproc-per-node 4 PROGRAM"
+            )
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
