@@ -509,3 +509,27 @@ def test_the_same_kernels_under_torchrun():
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n")[-2] == f"{ranks} ranks: every collective is its definition"
+
+
+def on_inference_tensors():
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+
+    def made(*shape):
+        with torch.inference_mode():
+            return torch.full(shape, 1.0 + rank)
+
+    total, rows, part, sent = made(3), made(ranks, 3), made(3), made(3)
+    collectives.all_reduce(total)
+    collectives.all_gather(rows, made(3))
+    collectives.reduce_scatter(part, made(ranks, 3))
+    collectives.broadcast(sent, ranks - 1)
+    whole = ranks * (ranks + 1) / 2
+    return (
+        total.tolist() == part.tolist() == [whole] * 3
+        and rows[:, 0].tolist() == [1.0 + r for r in range(ranks)]
+        and sent.tolist() == [float(ranks)] * 3
+    )
+
+
+def test_tensors_made_in_inference_mode(five):
+    assert five.call(on_inference_tensors) == [True] * WORLD

@@ -162,11 +162,11 @@ def all_gather(
     expect("output", output, (ranks, *input.shape), like=input)
     algorithm = _choose("all_gather", output, ranks, algorithm)
     flat = writable("output", output)
-    output.detach()[rank].copy_(input.detach())
+    rows = flat.tensor_split(ranks)
+    rows[rank].view(input.shape).copy_(input.detach())
     if algorithm == "doubling":
         chunks.overlap([halving_doubling.all_gather(flat, group, rank, ranks)])
         return
-    rows = flat.tensor_split(ranks)
     chunks.overlap(
         ring.all_gather([row[chunk] for row in rows], group, rank, ranks)
         for chunk in chunks.cut(rows[rank])

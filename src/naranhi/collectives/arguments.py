@@ -31,7 +31,11 @@ def writable(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         raise ValueError(f"{name} must be contiguous, since it is written in place")
-    return tensor.detach().view(-1)
+    flat = tensor.detach().view(-1)
+    if flat.is_inference() and not torch.is_inference_mode_enabled():
+        # Torch writes such a tensor only in inference mode: an ordinary one with the same memory.
+        flat = flat.new_empty(0).set_(flat.untyped_storage(), flat.storage_offset(), flat.shape)
+    return flat
 
 
 def readable(tensor: torch.Tensor) -> torch.Tensor:
