@@ -31,6 +31,19 @@ def places(sizes):
         return mesh.place, ranks, tuple(map(dist.get_rank, groups)), [*copies]
 
 
+def closed_late():
+    mesh = Mesh(data=2, tensor=2)
+    mesh.close()
+    mesh.close()
+    with Mesh(data=2, tensor=2), Mesh(data=4):
+        dist.destroy_process_group()
+    return True
+
+
+def test_a_mesh_that_is_closed_twice_or_after_the_default_group(eight):
+    assert eight(4, closed_late) == [True] * 4
+
+
 @pytest.mark.parametrize(
     "sizes",
     [

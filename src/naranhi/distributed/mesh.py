@@ -138,10 +138,11 @@ class Mesh:
         return group
 
     def close(self) -> None:
-        """Destroy the groups; call this when every rank is done with them."""
+        """Destroy the groups that are left; call this when every rank is done with them."""
+        left = dist.distributed_c10d._world.pg_map
         groups = [getattr(self, axis) for axis in Place._fields]
         for group in dict.fromkeys([*groups, self.replicas, self.expert_replicas]):
-            if group is not dist.group.WORLD:  # in the same order on all ranks
+            if group in left and group is not dist.group.WORLD:  # in the same order on all ranks
                 dist.destroy_process_group(group)
 
     def __enter__(self) -> Self:
