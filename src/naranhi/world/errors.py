@@ -12,7 +12,6 @@ CONSEQUENCE = re.compile(
     r"|endpoint is not connected|[Aa]borted|not connected to peer|Bad file descriptor"
 )
 DEADLINE = re.compile(r"[Tt]imed out|[Tt]imeout|wait timeout")
-# Of gloo, whatever called it: `work.wait()` raises in the cell's own line.
 GLOO = re.compile(r"^\[[^\]]*\.(cc|cpp|h):\d+\]|^Application timeout caused pair closure")
 DISTRIBUTED = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError")
 
@@ -102,8 +101,7 @@ def _of_messages(error):
     """Return whether messages between ranks failed: a cell's database may have timed out too."""
     if error["type"] != "RuntimeError" or not error["frames"] or GLOO.match(error["message"]):
         return error["type"] in DISTRIBUTED
-    file = error["frames"][-1][0]  # where it was raised
-    return "torch/distributed/" in file or "naranhi/collectives/" in file
+    return re.search("torch/distributed/|naranhi/collectives/", error["frames"][-1][0]) is not None
 
 
 def diagnose(
@@ -268,8 +266,7 @@ def place(error: dict[str, Any], cell: list[tuple[int, str]] | None) -> str:
     libraries = "site-packages", "naranhi/world", "<frozen"
     frames = [f for f in error["frames"] if not any(part in f[0] for part in libraries)]
     # The outermost is the cell's own; modules that it imports have one as well.
-    modules = [index for index, frame in enumerate(frames) if frame[2] == "<module>"]
-    own = modules[0] if modules and cell is not None else None
+    own = next((i for i, frame in enumerate(frames) if cell and frame[2] == "<module>"), None)
     if error["syntax"] and own is None:
         return _line(error["syntax"], cell)
     inside = ""
