@@ -11,6 +11,7 @@ import pytest
 from naranhi.planning import (
     Cluster,
     Model,
+    Plan,
     PlanError,
     explain,
     predict,

@@ -229,9 +229,8 @@ class DDP:
             with_gradient(self.model, self.group)  # raises, naming the ranks
         self._summed = {p for p in self.names if p.grad is not None}
         self._local.clear()
-        if (
-            self.buffers and self._summed
-        ):  # not after torch.autograd.grad, whose graph may need them
+        # Not after torch.autograd.grad, whose graph may need them.
+        if self.buffers and self._summed:
             broadcast_buffers(self.model, self.group)
         if self.check_finite:
             require_finite(self.model)

@@ -12,7 +12,7 @@ import itertools
 import os
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from naranhi.world import engine, interrupts, notebook, output
 from naranhi.world.cell import Cell
@@ -80,7 +80,7 @@ class World:
             return f"<World of {self.size}, closed>"
         return f"<World of {self.size}, {self.backend}>"
 
-    def __reduce__(self):
+    def __reduce__(self) -> NoReturn:
         raise TypeError(
             "a World cannot be pickled, as by world.run for a function that names it; "
             "pass on what the function needs of it: world.run(function, world.size)"
