@@ -321,7 +321,8 @@ class Program:
         for x, y in zip(inputs, targets, strict=True):
             loss = squared_error(nn.Sequential(*self.plain)(x), y) / count
             if loss.requires_grad:
-                loss.backward()
+                with torch.autocast("cpu", enabled=False):  # as torch's documentation has it
+                    loss.backward()
             total = total + loss.detach()
         return total
 
@@ -341,7 +342,8 @@ class Program:
                     param.data = data
             loss = squared_error(nn.Sequential(*self.plain)(inputs[k]), targets[k]) / count
             if loss.requires_grad:
-                loss.backward()
+                with torch.autocast("cpu", enabled=False):  # as torch's documentation has it
+                    loss.backward()
             total = total + loss.detach()
             for number, (stage, its) in enumerate(zip(stages, versions, strict=True)):
                 for param, data in zip(stage, its[-1], strict=True):
