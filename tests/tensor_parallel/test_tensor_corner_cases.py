@@ -291,13 +291,17 @@ def closed():
         return None
     names, right = [], dist.destroy_process_group
     mesh = Mesh.__new__(Mesh)
-    for group in (*Place._fields, "replicas", "expert_replicas"):
+    groups, there = (*Place._fields, "replicas", "expert_replicas"), dist.distributed_c10d._pg_map
+    for group in groups:
         setattr(mesh, group, group)
+        there[group] = None
     dist.destroy_process_group = names.append
     try:
         mesh.close()
     finally:
         dist.destroy_process_group = right
+        for group in groups:
+            del there[group]
     return names
 
 

@@ -102,6 +102,19 @@ def test_run_returns_results_in_rank_order(world, capsys):
     assert capsys.readouterr().out == "[ranks 0-3] adding\n"
 
 
+def test_a_call_from_another_thread_is_refused_while_the_ranks_are_busy(world):
+    results = []
+    world.execute("kept = rank")
+    thread = threading.Thread(target=lambda: results.append(world.run(time.sleep, 1.5)))
+    thread.start()
+    time.sleep(0.5)
+    with pytest.raises(naranhi.RankError, match="busy with a call from another thread"):
+        world["kept"]
+    thread.join(30)
+    assert results == [[None] * 4]
+    assert world["kept"] == [0, 1, 2, 3]
+
+
 def test_what_a_rank_writes_to_stderr_is_labelled(world, capsys):
     world.execute("import sys\nif rank == 1:\n    print('careful', file=sys.stderr)")
     assert capsys.readouterr().err == "[rank 1] careful\n"
@@ -168,16 +181,3 @@ def test_a_world_closed_says_so():
     world.close()
     with pytest.raises(naranhi.RankError, match="this World is closed"):
         world.execute("1")
-
-
-def test_a_call_from_another_thread_is_refused_while_the_ranks_are_busy(world):
-    results = []
-    world.execute("kept = rank")
-    thread = threading.Thread(target=lambda: results.append(world.run(time.sleep, 1.5)))
-    thread.start()
-    time.sleep(0.5)
-    with pytest.raises(naranhi.RankError, match="busy with a call from another thread"):
-        world["kept"]
-    thread.join(30)
-    assert results == [[None] * 4]
-    assert world["kept"] == [0, 1, 2, 3]
