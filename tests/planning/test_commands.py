@@ -5,21 +5,11 @@ import tomllib
 from dataclasses import replace
 
 import pytest
+from llama import LLAMA
 
 from naranhi.planning import Cluster, Latent, Model, Plan, commands, search
 from naranhi.planning.cli import written
 from naranhi.planning.stages import cut
-
-LLAMA = Model(
-    layers=32,
-    hidden=4096,
-    heads=32,
-    kv_heads=8,
-    ffn=14336,
-    gated=True,
-    tied=False,
-    vocabulary=128256,
-)
 
 
 def test_commands_say_the_same_plan():

@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 
 import pytest
+from llama import LLAMA
 
 from naranhi.planning import (
     Cluster,
@@ -20,16 +21,6 @@ from naranhi.planning import (
 from naranhi.planning.cli import main
 from naranhi.planning.plan_search import MARGIN, Found, plans
 
-LLAMA = Model(
-    layers=32,
-    hidden=4096,
-    heads=32,
-    kv_heads=8,
-    ffn=14336,
-    gated=True,
-    tied=False,
-    vocabulary=128256,
-)
 CONFIG = {
     "model_type": "llama",
     "num_hidden_layers": 32,

@@ -3,21 +3,12 @@
 from dataclasses import replace
 
 import pytest
+from llama import LLAMA
 
-from naranhi.planning import Cluster, Model, Plan, predict, sharding
+from naranhi.planning import Cluster, Plan, predict, sharding
 from naranhi.planning import communication as comm
 from naranhi.planning.prediction import stage_times
 
-LLAMA = Model(
-    layers=32,
-    hidden=4096,
-    heads=32,
-    kv_heads=8,
-    ffn=14336,
-    gated=True,
-    tied=False,
-    vocabulary=128256,
-)
 MIXTRAL = replace(LLAMA, experts=8, top_k=2, vocabulary=32000)
 PLANS = [
     (LLAMA, Plan(16)),
