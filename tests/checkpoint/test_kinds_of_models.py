@@ -163,3 +163,51 @@ def test_equal_values_are_equal_whatever_their_pickles(eight, tmp_path):
     for answers in eight(2, equal_values, str(tmp_path)):
         assert len(answers) == 5
         assert all(words.startswith("x differs between the ranks") for words in answers)
+
+
+class Calibrated(nn.Linear):
+    """A layer that keeps its scale as TransformerEngine's layers do: beside its buffers."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.amax, self.updates = torch.zeros(3), 0
+
+    def get_extra_state(self):
+        return {"amax": self.amax, "updates": self.updates}
+
+    def set_extra_state(self, state):
+        self.amax, self.updates = state["amax"], state["updates"]
+
+
+class Unreadable(nn.Linear):
+    def get_extra_state(self):
+        return Calibrated
+
+
+def extra_states(folder):
+    """Saved from two stages, loaded on each rank; and what is refused."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4), Calibrated(), nn.Tanh(), nn.Sequential(Calibrated())]
+    layers[1].amax, layers[1].updates = torch.arange(3.0), 5
+    layers[3][0].amax, layers[3][0].updates = torch.ones(3), 6
+    with Checkpoints(folder) as checkpoints:
+        loss_fn = nn.MSELoss(reduction="sum")
+        with Pipeline(layers, schedules.gpipe(2, 2), loss_fn) as pipeline:
+            checkpoints.save_async(1, pipeline)
+        whole = [nn.Linear(4, 4), Calibrated(), nn.Tanh(), nn.Sequential(Calibrated())]
+        checkpoints.load(whole)
+        loaded = [(one.amax.tolist(), one.updates) for one in (whole[1], whole[3][0])]
+        without = [nn.Linear(4, 4), nn.Linear(4, 4), nn.Tanh(), nn.Sequential(nn.Linear(4, 4))]
+        refused = [refusal(lambda: checkpoints.load(without))]
+        whole[1].amax = torch.full((3,), float(dist.get_rank()))
+        refused.append(refusal(lambda: checkpoints.save(2, whole)))
+        refused.append(refusal(lambda: checkpoints.save(2, Unreadable(4, 4))))
+    return loaded, refused
+
+
+def test_extra_states_of_modules_are_saved(eight, tmp_path):
+    for loaded, refused in eight(2, extra_states, str(tmp_path)):
+        assert loaded == [([0.0, 1.0, 2.0], 5), ([1.0, 1.0, 1.0], 6)]
+        assert refused[0] == "the model has no extra state of 1: load into the model that was saved"
+        assert refused[1].startswith("the extra state of 1 is not the same on rank 0 and rank 1")
+        assert "Calibrated, which is not read from files" in refused[2]

@@ -93,7 +93,7 @@ def two_nodes(needs):
         enter = ["nsenter", f"--net=/run/netns/{name}"]  # ip would hide the cgroups
         nodes = {"node1": ("10.78.0.1", []), "node2": ("10.78.0.2", enter)}
         with _cluster(needs, nodes) as environment:
-            yield environment | {"GLOO_SOCKET_IFNAME": device}
+            yield environment
     finally:
         # The namespace lasts as long as a process in it; the cable must not last as long.
         subprocess.run(["ip", "link", "del", device], check=False)

@@ -1,8 +1,11 @@
-"""A World whose ranks are on two nodes of one allocation, of which one is drained meanwhile."""
+"""Ranks on two nodes of one allocation, by `srun` and in a World; one node is drained meanwhile.
+
+The host's name is that of its loopback interface on both nodes, as Debian's installer sets it.
+"""
 
 import sys
 
-from test_launchers import batch, wait_until_no_ranks
+from test_launchers import EXPECTED, HERE, batch, run, wait_until_no_ranks
 
 PROGRAM = """#!{python}
 import os, subprocess
@@ -20,6 +23,13 @@ except naranhi.RankError as error:
 world.execute("x = torch.ones(1); dist.all_reduce(x); print(x.item())")
 world.close()
 """
+
+
+def test_srun_over_two_nodes(two_nodes, tmp_path):
+    command = ["srun", "-N2", "-n4", "--overcommit", sys.executable, HERE / "program.py"]
+    printed = run(command, env=two_nodes, cwd=tmp_path)
+    assert sorted(printed.splitlines()) == EXPECTED
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_world_over_two_nodes_of_which_one_is_drained(two_nodes, tmp_path):

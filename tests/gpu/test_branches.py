@@ -22,6 +22,7 @@ VERIFIED = {
     "divergence/reference.py _random_states": KERNELS,
     "divergence/reference.py _set_random_states": KERNELS,
     "distributed/backends.py device_of": KERNELS,
+    "distributed/gpus.py visible": ONE_GPU,
     "distributed/launch.py join": ONE_GPU,
     "distributed/streams.py Later.__init__": STREAMS,
     "distributed/streams.py Later.wait": STREAMS,

@@ -65,6 +65,42 @@ def test_a_launcher_gives_its_rank_the_gpu_and_nccl(tmp_path):
     assert sorted(done.stdout.split("\n"))[1:] == lines
 
 
+def test_ranks_that_would_share_a_gpu_compute_on_cpus_and_say_so(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import torch.distributed as dist\n"
+        "from naranhi import distributed\n"
+        "print(distributed.join(timeout=60), dist.get_backend())\n"
+        "dist.barrier()\n"
+        "dist.destroy_process_group()\n"
+    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*torchrun, "--nproc-per-node=2", program],
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "0"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout.splitlines() == ["cpu gloo"] * 2, done.stderr
+    assert done.stderr.count("because ranks 0 and 1 would share a GPU") == 1, done.stderr
+
+
+def test_a_forward_in_a_thread_has_the_stream_of_its_caller():
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(LONG)
+        x = torch.ones(8, device="cuda")
+
+        def forward():
+            return [x + 1, torch.cuda.current_stream(), torch.cuda.current_device()]
+
+        (y, stream, device), _ = pipeline.in_threads(forward, list)
+    assert stream == side and device == torch.cuda.current_device()
+    side.synchronize()
+    assert y.tolist() == [2.0] * 8
+
+
 def wait_for_nobody(rank, folder):
     """Rank 0 waits in NCCL for rank 1, which does not come, until connections are severed."""
     os.environ.update(NCCL_SOCKET_IFNAME="lo", NCCL_HOSTID=f"rank-{rank}")  # as in test_kernels

@@ -84,7 +84,8 @@ class Checkpoints:
         Args:
             step: how many steps the training has done; more than at any earlier save.
             model: a `zero.Zero`, a `pipeline.Pipeline`, a `data_parallel.DDP`, or a module or list
-                of layers, whole or split by `tensor_parallel`; between two steps.
+                of layers, whole or split by `tensor_parallel`; between two steps. What its modules
+                return by `get_extra_state` is saved, too, if ranks with the same module agree.
             optimizer: its optimizer; None leaves its state out. (A pipeline whose schedule updates
                 weights within a step has optimizers of its own, which are saved.)
             **state: plain values and tensors, the same on every rank.

@@ -24,12 +24,14 @@ class RankState(NamedTuple):
         scalars: {parameter: {key: value}}: what the optimizer keeps for a parameter as a whole.
         group_of: {parameter: the number of its parameter group}.
         optimizers: (kind, options of each parameter group) of each optimizer.
+        extra: {module: (digest, value)} of what `get_extra_state` of modules has returned.
     """
 
     tensors: dict[str, tuple[tuple[int, ...], torch.dtype, tuple[Box, ...]]]
     scalars: dict[str, dict[str, Any]]
     group_of: dict[str, int]
     optimizers: list[tuple[str, list[dict[str, Any]]]]
+    extra: dict[str, tuple[str, Any]]
 
     @property
     def digest(self) -> str:
@@ -52,6 +54,7 @@ class Layout(NamedTuple):
         options: the options of each parameter group.
         writes: {(name, box): the rank that writes it}.
         digests: which elements each rank has (`RankState.digest`).
+        extra: {module: what its `get_extra_state` has returned}.
     """
 
     tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -61,10 +64,11 @@ class Layout(NamedTuple):
     options: list[dict[str, Any]]
     writes: dict[tuple[str, Box], int]
     digests: list[str]
+    extra: dict[str, Any] = {}  # noqa: RUF012  (checkpoints without it have none)
 
     def not_sharded(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of it, beside the tensors."""
-        fields = "scalars", "group_of", "kind", "options", "digests"
+        fields = "scalars", "group_of", "kind", "options", "digests", "extra"
         return {name: getattr(self, name) for name in fields}
 
     @classmethod
@@ -123,6 +127,7 @@ def merge(states: Sequence[RankState]) -> Layout:
         options,
         writers(owners, {name: dtype.itemsize for name, (_, dtype) in tensors.items()}),
         [state.digest for state in states],
+        _same_extra([state.extra for state in states]),
     )
 
 
@@ -148,6 +153,12 @@ def compare(saved: Layout, own: Layout, with_optimizer: bool) -> None:
             raise CheckpointError(
                 f"{what} has {_describe(saved.tensors[name])} in the checkpoint, and "
                 f"{_describe(own.tensors[name])} in the model"
+            )
+    for name in dict.fromkeys((*saved.extra, *own.extra)):
+        if name not in saved.extra or name not in own.extra:
+            raise CheckpointError(
+                f"the {'model' if name in saved.extra else 'checkpoint'} has no extra state of "
+                f"{name or 'the model'}: load into the model that was saved"
             )
     if not with_optimizer:
         return
@@ -203,6 +214,21 @@ def _same(what, of_ranks):
                     "the ranks have not taken the same steps"
                 )
     return union
+
+
+def _same_extra(of_ranks):
+    """Return the union of the ranks' extra states, which are compared by their digests."""
+    union, owner = {}, {}
+    for rank, extra in enumerate(of_ranks):
+        for name, (digest, value) in extra.items():
+            if union.setdefault(name, (digest, value))[0] != digest:
+                raise CheckpointError(
+                    f"the extra state of {name or 'the model'} is not the same on rank "
+                    f"{owner[name]} and rank {rank}: only what is equal on all ranks that have the "
+                    "module can be saved"
+                )
+            owner.setdefault(name, rank)
+    return {name: value for name, (_, value) in union.items()}
 
 
 def _text(optimizer):

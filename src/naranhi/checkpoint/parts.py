@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -137,6 +138,15 @@ def buffers_of(model: Model) -> list[Part]:
     ]
 
 
+def modules_with_extra_state(model: Model) -> dict[str, nn.Module]:
+    """Return the modules of this rank that define `get_extra_state`, by name in the whole model."""
+    return {
+        name.rstrip("."): module
+        for name, module in _named(model, "named_modules")
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
+
+
 def optimizer_parts(
     model: Model, optimizer: torch.optim.Optimizer | None, parameters: Sequence[Part]
 ) -> list[OptimizerPart]:
@@ -216,8 +226,8 @@ def _modules(model) -> nn.Module:
     return model.model if isinstance(model, (Zero, DDP)) else as_module(model)
 
 
-def _named(model, method: str) -> Iterable[tuple[str, torch.Tensor]]:
-    """Yield (name in the whole model, tensor) of each parameter or buffer of this rank."""
+def _named(model, method: str) -> Iterable[tuple[str, Any]]:
+    """Yield (name in the whole model, what it names) as a method such as `named_buffers` does."""
     if not isinstance(model, Pipeline):
         yield from _names_in(_modules(model), method, "")
         return
@@ -228,6 +238,7 @@ def _named(model, method: str) -> Iterable[tuple[str, torch.Tensor]]:
                 yield tied.get(id(tensor), name), tensor
 
 
-def _names_in(module, method, prefix) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, tensor in getattr(module, method)():
-        yield prefix + unwrapped_name(module, name), tensor
+def _names_in(module, method, prefix) -> Iterator[tuple[str, Any]]:
+    for name, named in getattr(module, method)():
+        # (of modules, the first is the module itself, without a name)
+        yield prefix + (unwrapped_name(module, name) if name else ""), named

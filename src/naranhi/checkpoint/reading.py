@@ -120,7 +120,7 @@ def read(
         )
     except CheckpointException as error:  # on every rank
         raise CheckpointError(causes(error)) from error
-    loading.apply(saved.options)
+    loading.apply(saved.options, saved.extra)
     if saved.digests == layout.digests:  # every rank has the elements that it had then
         random_state.put(content["random"][dist.get_rank(group)])
     else:

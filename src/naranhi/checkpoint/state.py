@@ -8,7 +8,10 @@ from math import prod
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
 
+from naranhi.checkpoint import rest
 from naranhi.checkpoint.boxes import Boxes
 from naranhi.checkpoint.layout import Layout, RankState
 from naranhi.checkpoint.parts import (
@@ -16,6 +19,7 @@ from naranhi.checkpoint.parts import (
     OptimizerPart,
     Part,
     buffers_of,
+    modules_with_extra_state,
     optimizer_parts,
     optimizers_of,
     parameters_of,
@@ -41,7 +45,8 @@ class State:
 
     Raises:
         CheckpointError: the optimizer is not that of the model, or keeps for a parameter a tensor
-            of another shape; the model has parts that are not saved (`require_own_parameters`).
+            of another shape; the model has parts that are not saved (`require_own_parameters`);
+            the extra state of a module is more than tensors and plain values.
     """
 
     def __init__(self, model: Model, optimizer: torch.optim.Optimizer | None) -> None:
@@ -51,6 +56,13 @@ class State:
         self.model: Model = model
         self.parameters: list[Part] = parameters_of(model)
         self.buffers: list[Part] = buffers_of(model)
+        self.with_extra: dict[str, nn.Module] = modules_with_extra_state(model)
+        extra = {name: module.get_extra_state() for name, module in self.with_extra.items()}
+        digests = rest.digests(extra)
+        self.extra: dict[str, tuple[str, Any]] = {
+            name: (digests[name], tree_map_only(torch.Tensor, _on_cpu, value))
+            for name, value in extra.items()
+        }
         self.optimizers: list[torch.optim.Optimizer] = optimizers_of(model, optimizer)
         self.optimized: list[OptimizerPart] = optimizer_parts(model, optimizer, self.parameters)
         self.tensors: dict[str, Boxes] = {
@@ -97,6 +109,7 @@ class State:
                 (type(optimizer).__name__, [_options(group) for group in optimizer.param_groups])
                 for optimizer in self.optimizers
             ],
+            self.extra,
         )
 
     def written_by(self, rank: int, layout: Layout) -> dict[str, Boxes]:
@@ -165,11 +178,12 @@ class Loading:
             self.tensors[name] = boxes
 
     @torch.no_grad()
-    def apply(self, options: list[dict[str, Any]]) -> None:
+    def apply(self, options: list[dict[str, Any]], extra: Mapping[str, Any]) -> None:
         """Put what was read into the model and the optimizer.
 
         Args:
             options: of each parameter group.
+            extra: the extra state of each module that has one.
         """
         model = self.state.model
         if isinstance(model, Zero):
@@ -199,6 +213,8 @@ class Loading:
             )
         for part, memory in self._values:
             part.values.copy_(memory.view(part.values.shape))
+        for name, module in self.state.with_extra.items():
+            module.set_extra_state(extra[name])
         if isinstance(model, Zero):
             model.refresh([flat for unit in model.units for flat in unit.flats])  # frozen ones, too
 
@@ -234,6 +250,10 @@ def _in_layout_of(param, kept):
 
 def _flat(tensor):
     return tensor.detach().reshape(-1)
+
+
+def _on_cpu(tensor):
+    return tensor.detach().cpu()
 
 
 def _placed(options, group):

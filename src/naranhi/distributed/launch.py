@@ -11,16 +11,20 @@ import json
 import os
 import socket
 import time
+import warnings
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from naranhi.distributed import processes
+from naranhi.distributed import addresses, gpus, processes
 
 
 def join(timeout: float = 300.0, folder: str | Path | None = None) -> torch.device:
-    """Join the default process group: NCCL if each rank of this host has a GPU, else gloo.
+    """Join the default process group: NCCL if each rank can have a GPU of its own, else gloo.
+
+    A launcher may show a rank all GPUs of its host or one of its own. Where GPUs are seen, but a
+    rank has none or two would share one, all ranks compute on CPUs, and a warning says why.
 
     Under `torchrun` the launcher has arranged the rendezvous, and the operating system kills this
     process when the launcher ends. With its `--max-restarts`, set
@@ -56,31 +60,50 @@ def join(timeout: float = 300.0, folder: str | Path | None = None) -> torch.devi
             )
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
-        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         if "TORCHELASTIC_RUN_ID" in os.environ:
             processes.die_with_parent(os.getppid())
-            if local_size == world_size:
+            if int(os.environ["LOCAL_WORLD_SIZE"]) == world_size:
                 # torchrun sets its host's name, which cannot be resolved without a network.
                 os.environ["MASTER_ADDR"] = "127.0.0.1"
                 _loopback_only()
-        meeting = {}  # torch reads the launcher's environment itself
+        store, _, _ = next(dist.rendezvous("env://", timeout=deadline))
+        store.set_timeout(deadline)
     elif "SLURM_STEP_ID" in os.environ:
         rank, world_size = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
-        local_rank, local_size = int(os.environ["SLURM_LOCALID"]), _tasks_on_this_node()
+        local_rank = int(os.environ["SLURM_LOCALID"])
         folder = Path(folder or os.environ["SLURM_SUBMIT_DIR"])
         store = _slurm_store(rank, world_size, deadline, folder)
-        meeting = {"store": store, "rank": rank, "world_size": world_size}
     else:
         raise RuntimeError(
             "this process was started by neither torchrun nor srun; "
             "try: torchrun --standalone --nproc-per-node 4 PROGRAM"
         )
     device, backend = torch.device("cpu"), "gloo"
-    if torch.cuda.device_count() >= local_size:
-        device, backend = torch.device("cuda", local_rank), "nccl"
+    index = _own_gpu(dist.PrefixStore("gpus", store), rank, world_size, local_rank)
+    if index is not None:
+        device, backend = torch.device("cuda", index), "nccl"
         torch.cuda.set_device(device)
-    dist.init_process_group(backend, timeout=deadline, **meeting)
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore("default_pg", store),
+        rank=rank,
+        world_size=world_size,
+        timeout=deadline,
+    )
     return device
+
+
+def _own_gpu(store, rank, world_size, local_rank):
+    """Return the index of this rank's GPU among those it sees, or None if all take the CPU."""
+    store.set(str(rank), json.dumps([gpus.visible(), local_rank]))
+    values = store.multi_get([str(other) for other in range(world_size)])
+    visible, local_ranks = zip(*map(json.loads, values), strict=True)
+    try:
+        return gpus.allot(visible, local_ranks)[rank]
+    except ValueError as error:
+        if any(visible) and rank == 0:
+            warnings.warn(f"all ranks compute on CPUs, because {error}", stacklevel=3)
+        return None
 
 
 def _loopback_only():
@@ -89,27 +112,22 @@ def _loopback_only():
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
 
 
-def _tasks_on_this_node():
-    """Return the count from Slurm's list: `4(x2),3` is four on each of two nodes, then three."""
-    counts = []
-    for part in os.environ["SLURM_STEP_TASKS_PER_NODE"].split(","):
-        count, _, times = part.partition("(x")
-        counts += [int(count)] * int(times.rstrip(")") or 1)
-    return counts[int(os.environ["SLURM_NODEID"])]
-
-
 def _slurm_store(rank, world_size, deadline, folder):
     """Return rank 0's store; the other ranks read its address from a short-lived file."""
     file = folder / "naranhi-{SLURM_JOB_ID}-{SLURM_STEP_ID}.address".format(**os.environ)
     alone = int(os.environ["SLURM_STEP_NUM_NODES"]) == 1
-    if alone:
-        _loopback_only()
     if rank > 0:
         host, port = _read(file, deadline)
+    else:
+        host = "127.0.0.1" if alone else addresses.own_address()
+    if alone:
+        _loopback_only()
+    else:
+        addresses.use_interface_toward(host)
+    if rank > 0:
         store = dist.TCPStore(host, port, is_master=False, timeout=deadline)
         store.add("arrived", 1)
         return store
-    host = "127.0.0.1" if alone else socket.gethostbyname(socket.gethostname())
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
     store = dist.TCPStore(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 
 import torch
 
@@ -24,7 +24,7 @@ def in_threads(
 ) -> tuple[Tensors, Tensors]:
     """Run a forward in a thread of its own and a backward in this one; return both results.
 
-    The forward has the caller's grad mode, inference mode and autocast. Both use the random
+    The forward has the caller's grad mode, inference mode, autocast and stream. Both use the random
     numbers of one generator, and on a GPU one stream. So dropout draws other masks from run to run,
     and kernels of the two do not overlap: there, pass `Pipeline` a function that uses two streams.
     Layers that communicate need one process group for forwards and another for backwards, because
@@ -35,15 +35,19 @@ def in_threads(
     less. Torch's own checkpoints do not wait: there, use layers that draw nothing.
     """
     inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
-    kinds = ["cpu"]
+    kinds, stream = ["cpu"], nullcontext()
     if torch.accelerator.is_available():
         kinds.append(torch.accelerator.current_accelerator().type)
+        stream = (
+            torch.accelerator.current_stream()
+        )  # and its device: a thread begins with the first
     autocast = [
         (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds
     ]
 
     def run():
         with ExitStack() as stack:
+            stack.enter_context(stream)
             stack.enter_context(GENERATOR)
             stack.enter_context(torch.inference_mode(inference))
             stack.enter_context(torch.set_grad_enabled(grad))

@@ -14,6 +14,7 @@ import stat
 import sys
 from typing import Any
 
+from naranhi.distributed import addresses
 from naranhi.world import capture, event_loop, lifeline, server
 
 _own_sockets = set()
@@ -56,6 +57,7 @@ def join(
     rank: int,
     world_size: int,
     local_rank: int,
+    gpu: int,
     threads: int,
     epoch: int,
     backend: str,
@@ -66,7 +68,8 @@ def join(
     Args:
         rank: this process's rank.
         world_size: the number of ranks.
-        local_rank: the rank among the processes of this host; with NCCL, the index of its GPU.
+        local_rank: the rank among the processes of this host.
+        gpu: with NCCL, the index of its GPU among those it sees.
         threads: the number of threads that torch may use.
         epoch: the number of the process group, 1 for the World's first.
         backend: `"nccl"` or `"gloo"`.
@@ -94,6 +97,7 @@ def join(
         dist.destroy_process_group()
     if _store is None:
         torch.set_num_threads(threads)
+        addresses.use_interface_toward(server.host())
         _own_sockets.update(_sockets())
         _store = Store(timeout)
         _checks = Checks(_store)
@@ -102,7 +106,7 @@ def join(
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(local_rank))
     device = torch.device("cpu")
     if backend == "nccl":
-        device = torch.device("cuda", local_rank)
+        device = torch.device("cuda", gpu)
         torch.cuda.set_device(device)
     _checks.renew(timeout)
     dist.init_process_group(

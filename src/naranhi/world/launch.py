@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
 import socket
@@ -12,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from naranhi.distributed import processes
+from naranhi.distributed import addresses, processes
 from naranhi.world import (
     capture,
     cluster,
@@ -28,30 +27,10 @@ from naranhi.world import (
 from naranhi.world.cluster import START_SECONDS
 from naranhi.world.errors import RankError, named, unknown
 from naranhi.world.keys import Keys
+from naranhi.world.member import Member
 
 if TYPE_CHECKING:
     from ipyparallel import AsyncResult
-
-
-@dataclasses.dataclass
-class Member:
-    """Describe one rank process: its host, its ipyparallel id, its place among the host's ranks."""
-
-    host: str
-    pid: int
-    task: int
-    step: str
-    gpus: int
-    cores: int
-    engine: int
-    local_rank: int = 0
-    threads: int = 1
-    shown: tuple[int, int] = (0, 0)  # bytes of its stdout and stderr that the notebook has shown
-
-    @property
-    def who(self) -> tuple[str, int]:
-        """Return the (host, pid) by which `lifeline` knows the process."""
-        return self.host, self.pid
 
 
 class Launched:
@@ -72,7 +51,7 @@ class Launched:
     def __init__(self, size: int, backend: str | None, check: Callable[[], None]):
         self.in_slurm: bool = slurm.is_here()
         self._several_nodes = slurm.several_nodes()
-        self.host: str = slurm.own_address() if self._several_nodes else "127.0.0.1"
+        self.host: str = addresses.own_address() if self._several_nodes else "127.0.0.1"
         if not self._several_nodes:
             requirements.loopback()
         requirements.current_folder()
@@ -150,18 +129,33 @@ class Launched:
         members.sort(key=lambda m: (m.task, m.pid))
         hosts = {}
         for member in members:
-            member.local_rank = hosts.setdefault(member.host, 0)
+            member.local_rank = member.gpu = hosts.setdefault(member.host, 0)
             hosts[member.host] += 1
         for member in members:
             member.threads = max(1, member.cores // hosts[member.host])
         return members
 
     def _choose(self, backend, size):
-        enough = all(m.local_rank < m.gpus for m in self.members)
+        enough = all(m.gpu < m.gpus for m in self.members)
+        if not enough and self.in_slurm and backend != "gloo":
+            enough = self._one_each()
         if backend == "nccl" and not enough:
             counts = {m.host: m.gpus for m in self.members}
             raise ValueError(requirements.gpus_short(size, sum(counts.values())))
         return backend or ("nccl" if enough else "gloo")
+
+    def _one_each(self):
+        """Return whether each rank sees a GPU that no other has, as of `--gpus-per-task=1`."""
+        from naranhi.distributed import gpus
+
+        seen = self.call(gpus.visible, [()] * len(self.members))
+        try:
+            indices = gpus.allot(seen, [m.local_rank for m in self.members])
+        except ValueError:
+            return False
+        for member, index in zip(self.members, indices, strict=True):
+            member.gpu = index
+        return True
 
     # ---- while it runs ------------------------------------------------------------------------
 

@@ -151,13 +151,22 @@ def connect(service: str, **who: Any) -> socket.socket:
         service: the name of the service.
         who: what the service must know about this process.
     """
-    host, port, secret = os.environ[ADDRESS].rsplit(":", 2)
+    host, port, secret = _address()
     connection = socket.create_connection((host, int(port)), timeout=30)
     connection.settimeout(None)
     tune(connection)
     hello = {"secret": secret, "service": service, **who}
     connection.sendall(json.dumps(hello).encode() + b"\n")
     return connection
+
+
+def host() -> str:
+    """Return the host of the server named in the environment."""
+    return _address()[0]
+
+
+def _address():
+    return os.environ[ADDRESS].rsplit(":", 2)
 
 
 def tune(connection: socket.socket) -> None:

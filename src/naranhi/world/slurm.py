@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 from typing import TYPE_CHECKING
 
@@ -20,15 +19,6 @@ def is_here() -> bool:
 def several_nodes() -> bool:
     """Return whether the allocation has more than one node."""
     return is_here() and int(os.environ.get("SLURM_JOB_NUM_NODES", 1)) > 1
-
-
-def own_address() -> str:
-    """Return the address by which the other nodes of the allocation reach this one."""
-    name = os.environ.get("SLURMD_NODENAME", socket.gethostname())
-    command = ["scontrol", "show", "node", name, "--oneliner"]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=30).stdout
-    fields = dict(field.split("=", 1) for field in shown.split() if "=" in field)
-    return socket.gethostbyname(fields.get("NodeAddr", name))
 
 
 def srun_launcher() -> type[EngineLauncher]:

@@ -166,7 +166,16 @@ class World:
         self._epoch += 1
         self._ranks.keys.clear()
         arguments = [
-            (rank, self.size, m.local_rank, m.threads, self._epoch, self.backend, self.timeout)
+            (
+                rank,
+                self.size,
+                m.local_rank,
+                m.gpu,
+                m.threads,
+                self._epoch,
+                self.backend,
+                self.timeout,
+            )
             for rank, m in enumerate(self._ranks.members)
         ]
         return self._ranks.call(engine.join, arguments)
