@@ -65,10 +65,10 @@ def inner_gradients(
         return [None] * len(tensors)
     outputs, given = zip(*pairs, strict=True)
     with at_rest(parameters):
-        found = torch.autograd.grad(
+        computed = torch.autograd.grad(
             outputs, wanted, given, retain_graph=keep_graph, allow_unused=True
         )
-    grads = iter(found)
+    grads = iter(computed)
     return [next(grads) if tensor.requires_grad else None for tensor in tensors]
 
 

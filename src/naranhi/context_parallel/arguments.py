@@ -128,9 +128,9 @@ def _compared(function, things, group):
 
     One message of 8 bytes to each rank says so. Only if it does not, the ranks find out why.
     """
-    found, digest = None, -1
+    result, digest = None, -1
     try:
-        found = function()
+        result = function()
         text = repr(things).encode()
         digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest())
     except (TypeError, ValueError):
@@ -141,15 +141,15 @@ def _compared(function, things, group):
     if digest == -1 or set(torch.cat(digests).tolist()) != {digest}:
         raise_on_all(function, group, errors=(TypeError, ValueError), kind=ValueError)
         agree(group, **things)
-    return found
+    return result
 
 
 def _require_shapes(query, key, value):
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, torch.Tensor) or tensor.dim() != 4:
-            found = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor)
+            given = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor)
             raise ValueError(
-                f"{name} must be a tensor of shape (batch, heads, sequence, head size), not {found}"
+                f"{name} must be a tensor of shape (batch, heads, sequence, head size), not {given}"
             )
     if not query.is_floating_point():
         raise TypeError(f"attention is for floating point, not {query.dtype}")

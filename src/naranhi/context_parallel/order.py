@@ -129,12 +129,12 @@ def join_sequence(
 
 def in_sequence(parts: list[torch.Tensor], order: str, dim: int) -> torch.Tensor:
     """Concatenate the parts of all ranks, by rank, along `dim`, in the order of the sequence."""
-    found = {
+    by_start = {
         run.start: part.narrow(dim, run.offset, run.length)
         for rank, part in enumerate(parts)
         for run in runs(order, len(parts), rank, part.shape[dim])
     }
-    return torch.cat([found[start] for start in sorted(found)], dim)
+    return torch.cat([by_start[start] for start in sorted(by_start)], dim)
 
 
 def by_rank(x: torch.Tensor, ranks: int, order: str, dim: int) -> torch.Tensor:

@@ -111,7 +111,7 @@ def add_gradients(
     to_query, to_block = grads
     for tile in tiles:
         at = tile.rows, slice(None), slice(None), tile.queries
-        found = fused.backward(
+        tile_grads = fused.backward(
             grad_output[at].flatten(0, 1),
             *_cut(query, block, tile),
             output[at].flatten(0, 1),
@@ -119,8 +119,8 @@ def add_gradients(
             tile.causal,
             scale,
         )
-        to_query[at] += found[0].view_as(to_query[at])
-        for side, grad in zip(to_block, found[1:], strict=True):
+        to_query[at] += tile_grads[0].view_as(to_query[at])
+        for side, grad in zip(to_block, tile_grads[1:], strict=True):
             part = side[tile.rows, :, :, tile.keys]
             part += grad.sum(1).view_as(part)
 

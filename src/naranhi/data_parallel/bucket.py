@@ -22,15 +22,15 @@ class GradientBucket:
     flat: torch.Tensor
     views: dict[nn.Parameter, torch.Tensor]
     flags: torch.Tensor
-    told: torch.Tensor
+    notes: torch.Tensor
     awaited: set[nn.Parameter]
     work: dist.Work | None
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         sizes = [param.numel() for param in parameters]
         self.flat = parameters[0].new_zeros(sum(sizes) + 2 * len(sizes) + 1)
-        *pieces, self.told = self.flat.split([*sizes, 2 * len(sizes) + 1])
-        flags, self._failed = self.told.split([2 * len(sizes), 1])
+        *pieces, self.notes = self.flat.split([*sizes, 2 * len(sizes) + 1])
+        flags, self._failed = self.notes.split([2 * len(sizes), 1])
         self.views = {
             # A fused optimizer reads memory without strides: they have to be the parameter's own.
             param: piece.as_strided(param.shape, strides_of(param))
@@ -71,7 +71,7 @@ def read_flags(buckets: Sequence[GradientBucket]) -> tuple[bool, bool]:
         kinds.setdefault((bucket.flat.dtype, bucket.flat.device), []).append(bucket)
     alike, failed = True, False
     for some in kinds.values():
-        numbers = iter(torch.cat([bucket.told for bucket in some]).real.tolist())
+        numbers = iter(torch.cat([bucket.notes for bucket in some]).real.tolist())
         for bucket in some:
             has, lacks = ([next(numbers) for _ in bucket.views] for _ in range(2))
             alike &= not any(map(min, has, lacks))

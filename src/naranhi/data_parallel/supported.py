@@ -57,8 +57,8 @@ def require_same_parameters(model: nn.Module, names: Container[nn.Parameter], ki
     Raises:
         RuntimeError: For the first parameter that requires a gradient and is not in `names`.
     """
-    found = (param for module in model.modules() for param in module._parameters.values())
-    if all(param is None or not param.requires_grad or param in names for param in found):
+    current = (param for module in model.modules() for param in module._parameters.values())
+    if all(param is None or not param.requires_grad or param in names for param in current):
         return  # as in every backward, in half the time that the names take
     for name, param in model.named_parameters():
         if param.requires_grad and param not in names:

@@ -159,9 +159,9 @@ class MoE(ShardedModule):
         """
         order, sent, received, _ = self.plan
         token = order % max(len(tokens), 1)
-        here = received.sum(1).tolist()
-        rows = exchange_rows(tokens.index_select(0, token), sent, here, self.group)
-        rows = exchange_rows(self.run_experts(rows, received), here, sent, self.group)
+        arriving = received.sum(1).tolist()
+        rows = exchange_rows(tokens.index_select(0, token), sent, arriving, self.group)
+        rows = exchange_rows(self.run_experts(rows, received), arriving, sent, self.group)
         gates = gates.t().flatten().index_select(0, order).to(rows.dtype)
         return torch.zeros_like(tokens).index_add(0, token, rows * gates[:, None])
 

@@ -65,9 +65,9 @@ def check_memory(parts: Sequence[Sequence[nn.Module]], placement: Sequence[int])
         parts: the layers of each stage.
         placement: the rank of each stage.
     """
-    found = _users(parts, placement)
-    users = {name: ranks for name, _, ranks in found}
-    for name, other in sharing_memory((name, tensor) for name, tensor, _ in found):
+    named = _users(parts, placement)
+    users = {name: ranks for name, _, ranks in named}
+    for name, other in sharing_memory((name, tensor) for name, tensor, _ in named):
         if users[name] != users[other]:
             raise ValueError(
                 f"parameters {name} and {other} share memory, and are on different ranks: make "

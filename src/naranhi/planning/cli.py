@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.engine,
             options.memory,
         )
-        found = search(
+        result = search(
             model,
             cluster,
             options.sequence,
@@ -74,13 +74,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, TypeError, FileNotFoundError) as error:
         print(f"naranhi.planning: {error}")
         return 2
-    if not found.plans:
-        print(explain(found))
+    if not result.plans:
+        print(explain(result))
         return 1
-    print(table(found, options.best))
+    print(table(result, options.best))
     print()
-    print(explain(found))
-    for name, text in written(found).items():
+    print(explain(result))
+    for name, text in written(result).items():
         print(f"\n{name}:\n{text}")
     return 0
 

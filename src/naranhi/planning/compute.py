@@ -88,8 +88,8 @@ def layer_work(
         visited = tokens * model.top_k * plan.ep / model.experts  # of each expert held, on average
         held = model.experts / plan.ep
         for matmul in model.mlp(model.expert_ffn):
-            one = _add(0.0, 0.0, gpu, matmul, visited, plan.tp)
-            forward, backward = forward + held * one[0], backward + held * one[1]
+            expert = _add(0.0, 0.0, gpu, matmul, visited, plan.tp)
+            forward, backward = forward + held * expert[0], backward + held * expert[1]
             for _ in range(model.shared_experts):
                 forward, backward = _add(forward, backward, gpu, matmul, tokens, plan.tp)
         widths = (model.top_k + model.shared_experts) * model.expert_ffn

@@ -18,10 +18,10 @@ def read_trace(text: str) -> Timeline:
         ValueError: If the text is not such a trace, or has an event that is no action.
     """
     try:
-        found = json.loads(text)
+        trace = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not a trace: it is not JSON ({error})") from None
-    events = found.get("traceEvents") if isinstance(found, dict) else found
+    events = trace.get("traceEvents") if isinstance(trace, dict) else trace
     if not isinstance(events, list):
         raise ValueError("not a trace: there is no list of traceEvents")
     rows = {}

@@ -65,8 +65,8 @@ def clip_grad_norm_(
     for parameter in model.parameters():
         if parameter.grad is not None and parameter not in skipped:
             parts[split.get(parameter)].append(parameter.grad)
-    here = device_of(groups[0]) if groups else None  # of a part without parameters
-    device = next((parameter.device for parameter in model.parameters()), here)
+    default = device_of(groups[0]) if groups else None  # of a part without parameters
+    device = next((parameter.device for parameter in model.parameters()), default)
     norm = norm_of_parts(parts, norm_type, groups, device)
     scale_to(gradients, max_norm, norm)
     return norm
