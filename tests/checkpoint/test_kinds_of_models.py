@@ -211,3 +211,40 @@ def test_extra_states_of_modules_are_saved(eight, tmp_path):
         assert refused[0] == "the model has no extra state of 1: load into the model that was saved"
         assert refused[1].startswith("the extra state of 1 is not the same on rank 0 and rank 1")
         assert "Calibrated, which is not read from files" in refused[2]
+
+
+class Shifted(nn.Linear):
+    def __init__(self, offset):
+        super().__init__(4, 4)
+        self.register_buffer("offset", offset)
+
+
+def shared_buffers(folder):
+    """Layers of one buffer on two stages are saved, and loaded as a list; and the other way."""
+
+    def made(value):
+        offset = torch.full((4,), value)
+        return [Shifted(offset), nn.Linear(4, 4), nn.Linear(4, 4), Shifted(offset)]
+
+    loss_fn, values = nn.MSELoss(reduction="sum"), []
+    with (
+        Checkpoints(folder) as checkpoints,
+        Pipeline(made(1.0), schedules.gpipe(2, 2), loss_fn) as pipeline,
+    ):
+        checkpoints.save(1, pipeline)
+        whole = made(2.0)
+        checkpoints.load(whole)
+        values += [whole[0].offset[0].item(), whole[3].offset[0].item()]
+        checkpoints.save(2, made(3.0))
+        checkpoints.load(pipeline)
+        values += [
+            layer.offset[0].item()
+            for stage in pipeline.stages.values()
+            for layer in stage.layers
+            if isinstance(layer, Shifted)
+        ]
+    return values
+
+
+def test_a_buffer_of_several_layers_crosses_between_a_list_and_a_pipeline(eight, tmp_path):
+    assert eight(2, shared_buffers, str(tmp_path)) == [[1.0, 1.0, 3.0]] * 2

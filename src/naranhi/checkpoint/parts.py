@@ -239,6 +239,8 @@ def _named(model, method: str) -> Iterable[tuple[str, Any]]:
 
 
 def _names_in(module, method, prefix) -> Iterator[tuple[str, Any]]:
-    for name, named in getattr(module, method)():
+    # A buffer that layers share has a name for each: stages that do not share it save it as well.
+    options = {"remove_duplicate": False} if method == "named_buffers" else {}
+    for name, named in getattr(module, method)(**options):
         # (of modules, the first is the module itself, without a name)
         yield prefix + (unwrapped_name(module, name) if name else ""), named
