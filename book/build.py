@@ -91,20 +91,20 @@ def executed(source: Path, root: Path, here: dict, jobs: int) -> str | None:
     now = {**execution.key(nbformat.read(source, as_version=4), root), **here}
     reason = execution.why_stale(execution.load(source.stem, root), now, jobs)
     if reason is None:
-        print(f"  {source.stem}: up to date", flush=True)
+        execution.say(f"  {source.stem}: up to date")
         return None
-    print(f"  {source.stem}: executing ({reason})", flush=True)
+    execution.say(f"  {source.stem}: executing ({reason})")
     try:
         notebook = execution.execute(source, root, jobs)
         missed = execution.missed(notebook)
         # The machine may have been busy for a while. Beside another notebook it would be again.
         if missed and jobs == 1:
-            print(f"  {source.stem}: once more, because measured times contradict it", flush=True)
+            execution.say(f"  {source.stem}: once more, because measured times contradict it")
             again = execution.execute(source, root, jobs)
             if len(execution.missed(again)) > len(missed):
                 execution.save(notebook, execution.place(source.stem, root))
     except execution.ExecutionFailed as failure:
-        print(f"  {source.stem}: FAILED", flush=True)
+        execution.say(f"  {source.stem}: FAILED")
         return str(failure)
     return None
 

@@ -183,6 +183,12 @@ def commit(root: Path) -> str | None:
     return head.stdout.strip() + ("+" if git("status", "--porcelain", "--", *inputs).stdout else "")
 
 
+def say(line: str) -> None:
+    """Print a line at once and whole, also where output is unbuffered and two processes print."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
 class _Executor(ExecutePreprocessor):
     """nbconvert's own preprocessor, telling how far it is and leaving no time stamps in cells."""
 
@@ -198,7 +204,7 @@ class _Executor(ExecutePreprocessor):
             if sys.stdout.isatty():
                 print(f"\r{line} ", end="", flush=True)
             elif now - last > 10:
-                print(line, flush=True)
+                say(line)
                 last = now
 
         super().__init__(
@@ -265,7 +271,7 @@ def execute(source: Path, root: Path, jobs: int = 1):
     executed["backends"] = ast.literal_eval(answer["data"]["text/plain"])
     notebook.metadata[PACKAGE] = {"key": state, "executed": executed}
     save(notebook, place(name, root))
-    print(f"  {name}: executed in {executed['seconds']} s", flush=True)
+    say(f"  {name}: executed in {executed['seconds']} s")
     return notebook
 
 

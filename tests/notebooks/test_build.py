@@ -229,6 +229,24 @@ def test_requirements_execute_everything(book):
     assert "requirements.txt changed" in result.stdout
 
 
+def test_lines_of_two_processes_stay_lines(tmp_path):
+    """Also unbuffered, where `print` writes a line and its end apart."""
+    program = (
+        "import sys, multiprocessing\n"
+        f"sys.path.insert(0, {str(BOOK)!r})\n"
+        "import execution\n"
+        "def say(name):\n"
+        "    for _ in range(2000):\n"
+        "        execution.say(name)\n"
+        "with multiprocessing.get_context('fork').Pool(2) as pool:\n"
+        "    pool.map(say, ['one', 'other'], chunksize=1)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-u", "-c", program], capture_output=True, text=True, check=True
+    )
+    assert sorted(done.stdout.splitlines()) == ["one"] * 2000 + ["other"] * 2000
+
+
 def test_what_was_executed_beside_another_does_not_stand_for_long(book):
     (book / "requirements.txt").write_text("torch==2\n")
     result = build(book, "--jobs", "2")
