@@ -13,6 +13,7 @@ from model_and_data import (
     load_passages,
     make_optimizer,
     parser,
+    rows_per_rank,
     summed_loss,
 )
 from torch.nn.parallel import DistributedDataParallel
@@ -29,7 +30,7 @@ def main():
     sampler = DistributedSampler(data, seed=options.seed)  # the same order, other rows of it
     loader = DataLoader(
         data,
-        options.batch // ranks,
+        rows_per_rank(options, ranks),
         sampler=sampler,
         drop_last=True,
         num_workers=1,

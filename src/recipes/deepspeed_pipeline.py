@@ -39,9 +39,10 @@ class Embedding(torch.nn.Module):
     def __init__(self, model):
         super().__init__()
         self.wte, self.wpe = model.transformer.wte, model.transformer.wpe
+        self.drop = model.transformer.drop
 
     def forward(self, tokens):
-        return self.wte(tokens) + self.wpe.weight[: tokens.shape[1]]
+        return self.drop(self.wte(tokens) + self.wpe.weight[: tokens.shape[1]])
 
 
 def layers(model):
@@ -78,6 +79,7 @@ def main():
         partition_method="uniform",
         dynamic_shape=True,
     )
+    torch.manual_seed(options.seed + 1 + dist.get_rank())  # for dropout
     optimizer = make_optimizer(options, module.parameters())
     engine, *_ = deepspeed.initialize(
         model=module,
@@ -89,15 +91,10 @@ def main():
             "steps_per_print": 10**9,
         },
     )
-    data = load_passages(options)
+    data, collate = load_passages(options), Collate(options, model.config.n_positions)
     sampler = RandomSampler(data, generator=torch.Generator().manual_seed(options.seed))
     loader = DataLoader(
-        data,
-        options.batch,
-        sampler=sampler,
-        drop_last=True,
-        num_workers=1,
-        collate_fn=Collate(options, model.config.n_positions),
+        data, options.batch, sampler=sampler, drop_last=True, num_workers=1, collate_fn=collate
     )
 
     def micro_batches():

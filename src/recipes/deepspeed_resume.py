@@ -11,6 +11,7 @@ from itertools import islice
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.utils import RepeatingLoader
 from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
 
@@ -65,7 +66,8 @@ def main():
     if options.resume and path is None:
         raise FileNotFoundError(f"no checkpoint in {options.save}")
     start = client_state["step"] if client_state else 0
-    batches = islice(loader, start * engine.gradient_accumulation_steps(), None)
+    accumulated = engine.gradient_accumulation_steps()
+    batches = islice(RepeatingLoader(loader), start * accumulated, None)
     for step in range(start, options.steps):
         if step == options.crash_at and dist.get_rank() == dist.get_world_size() - 1:
             raise RuntimeError(f"failed in step {step}, as ordered")

@@ -66,8 +66,11 @@ def main():
 
     start = 0
     if options.resume:
-        _, client_state = engine.load_checkpoint(options.save)
+        path, client_state = engine.load_checkpoint(options.save)
+        if path is None:
+            raise FileNotFoundError(f"no checkpoint in {options.save}")
         start = client_state["step"]
+        torch.manual_seed(options.seed + 1 + rank + ranks * start)  # no mask of the first steps
     for step, batch in enumerate(islice(loader, start, options.steps), start):
         batch = batch.to(engine.device)
         count = (batch["targets"] != IGNORE_INDEX).sum()

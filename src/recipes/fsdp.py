@@ -4,6 +4,8 @@ torchrun --standalone --nproc-per-node 4 fsdp.py --bf16 --save state
 torchrun --standalone --nproc-per-node 2 fsdp.py --bf16 --save state --resume --steps 100
 """
 
+import os
+import shutil
 from itertools import islice
 
 import torch
@@ -17,12 +19,13 @@ from model_and_data import (
     load_passages,
     make_optimizer,
     parser,
+    rows_per_rank,
     summed_loss,
+    without_weights,
 )
 from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader, DistributedSampler
-from transformers import AutoConfig, AutoModelForCausalLM
 
 
 def arguments():
@@ -36,7 +39,7 @@ def arguments():
 def shard(options, device):
     """The model in shards. It is whole on rank 0 only, and there on the CPU."""
     with torch.device("meta"):  # shapes without memory
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(options.model))
+        model = without_weights(options)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if options.bf16 else None)
     for block in model.transformer.h:
         fully_shard(block, mp_policy=policy)
@@ -48,16 +51,30 @@ def shard(options, device):
     return model
 
 
+def save(state, folder):
+    """Save beside the state that is there, then take its place: one of them is always whole."""
+    new, old = f"{folder}.new", f"{folder}.old"
+    if dist.get_rank() == 0:
+        shutil.rmtree(new, ignore_errors=True)  # of a save that was killed
+    dist.barrier()
+    dcp.save(state, checkpoint_id=new)
+    if dist.get_rank() == 0:
+        shutil.rmtree(old, ignore_errors=True)
+        if os.path.exists(folder):
+            os.rename(folder, old)
+        os.rename(new, folder)
+        shutil.rmtree(old, ignore_errors=True)
+
+
 def main():
     options, device = arguments(), join()
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = shard(options, device)
-    torch.manual_seed(options.seed + 1 + rank)  # for dropout: another mask on each rank
     data = load_passages(options)
     sampler = DistributedSampler(data, seed=options.seed)
     loader = DataLoader(
         data,
-        options.batch // ranks,
+        rows_per_rank(options, ranks),
         sampler=sampler,
         drop_last=True,
         num_workers=1,
@@ -72,6 +89,8 @@ def main():
         states.set_state_dict(
             model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
         )
+    # For dropout: another mask on each rank, and after a resume.
+    torch.manual_seed(options.seed + 1 + rank + ranks * state["step"])
     for step, batch in enumerate(islice(loader, state["step"], options.steps), state["step"]):
         batch = batch.to(device)
         count = (batch["targets"] != IGNORE_INDEX).sum()
@@ -86,7 +105,7 @@ def main():
         state["step"] = step + 1
     if options.save:
         state["model"], state["optimizer"] = states.get_state_dict(model, optimizer)
-        dcp.save(state, checkpoint_id=options.save)
+        save(state, options.save)
     dist.destroy_process_group()
 
 

@@ -15,6 +15,7 @@ from model_and_data import (
     load_passages,
     make_optimizer,
     parser,
+    rows_per_rank,
     summed_loss,
 )
 from torch.distributed.device_mesh import init_device_mesh
@@ -86,7 +87,7 @@ def main():
     sampler = DistributedSampler(data, shares, share, seed=options.seed)
     loader = DataLoader(
         data,
-        options.batch // shares,
+        rows_per_rank(options, shares),
         sampler=sampler,
         drop_last=True,
         num_workers=1,

@@ -24,15 +24,9 @@ def parser(description):
     add("--model", default=SMALL / "gpt2", help="a name on the hub (gpt2), or a folder")
     add("--data", default=SMALL / "text", help="likewise (rajpurkar/squad), with a column context")
     add("--batch", type=int, default=8, help="passages in a step, over all ranks; default: 8")
-    add("--steps", type=int, default=50, help="default: 50")
+    add("--steps", type=int, default=50, help="of which no two read a passage; default: 50")
     add("--lr", type=float, default=1e-3, help="learning rate; default: 0.001")
-    add(
-        "--optimizer",
-        choices=["adamw", "sgd"],
-        default="adamw",
-        help="default: adamw, whose "
-        "steps hide gradients that are too large or too small by a factor; sgd's show it",
-    )
+    add("--optimizer", choices=["adamw", "sgd"], default="adamw", help="default: adamw")
     add("--seed", type=int, default=0, help="of weights and order; default: 0")
     return options
 
@@ -41,10 +35,15 @@ def load_model(options):
     """Return the model, with the hub's weights; the small one has none, and gets random ones."""
     torch.manual_seed(options.seed)
     if options.model == SMALL / "gpt2":
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(options.model))
-    else:
-        model = AutoModelForCausalLM.from_pretrained(options.model)
-    return model.train()  # from_pretrained leaves dropout off
+        return without_weights(options).train()
+    fp32 = torch.float32  # also if the weights were saved in 16 bits
+    return AutoModelForCausalLM.from_pretrained(options.model, dtype=fp32).train()  # with dropout
+
+
+def without_weights(options):
+    """Return the model with random weights."""
+    config = AutoConfig.from_pretrained(options.model)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
 def make_optimizer(options, parameters):
@@ -54,8 +53,20 @@ def make_optimizer(options, parameters):
 
 
 def load_passages(options):
-    """Return the data set, of which the recipes read the column `context`."""
-    return load_dataset(str(options.data), split="train")
+    """Return the data set, of which the recipes read the column `context`, once at most."""
+    data = load_dataset(str(options.data), split="train")
+    if options.steps * options.batch > len(data):
+        sys.exit(
+            f"--steps {options.steps} of --batch {options.batch}: the data has {len(data)} rows"
+        )
+    return data
+
+
+def rows_per_rank(options, ranks):
+    """Return how many rows of a step each of the ranks takes that share its rows."""
+    if options.batch % ranks:
+        sys.exit(f"--batch {options.batch} has to be a multiple of the {ranks} ranks that share it")
+    return options.batch // ranks
 
 
 class Collate:
@@ -82,9 +93,8 @@ class Collate:
 
 def summed_cross_entropy(logits, targets):
     """Return the loss summed over all targets: by what to divide it, only the whole step knows."""
-    return cross_entropy(
-        logits.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=IGNORE_INDEX
-    )
+    logits = logits.flatten(0, 1).float()  # bf16 has three digits, and this is a sum of hundreds
+    return cross_entropy(logits, targets.flatten(), reduction="sum", ignore_index=IGNORE_INDEX)
 
 
 def summed_loss(model, batch):

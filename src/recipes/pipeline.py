@@ -3,6 +3,8 @@
 torchrun --standalone --nproc-per-node 4 pipeline.py --microbatches 4
 """
 
+import sys
+
 import torch
 import torch.distributed as dist
 from model_and_data import (
@@ -51,7 +53,13 @@ def main():
     options, device = arguments(), join()
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = load_model(options)
+    if ranks > min(options.microbatches, len(model.transformer.h)):
+        sys.exit(
+            f"{ranks} ranks: each needs a block, of {len(model.transformer.h)}, and there have to "
+            f"be as many --microbatches, of which there are {options.microbatches}"
+        )
     stage = Stage(model, rank, ranks).to(device)
+    torch.manual_seed(options.seed + 1 + rank)  # for dropout: another mask on each rank
     tied = model.lm_head.weight  # and the embedding's: the first and the last rank have a copy each
     ends = dist.new_group(sorted({0, ranks - 1}))
     count = 0

@@ -2,14 +2,23 @@
 
 python trainer.py                                           one device
 torchrun --standalone --nproc-per-node 4 trainer.py         DistributedDataParallel
-accelerate launch --num_processes 4 --use_fsdp trainer.py   FSDP
+accelerate launch --num_processes 4 --use_fsdp --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP \\
+    --fsdp_transformer_layer_cls_to_wrap GPT2Block trainer.py   FSDP
 """
 
 import os
+import sys
 
 import torch
 import torch.distributed as dist
-from model_and_data import IGNORE_INDEX, Collate, load_model, load_passages, parser
+from model_and_data import (
+    IGNORE_INDEX,
+    Collate,
+    load_model,
+    load_passages,
+    parser,
+    rows_per_rank,
+)
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 
@@ -21,6 +30,8 @@ class Print(TrainerCallback):
 
 def main():
     options = parser(__doc__).parse_args()
+    if "WORLD_SIZE" not in os.environ and torch.cuda.device_count() > 1:
+        sys.exit("the Trainer would take all GPUs by nn.DataParallel: start it with torchrun")
     model = load_model(options)
     collate = Collate(options, model.config.n_positions)
     data = load_passages(options)
@@ -41,7 +52,7 @@ def main():
             max_steps=options.steps,
             learning_rate=options.lr,
             seed=options.seed,
-            per_device_train_batch_size=options.batch // ranks,
+            per_device_train_batch_size=rows_per_rank(options, ranks),
             lr_scheduler_type="constant",
             optim={"adamw": "adamw_torch", "sgd": "sgd"}[options.optimizer],
             weight_decay=0.01 if options.optimizer == "adamw" else 0.0,

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from datasets import load_dataset
 from forked import Forked
 
@@ -145,6 +146,66 @@ def test_micro_batches_that_do_not_divide_the_batch_are_refused(
     assert f"--microbatches {microbatches} has to divide --batch 8" in done.stderr
 
 
+@pytest.mark.parametrize("script", ["ddp.py", "fsdp.py"])
+def test_a_batch_that_ranks_cannot_share_is_refused(tmp_path, forked, script):
+    """With eight rows, sixteen ranks of two nodes would have none."""
+    done = forked(2, script, *STEPS, "--batch", "3", folder=tmp_path)
+    assert done.returncode != 0
+    assert "--batch 3 has to be a multiple of the 2 ranks that share it" in done.stderr
+
+
+def test_more_stages_than_micro_batches_are_refused(tmp_path, forked):
+    done = forked(2, "pipeline.py", *STEPS, "--microbatches", "1", folder=tmp_path)
+    assert done.returncode != 0
+    assert "2 ranks: each needs a block" in done.stderr
+    assert "as many --microbatches, of which there are 1" in done.stderr
+
+
+@pytest.fixture
+def shared(monkeypatch):
+    """The module that the recipes share."""
+    monkeypatch.syspath_prepend(RECIPES)
+    import model_and_data
+
+    return model_and_data
+
+
+def test_more_steps_than_the_data_has_are_refused(shared):
+    """514 steps of 8 rows are there."""
+    shared.load_passages(shared.parser("").parse_args(["--steps", "514"]))
+    with pytest.raises(SystemExit, match="--steps 515 of --batch 8: the data has 4113 rows"):
+        shared.load_passages(shared.parser("").parse_args(["--steps", "515"]))
+
+
+def test_a_loss_of_half_precision_has_all_its_digits(shared):
+    logits = torch.randn(1, 64, 96, generator=torch.Generator().manual_seed(0))
+    targets = torch.arange(64)[None]
+    right = shared.summed_cross_entropy(logits.bfloat16().double(), targets)
+    found = shared.summed_cross_entropy(logits.bfloat16(), targets)
+    assert found.item() == pytest.approx(right.item(), rel=1e-5)
+
+
+def test_weights_that_are_stored_in_half_precision_are_trained_in_full(shared, tmp_path):
+    options = shared.parser("").parse_args([])
+    shared.load_model(options).bfloat16().save_pretrained(tmp_path)
+    options.model = tmp_path
+    for model in shared.load_model(options), shared.without_weights(options):
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_the_trainer_does_not_take_several_gpus_by_itself(monkeypatch, with_accelerate):
+    """It would use nn.DataParallel, of a batch for each."""
+    monkeypatch.syspath_prepend(RECIPES)
+    monkeypatch.syspath_prepend(ACCELERATE)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(sys, "argv", ["trainer.py"])
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    import trainer
+
+    with pytest.raises(SystemExit, match=r"by nn\.DataParallel: start it with torchrun"):
+        trainer.main()
+
+
 def test_without_a_launcher_it_says_how_to_start(tmp_path):
     command = [sys.executable, RECIPES / "ddp.py"]
     done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
@@ -195,6 +256,42 @@ def test_a_saved_state_goes_on(tmp_path, single, forked, script, fewer):
     after = losses(forked(fewer, script, *save, "--resume", folder=tmp_path))
     assert (list(before), list(after)) == ([0, 1], [2])
     assert before | after == pytest.approx(single, abs=5e-6)
+
+
+KILLED = """
+import os, runpy, sys
+import torch.distributed.checkpoint as dcp
+save = dcp.save
+
+def killed(*arguments, **keywords):
+    save(*arguments, **keywords)
+    os._exit(1)
+
+dcp.save = killed
+sys.argv = sys.argv[1:]
+sys.path.insert(0, os.path.dirname(sys.argv[0]))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_a_save_that_is_killed_leaves_the_state_that_was_there(tmp_path, single, forked):
+    """All shards are written, and no rank gets further."""
+    save = [*STEPS, "--save", tmp_path / "state"]
+    losses(forked(2, "fsdp.py", *save, "--steps", 1, folder=tmp_path))
+    (tmp_path / "killed.py").write_text(KILLED)
+    more = [*save, "--resume", "--steps", 2]
+    done = forked(2, tmp_path / "killed.py", RECIPES / "fsdp.py", *more, folder=tmp_path)
+    assert done.returncode != 0 and "step 1: loss" in done.stdout
+    assert (tmp_path / "state.new").is_dir()
+    after = losses(forked(2, "fsdp.py", *save, "--resume", folder=tmp_path))
+    assert after == pytest.approx({step: single[step] for step in (1, 2)}, abs=5e-6)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["killed.py", "state"]
+
+
+def test_deepspeed_says_that_there_is_nothing_to_resume(tmp_path, forked):
+    more = ["--save", tmp_path / "state", "--resume"]
+    done = forked(1, "deepspeed_zero.py", *STEPS, *more, folder=tmp_path)
+    assert done.returncode != 0 and f"no checkpoint in {tmp_path / 'state'}" in done.stderr
 
 
 @pytest.mark.parametrize("stage", [1, 3])
