@@ -32,6 +32,8 @@ from functools import partial
 from pathlib import Path
 from threading import Lock
 
+from alone import CannotBuild, alone
+
 ROOT = Path(__file__).resolve().parent.parent
 TORCH = (2, 11), (2, 13)  # with which the book is tested on GPUs
 NCCL = 2, 10  # the first that sums bf16
@@ -40,6 +42,7 @@ FREE = 8 * 2**30  # bytes of a GPU's memory, for chapters 01 and 04
 PACKAGES = {
     "ipykernel": "ipykernel",
     "ipyparallel": "ipyparallel",
+    "cloudpickle": "cloudpickle",
     "nbconvert": "nbconvert",
     "matplotlib": "matplotlib",
     "transformers": "transformers",
@@ -52,6 +55,7 @@ PACKAGES = {
 # What single chapters need besides; without it they are named as not run.
 OPTIONAL = "deepspeed", "torchgpipe"
 BENCHMARK = *OPTIONAL, "memray"
+INTERRUPTED = "stopped: interrupted"
 # What a GPU changes most comes first.
 RANKS_AND_KERNEL = 5  # processes of a chapter: as many chapters run beside each other as have cores
 FIRST = "04_overlap", "01_hierarchy", "07_activation_memory", "12_zero", "19_precision"
@@ -117,10 +121,11 @@ def problems(facts: dict) -> list[str]:
     if facts["missing"]:
         names = " ".join(facts["missing"])
         found.append(
-            f"missing packages: {names}. With a network: python -m pip install {names}. Without, "
-            "on another machine: python -m pip download --only-binary=:all: "
-            f"--python-version {facts['python']} -d wheels {names}, carry the folder here, and "
-            "make gpu WHEELS=wheels"
+            f"missing packages: {names}. With a network: make check, which sets up .venv, or "
+            f"{sys.executable} -m pip install {names}. Without, on another machine: "
+            f"python -m pip download --only-binary=:all: --python-version {facts['python']} "
+            f"--platform manylinux_2_28_{platform.machine()} -d wheels {names}, carry the folder "
+            "here, and make gpu WHEELS=wheels"
         )
     if facts["torch"] is None:
         return [*found, "torch is not installed for this Python; name another: make PYTHON=... gpu"]
@@ -159,14 +164,39 @@ def problems(facts: dict) -> list[str]:
     return found
 
 
-def name_of(facts: dict) -> str:
-    """Return the name of the machine's folder: h100, 8xh100, cpu."""
+def device_of(facts: dict) -> str:
+    """Return what the stamp calls the machine."""
+    gpus = facts["gpus"]
+    return f"{len(gpus)} × {gpus[0]}" if gpus else f"{facts['cores']} cores, no GPU"
+
+
+def name_of(facts: dict, root: Path) -> str:
+    """Return the name of the machine's folder: h100, 8xh100, cpu.
+
+    Args:
+        facts: the machine.
+        root: where the folders are. If that of the short name is of another device, such as an
+            H100 on another board, the name has all the words of the GPU's: h100-pcie.
+    """
     if not facts["gpus"]:
         return "cpu"
     words = re.sub(r"NVIDIA|GeForce|Tesla", "", facts["gpus"][0]).split()
     last = next((i for i, word in enumerate(words) if re.search(r"\d", word)), len(words))
-    model = re.sub(r"[^a-z0-9]+", "-", " ".join(words[: last + 1]).lower())
-    return model if len(facts["gpus"]) == 1 else f"{len(facts['gpus'])}x{model}"
+    count = f"{len(facts['gpus'])}x" if len(facts["gpus"]) > 1 else ""
+    short, long = (
+        count + re.sub(r"[^a-z0-9]+", "-", " ".join(part).lower())
+        for part in (words[: last + 1], words)
+    )
+    before = _stamp(root / short)
+    return short if before is None or before["device"] == device_of(facts) else long
+
+
+def _stamp(folder):
+    """Return the stamp of a folder, or None if it has none."""
+    try:
+        return json.loads((folder / "stamp.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
 
 
 class Steps:
@@ -181,6 +211,7 @@ class Steps:
     def __init__(self, folder: Path, stamp: dict, seconds: float) -> None:
         self.folder, self.stamp, self.end = folder, stamp, time.monotonic() + seconds
         self.one = Lock()  # to print and write, where steps run beside each other
+        self.running, self.interrupted = set(), False
         self.write()
 
     def run(self, name: str, command: list[str], least: float) -> None:
@@ -191,8 +222,46 @@ class Steps:
         left = self.end - start
         if left < least:
             return self.leave_out(name, "no time was left")
-        result = _run(command, self.folder / f"{name}.log", left)
+        result = self._run(command, self.folder / f"{name}.log", left)
         self._note(name, result, round(time.monotonic() - start))
+
+    def interrupt(self) -> None:
+        """Stop the steps that run in other threads, and start no other."""
+        with self.one:
+            self.interrupted = True
+            for process in self.running:
+                _kill(process)
+
+    def _run(self, command, log, seconds):
+        """Run a command, its output to a log: "passed", "failed", or why it was stopped."""
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        with log.open("w") as file:
+            with self.one:
+                if self.interrupted:
+                    return INTERRUPTED
+                process = subprocess.Popen(
+                    command,
+                    cwd=ROOT,
+                    env=environment,
+                    stdout=file,
+                    stderr=file,
+                    start_new_session=True,
+                )
+                self.running.add(process)
+            try:
+                process.wait(seconds)
+                result = "failed" if process.returncode else "passed"
+            except subprocess.TimeoutExpired:
+                result = "stopped: the time was over"
+            finally:
+                _kill(process)  # and what it has left
+                process.wait()
+                with self.one:
+                    self.running.discard(process)
+        text = log.read_text(errors="replace")
+        text = text.replace(str(ROOT), ".").replace(str(Path.home()), "~")
+        log.write_text(text[-20_000:])
+        return INTERRUPTED if self.interrupted else result
 
     def leave_out(self, name: str, reason: str) -> None:
         """Write down that a step is not run, and why."""
@@ -207,7 +276,9 @@ class Steps:
             self.write()
 
     def _is_of_now(self, step):
-        return step["commit"] == self.stamp["commit"] is not None
+        commit = self.stamp["commit"]
+        # With a +, files have changed since: perhaps others than those of the step.
+        return step["commit"] == commit is not None and not commit.endswith("+")
 
     def write(self) -> None:
         """Write the stamp as it is now."""
@@ -216,34 +287,18 @@ class Steps:
         records.write(self.folder, "stamp.json", self.stamp)
 
 
-def _run(command, log, seconds):
-    """Run a command with a time limit, its output to a log: "passed", "failed" or "stopped"."""
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=file, stderr=file, start_new_session=True
-        )
-        try:
-            process.wait(seconds)
-            result = "failed" if process.returncode else "passed"
-        except subprocess.TimeoutExpired:
-            result = "stopped: the time was over"
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # and what it has left
-            process.wait()
-    text = log.read_text(errors="replace").replace(str(ROOT), ".").replace(str(Path.home()), "~")
-    log.write_text(text[-20_000:])
-    return result
+def _kill(process):
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
-def chapter(name: str, folder: Path) -> None:
-    """Execute a chapter here, and write its record."""
+def chapter(name: str, folder: Path, jobs: int) -> None:
+    """Execute a chapter here, one of so many at a time, and write its record."""
     import execution
     import records
 
     source = ROOT / "notebooks" / execution.EXECUTED / f"{name}.ipynb"
-    executed = execution.execute(source, ROOT)
+    executed = execution.execute(source, ROOT, jobs)
     records.write(folder, f"{name}.json", records.reduce(executed))
 
 
@@ -268,11 +323,12 @@ def main() -> int:
     parser.add_argument("--commit", help="of a copy that is no git repository, for the stamp")
     parser.add_argument("--resume", action="store_true", help="leave out what passed before")
     parser.add_argument("--chapter", help=argparse.SUPPRESS)  # a step of its own
+    parser.add_argument("--jobs", type=int, default=1, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.commit:
         os.environ["NARANHI_COMMIT"] = options.commit  # for `execution.commit`, in each step
     if options.chapter:
-        chapter(options.chapter, options.into)
+        chapter(options.chapter, options.into, options.jobs)
         return 0
     if not options.minutes > 0:
         parser.error(f"--minutes {options.minutes:g}: there has to be time for a step")
@@ -286,39 +342,62 @@ def main() -> int:
         return 1
     import execution
 
-    name = name_of(facts)
-    default = ROOT / ("_build/recorded" if options.rehearse else "book/recorded") / name
-    folder = (options.into or default).resolve()
+    root = ROOT / ("_build/recorded" if options.rehearse else "book/recorded")
+    name = name_of(facts, root)
+    folder = (options.into or root / name).resolve()
     kept = "date", "driver", "torch", "nccl", "python", "cores"
-    gpus = facts["gpus"]
     stamp = {
         "name": name,
-        "device": f"{len(gpus)} × {gpus[0]}" if gpus else f"{facts['cores']} cores, no GPU",
+        "device": device_of(facts),
         **{key: facts[key] for key in kept if facts.get(key) is not None},
         "commit": execution.commit(ROOT),
-        "steps": [],
     }
-    if options.resume:
-        stamp["steps"] = passed(folder, stamp)
+    wanted = options.only or steps_in_order()
+    stamp["steps"] = before(folder, stamp, wanted, options.resume)
+    stop_when_lost()
     print(f"{stamp['device']}, torch {stamp['torch']}: {options.minutes:g} minutes, into {folder}")
-    return record(folder, stamp, options)
-
-
-def passed(folder: Path, stamp: dict) -> list[dict]:
-    """Return the steps that passed in this folder on this machine, each of its own commit."""
     try:
-        before = json.loads((folder / "stamp.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return []
-    if any(before.get(key) != stamp.get(key) for key in ("device", "torch")):
-        return []
-    return [step for step in before["steps"] if step["result"] == "passed"]
+        with alone(ROOT / "_build"):
+            return record(folder, stamp, wanted, options, facts)
+    except CannotBuild as refused:
+        print(f"make gpu: {refused}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("make gpu: interrupted; RESUME=1 goes on", file=sys.stderr)
+        return 130
 
 
-def record(folder: Path, stamp: dict, options: argparse.Namespace) -> int:
-    """Run the steps; 0 unless one failed."""
+def stop_when_lost() -> None:
+    """End this process as Ctrl-C does, with what it has started, on a signal that means the end.
+
+    The scheduler sends SIGTERM; a terminal that is gone, SIGHUP.
+    """
+    for number in signal.SIGTERM, signal.SIGHUP:
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+
+
+def before(folder: Path, stamp: dict, wanted: list[str], resume: bool) -> list[dict]:
+    """Return the steps of earlier runs in this folder that stay, each of its own commit.
+
+    Those are the steps that are not wanted now, and to resume, those that passed; all of the same
+    device and torch.
+    """
+    earlier = _stamp(folder)
+    if earlier is None or any(earlier.get(key) != stamp.get(key) for key in ("device", "torch")):
+        return []
+    return [
+        step
+        for step in earlier["steps"]
+        if step["step"] not in wanted or (resume and step["result"] == "passed")
+    ]
+
+
+def record(
+    folder: Path, stamp: dict, wanted: list[str], options: argparse.Namespace, facts: dict
+) -> int:
+    """Run the wanted steps; 0 if none failed, and one passed."""
     folder.mkdir(parents=True, exist_ok=True)
-    steps, wanted = Steps(folder, stamp, 60 * options.minutes), options.only or steps_in_order()
+    steps = Steps(folder, stamp, 60 * options.minutes)
     python = sys.executable
     # By name: to collect all tests would import what the machine need not have.
     marked = [str(path) for path in sorted(ROOT.glob("tests/*/test_*.py")) if _is_marked(path)]
@@ -329,28 +408,48 @@ def record(folder: Path, stamp: dict, options: argparse.Namespace) -> int:
         tables = [python, "-m", "tests.benchmarks.one_gpu", "--into", str(folder / "one_gpu.json")]
         steps.run("one_gpu", [*tables, *(["--device", "cpu"] if options.rehearse else [])], 60)
     names = [name for name in chapters() if name in wanted]
-    alone = [name for name in names if name in FIRST]  # what they measure is the GPU
-    for name in alone:
+    first = [name for name in names if name in FIRST]  # what they measure is the GPU
+    for name in first:
         _execute(steps, name)
-    with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // RANKS_AND_KERNEL)) as pool:
-        list(pool.map(partial(_execute, steps), names[len(alone) :]))
+    # On several GPUs the ranks of two chapters would share them.
+    width = 1 if len(facts["gpus"]) > 1 else max(1, facts["cores"] // RANKS_AND_KERNEL)
+    _beside(steps, names[len(first) :], width)
     if "bench" in wanted:
         bench = [python, "-m", "tests.benchmarks", "--quick", "--into", str(folder / "bench.json")]
         _run_or_leave_out(steps, "bench", bench, 120, BENCHMARK)
-    failed = [entry["step"] for entry in stamp["steps"] if entry["result"] == "failed"]
+    results = {step["step"]: step["result"] for step in stamp["steps"] if step["step"] in wanted}
+    failed = [name for name, result in results.items() if result == "failed"]
     if failed:
         print(f"make gpu: failed: {', '.join(failed)}; see the logs in {folder}", file=sys.stderr)
+    elif "passed" not in results.values():
+        print("make gpu: no step passed; with more time: make gpu MINUTES=30", file=sys.stderr)
+        return 1
     return 1 if failed else 0
+
+
+def _beside(steps, names, width):
+    """Execute chapters, some at a time; when interrupted, leave none running."""
+    with ThreadPoolExecutor(width) as pool:
+        try:
+            list(pool.map(partial(_execute, steps, jobs=width), names))
+        except BaseException:
+            steps.interrupt()
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 def _is_marked(path):
     return "mark.gpu" in path.read_text()
 
 
-def _execute(steps, name):
-    cells = (ROOT / f"notebooks/en/{name}.ipynb").read_text()
+def _execute(steps, name, jobs=1):
+    notebook = json.loads((ROOT / f"notebooks/en/{name}.ipynb").read_text(encoding="utf-8"))
+    code = "".join(
+        line for cell in notebook["cells"] if cell["cell_type"] == "code" for line in cell["source"]
+    )
     command = [sys.executable, __file__, "--chapter", name, "--into", str(steps.folder)]
-    _run_or_leave_out(steps, name, command, 45, [p for p in OPTIONAL if p in cells])
+    command += ["--jobs", str(jobs)]
+    _run_or_leave_out(steps, name, command, 45, [p for p in OPTIONAL if p in code])
 
 
 def _run_or_leave_out(steps, name, command, least, packages):

@@ -109,13 +109,15 @@ def take_up(notebook, name: str, root: Path, title: str) -> None:
         device = {"device": record.machine["device"]}
         facts = {**record.machine, **record.executed, **device, "changed": since}
         summary.append(facts)
+        # A copy without git knows no commit.
+        heading = title if facts.get("commit") else title.replace(", {commit}", "")
         for cell in execution.code_cells(notebook):
             kept = record.cells.get(cell.id)
             if kept is None or cell.id in stale or "hide-cell" in cell.metadata.get("tags", []):
                 continue
             different = _different(kept["outputs"], cell.outputs)
             if different:
-                _append(cell, _details(title.format(**facts), different))
+                _append(cell, _details(heading.format(**facts), different))
     notebook.metadata[execution.PACKAGE]["recorded"] = summary
 
 

@@ -24,7 +24,7 @@ def main():
     parser.add_argument("--quick", action="store_true", help="the fewest repetitions")
     parser.add_argument("--into", type=Path, default=OUTPUT, help="the file of the rows")
     options = parser.parse_args()
-    words, log = options.words, options.into.with_suffix(".log")
+    words, log = options.words, options.into.with_suffix(".engines.log")
     works = [
         work for work in harness.found() if not words or any(word in work.name for word in words)
     ]

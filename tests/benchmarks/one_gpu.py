@@ -621,6 +621,11 @@ def record(options):
     """Make each table and write it; 1 if one of them failed, whose error is printed."""
     start, failed, machine = perf_counter(), False, Machine(options.device)
     options.into.parent.mkdir(parents=True, exist_ok=True)
+    # The tables of an earlier run stay until all of these are there: a page shows them.
+    part, left = options.into.with_suffix(".part.json"), {}
+    if options.into.exists():
+        left = json.loads(options.into.read_text())["cells"]
+        left = {name: cell for name, cell in left.items() if name not in options.only}
     executed = {"date": datetime.now(UTC).strftime("%Y-%m-%d"), "torch": torch.__version__}
     cells = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -639,9 +644,11 @@ def record(options):
             print(f"{name}, {perf_counter() - begun:.0f} s\n{text}\n", flush=True)
             cells[name] = {"outputs": [{"text": text}]}
             executed["seconds"] = round(perf_counter() - start)
-            content = {"executed": executed, "cells": cells}
-            options.into.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+            content = {"executed": executed, "cells": {**left, **cells}}
+            part.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
         dist.destroy_process_group()
+    if cells and (not failed or not options.into.exists()):
+        part.replace(options.into)
     return int(failed)
 
 

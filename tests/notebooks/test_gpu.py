@@ -1,10 +1,15 @@
 """`make gpu` without a GPU: its preflight, how steps end, and how records are taken up."""
 
+import argparse
+import importlib.metadata
 import json
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import nbformat
@@ -61,7 +66,7 @@ def test_nothing_is_wrong_with_a_machine_that_has_everything():
         ({**FINE, "nccl": "2.9.9"}, "NCCL is 2.9.9; the book needs 2.10 or later"),
         ({**FINE, "free": 3 * 2**30}, "a GPU has 3.0 GiB of free memory, and 8 are needed"),
         ({**FINE, "others": ["17", "18"]}, "other processes use the GPU (process 17, 18)"),
-        ({**FINE, "missing": ["ipyparallel"]}, "--python-version 3.12.3 -d wheels ipyp"),
+        ({**FINE, "missing": ["ipyparallel"]}, "-d wheels ipyparallel, carry"),
         ({**FINE, "torch": "2.10.0"}, "torch is 2.10.0; the book runs on 2.11 to 2.13"),
         ({**FINE, "torch": "2.14.0"}, "torch is 2.14.0"),
         ({**FINE, "torch": None}, "torch is not installed for this Python"),
@@ -70,6 +75,28 @@ def test_nothing_is_wrong_with_a_machine_that_has_everything():
 def test_what_stands_in_the_way_is_named(facts, words):
     [problem] = gpu.problems(facts)
     assert words in problem
+
+
+def test_the_preflight_knows_what_the_package_needs():
+    """Each dependency of the package is asked for, or comes with one that is."""
+
+    def with_what_they_need(names):
+        known, left = set(), list(names)
+        while left:
+            name = re.sub(r"[-_.]+", "-", left.pop()).lower()
+            if name not in known:
+                known.add(name)
+                try:
+                    needed = importlib.metadata.requires(name) or []
+                except importlib.metadata.PackageNotFoundError:
+                    continue
+                needed = [one for one in needed if "extra ==" not in one]
+                left += [re.match(r"[\w.-]+", one)[0] for one in needed]
+        return known
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = {re.match(r"[\w-]+", one)[0] for one in project["dependencies"]}
+    assert needed <= with_what_they_need(["torch", *gpu.PACKAGES.values()])
 
 
 def test_all_problems_are_named_at_once():
@@ -128,8 +155,15 @@ def test_wrong_options_are_refused_before_a_record_is_touched(options, words, tm
         ([], "cpu"),
     ],
 )
-def test_a_machine_is_named_after_its_gpus(gpus, name):
-    assert gpu.name_of({"gpus": gpus}) == name
+def test_a_machine_is_named_after_its_gpus(gpus, name, tmp_path):
+    assert gpu.name_of({"gpus": gpus, "cores": 2}, tmp_path) == name
+
+
+def test_another_board_has_a_folder_of_its_own(tmp_path):
+    records.write(tmp_path / "h100", "stamp.json", {"device": "1 × NVIDIA H100 80GB HBM3"})
+    assert gpu.name_of({"gpus": ["NVIDIA H100 80GB HBM3"]}, tmp_path) == "h100"
+    assert gpu.name_of({"gpus": ["NVIDIA H100 PCIe"]}, tmp_path) == "h100-pcie"
+    assert gpu.name_of({"gpus": 2 * ["NVIDIA H100 PCIe"]}, tmp_path) == "2xh100"
 
 
 # --- the steps -----------------------------------------------------------------------------------
@@ -162,35 +196,106 @@ def test_each_step_is_written_when_it_ends_and_the_time_is_kept(tmp_path):
     ]
 
 
-def test_a_resumed_run_leaves_out_what_passed_at_its_commit(tmp_path):
-    stamp = {"device": "1 × NVIDIA H100", "torch": "2.13.0", "commit": "abc1234"}
-    before = [
-        {"step": "a", "result": "passed", "seconds": 1, "commit": "abc1234"},
-        {"step": "b", "result": "passed", "seconds": 1, "commit": "0ther00"},
-        {"step": "c", "result": "failed", "seconds": 1, "commit": "abc1234"},
-    ]
-    assert gpu.passed(tmp_path, stamp) == []
-    records.write(tmp_path, "stamp.json", {**stamp, "steps": before})
-    assert gpu.passed(tmp_path, {**stamp, "torch": "2.12.0"}) == []
-    steps = gpu.Steps(tmp_path, {**stamp, "steps": gpu.passed(tmp_path, stamp)}, 60.0)
+BEFORE = [
+    {"step": "a", "result": "passed", "seconds": 1, "commit": "abc1234"},
+    {"step": "b", "result": "passed", "seconds": 1, "commit": "0ther00"},
+    {"step": "c", "result": "failed", "seconds": 1, "commit": "abc1234"},
+]
+
+
+@pytest.mark.parametrize("commit, again", [("abc1234", "bc"), ("abc1234+", "abc")])
+def test_a_resumed_run_leaves_out_what_passed_at_its_commit(tmp_path, commit, again):
+    """Not at one with changes since, which may be others."""
+    stamp = {"device": "1 × NVIDIA H100", "torch": "2.13.0", "commit": commit}
+    assert gpu.before(tmp_path, stamp, ["a", "b", "c"], True) == []
+    earlier = [{**step, "commit": step["commit"].replace("abc1234", commit)} for step in BEFORE]
+    records.write(tmp_path, "stamp.json", {**stamp, "steps": earlier})
+    kept = gpu.before(tmp_path, stamp, ["a", "b", "c"], True)
+    steps = gpu.Steps(tmp_path, {**stamp, "steps": kept}, 60.0)
     for name in "abc":
         steps.run(name, [sys.executable, "-c", f"open({str(tmp_path / name)!r}, 'w')"], 0.1)
-    assert [name for name in "abc" if (tmp_path / name).exists()] == ["b", "c"]
+    assert [name for name in "abc" if (tmp_path / name).exists()] == list(again)
     written = json.loads((tmp_path / "stamp.json").read_text())["steps"]
     assert [(step["step"], step["commit"]) for step in written] == [
-        (name, "abc1234") for name in "abc"
+        (name, commit) for name in "abc"
     ]
+
+
+def test_what_is_not_run_now_stays_in_the_stamp(tmp_path):
+    """As it ended, passed or not; unless it was of another torch, or of another device."""
+    stamp = {"device": "1 × NVIDIA H100", "torch": "2.13.0", "commit": "new0000"}
+    records.write(tmp_path, "stamp.json", {**stamp, "steps": BEFORE})
+    assert gpu.before(tmp_path, stamp, ["a"], False) == BEFORE[1:]
+    assert gpu.before(tmp_path, {**stamp, "torch": "2.12.0"}, ["a"], False) == []
+    assert gpu.before(tmp_path, {**stamp, "device": "1 × NVIDIA H200"}, ["a"], False) == []
+
+
+BESIDE = """
+import sys
+sys.path.insert(0, {book!r})
+import gpu
+gpu.stop_when_lost()
+gpu._execute = lambda steps, name, jobs: steps.run(name, ["sleep", "61.7"], 0.1)
+steps = gpu.Steps(gpu.Path({folder!r}), {{"commit": None, "steps": []}}, 60.0)
+print("started", flush=True)
+gpu._beside(steps, ["a", "b", "c"], 2)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupted_run_leaves_no_chapter_running(tmp_path, number):
+    program = BESIDE.format(book=str(ROOT / "book"), folder=str(tmp_path))
+    run = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert run.stdout.readline() == "started\n"
+    while len(psutil.Process(run.pid).children()) < 2:
+        time.sleep(0.05)
+    run.send_signal(number)
+    assert run.wait(20) != 0
+    assert not [p for p in psutil.process_iter(["cmdline"]) if "61.7" in (p.info["cmdline"] or [])]
+    steps = json.loads((tmp_path / "stamp.json").read_text())["steps"]
+    assert {step["result"] for step in steps} == {"stopped: interrupted"}
+
+
+def options(**changed):
+    return argparse.Namespace(**{"minutes": 1e-3, "rehearse": True, **changed})
+
+
+def test_a_run_of_which_nothing_passed_says_so(tmp_path, capsys):
+    stamp = {"commit": None, "steps": []}
+    facts = {"gpus": [], "cores": 2}
+    assert gpu.record(tmp_path, stamp, ["one_gpu"], options(), facts) == 1
+    assert stamp["steps"][0]["result"] == "not run: no time was left"
+    assert "no step passed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("gpus, cores, width", [(1, 16, 3), (1, 4, 1), (0, 10, 2), (8, 192, 1)])
+def test_chapters_beside_each_other_are_told_so(tmp_path, monkeypatch, gpus, cores, width):
+    """So that the next build executes them again; on several GPUs each is alone."""
+    ran = {}
+    monkeypatch.setattr(
+        gpu.Steps, "run", lambda self, name, command, least: ran.update({name: command})
+    )
+    facts = {"gpus": gpus * ["NVIDIA H100 PCIe"], "cores": cores}
+    wanted = ["04_overlap", "05_inter_layer", "06_gpipe"]
+    gpu.record(tmp_path, {"commit": None, "steps": []}, wanted, options(), facts)
+    jobs = {name: command[command.index("--jobs") + 1] for name, command in ran.items()}
+    assert jobs == dict(zip(wanted, ["1", str(width), str(width)], strict=True))
 
 
 def test_a_chapter_without_its_packages_is_named(tmp_path, monkeypatch):
+    """By what its code imports; prose may cite a package, or tell of it."""
     monkeypatch.setattr(gpu, "OPTIONAL", ("no_such_package", "deepspeed"))
     monkeypatch.setattr(gpu, "ROOT", tmp_path)
+    monkeypatch.setattr(gpu.Steps, "run", lambda self, name, *_: self._note(name, "passed", 1))
     (tmp_path / "notebooks/en").mkdir(parents=True)
-    (tmp_path / "notebooks/en/01_one.ipynb").write_text("import no_such_package, deepspeed")
+    for name, kind in ("01_one", "code"), ("02_two", "markdown"):
+        cell = {"cell_type": kind, "source": ["x = 1\n", "import no_such_package, deepspeed"]}
+        (tmp_path / f"notebooks/en/{name}.ipynb").write_text(json.dumps({"cells": [cell]}))
     steps = gpu.Steps(tmp_path, {"name": "cpu", "commit": "abc1234", "steps": []}, 60.0)
-    gpu._execute(steps, "01_one")
-    [entry] = json.loads((tmp_path / "stamp.json").read_text())["steps"]
-    assert entry["result"] == "not run: it needs no_such_package"
+    for name in "01_one", "02_two":
+        gpu._execute(steps, name)
+    entries = json.loads((tmp_path / "stamp.json").read_text())["steps"]
+    assert [entry["result"] for entry in entries] == ["not run: it needs no_such_package", "passed"]
 
 
 def test_the_files_with_marked_tests_are_found():
@@ -277,6 +382,17 @@ def test_a_chapter_shows_what_was_different_there(root):
     assert notebook.cells[2].outputs[0].data["text/html"].startswith("<svg>ours</svg><details")
     assert stamp["changed"] == {"cells": 0, "package": False}
     assert stamp["commit"] == "abc1234"
+
+
+def test_a_record_without_a_commit_names_none(root):
+    """Of a copy without git."""
+    path = root / records.FOLDER / "cpu/01_one.json"
+    content = json.loads(path.read_text())
+    content["executed"]["commit"] = None
+    path.write_text(json.dumps(content))
+    notebook = chapter(1, "ours")
+    records.take_up(notebook, "01_one", root, "On {device} ({date}, torch {torch}, {commit})")
+    assert "<summary>On 4 × CPU (2026-11-22, torch 2.12.0)</summary>" in str(notebook.cells)
 
 
 def test_a_table_that_is_the_same_there_is_not_repeated(root):
