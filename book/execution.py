@@ -6,8 +6,8 @@ The key is made of
 
 - ``cells``: the code cells, in order;
 - ``modules``: each module of ``src/naranhi`` that they import, directly or through another, with
-  the hash of its text, found by reading the import statements and running nothing; and the recipes,
-  where a cell names their folder;
+  the hash of its text, found by reading the import statements and running nothing; the tables and
+  other data beside these modules; and the recipes, where a cell names their folder;
 - ``requirements``: the hash of ``requirements.txt``;
 - ``device``: ``cpu``, or ``cuda`` where torch sees a GPU.
 
@@ -21,11 +21,13 @@ import importlib.metadata
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 
 # jsonschema, which checks notebooks, would compile a grammar for addresses that they do not have:
@@ -33,12 +35,14 @@ from pathlib import Path
 sys.modules.setdefault("rfc3987_syntax", None)
 
 import nbformat  # noqa: E402
+from IPython.core.inputtransformer2 import TransformerManager  # noqa: E402
 from languages import EXECUTED  # noqa: E402
 from nbclient.exceptions import CellControlSignal, DeadKernelError  # noqa: E402
 from nbconvert.preprocessors import ExecutePreprocessor  # noqa: E402
 from traitlets.config import Config  # noqa: E402
 
 PACKAGE = "naranhi"
+DATA = {".csv", ".gz", ".json"}
 SECONDS = 900  # for one notebook; the book's own rule is 90
 # Asked of the kernel at the end: what carried the messages of the notebook's ranks.  That a machine
 # has a GPU does not say so, as four ranks need four.
@@ -81,24 +85,55 @@ def modules_used(sources: list[str], package: Path) -> dict[str, Path]:
                 look(files[module].read_text(), home)
 
     def look(source: str, home: str) -> None:
-        for node in ast.walk(ast.parse(source)):
-            match node:
-                case ast.Import(names):
-                    for name in names:
-                        add(name.name)
-                case ast.ImportFrom(module, names, level):
-                    above = home.split(".")[: len(home.split(".")) - level + 1] if level else []
-                    base = ".".join([*above, *([module] if module else [])])
-                    for name in names:
-                        add(f"{base}.{name.name}")
-                case ast.Attribute():
-                    add(ast.unparse(node))
-                case ast.Constant(str() as text) if text in files:
-                    add(text)
+        for level, name in _mentioned(source):
+            if level:
+                above = home.split(".")
+                name = ".".join([*above[: len(above) - level + 1], name])
+            if level is not None or name in files:
+                add(name)
 
     for source in sources:
-        look("\n".join(line for line in source.splitlines() if line[:1] not in "%!"), "")
+        plain = "\n".join(line for line in source.splitlines() if line[:1] not in "%!")
+        # `x = %time f()` is Python when IPython has transformed it.
+        look(TransformerManager().transform_cell(plain), "")
     return used
+
+
+@cache
+def _mentioned(source: str) -> list[tuple[int | None, str]]:
+    """What a text of Python imports or names: (the level of a relative import or 0, dotted name).
+
+    The level of a string is None. The chapters share most of the modules that they import.
+    """
+    found = []
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:  # another language, or a mistake, which the execution will name
+        return found
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names):
+                found += [(0, name.name) for name in names]
+            case ast.ImportFrom(module, names, level):
+                base = f"{module}." if module else ""
+                found += [(level, f"{base}{name.name}") for name in names]
+            case ast.Attribute():
+                found.append((0, ast.unparse(node)))
+            case ast.Constant(str() as text):
+                found.append((None, text))
+    return list(dict.fromkeys(found))
+
+
+def data_beside(modules: dict[str, Path], package: Path) -> dict[str, Path]:
+    """The files of data that belong to the packages of some modules: tables, a tokenizer."""
+    folders = {file.parent for file in modules.values()}
+    found = {}
+    for file in package.rglob("*"):
+        if file.is_file() and file.suffix in DATA:
+            home = next(up for up in file.parents if (up / "__init__.py").exists())
+            if home in folders:
+                found[file.relative_to(package.parent).as_posix()] = file
+    return found
 
 
 def code_cells(notebook) -> list:
@@ -112,8 +147,14 @@ def key(notebook, root: Path) -> dict:
     text = [[c.id, c.source, sorted(flow & set(c.metadata.get("tags", [])))] for c in cells]
     sources = [cell.source for cell in cells]
     modules = modules_used(sources, root / "src" / PACKAGE)
+    modules |= data_beside(modules, root / "src" / PACKAGE)
     if any('"recipes"' in source for source in sources):
-        modules |= {f"recipes/{file.name}": file for file in (root / "src/recipes").glob("*.*")}
+        recipes = (root / "src/recipes").rglob("*.*")
+        modules |= {
+            file.relative_to(root / "src").as_posix(): file
+            for file in recipes
+            if file.is_file() and file.suffix not in (".pyc", ".md")
+        }
     return {
         "cells": digest(repr(text)),
         "modules": {name: digest(file.read_bytes()) for name, file in sorted(modules.items())},
@@ -177,6 +218,8 @@ def commit(root: Path) -> str | None:
     def git(*arguments: str) -> subprocess.CompletedProcess:
         return subprocess.run(["git", "-C", root, *arguments], capture_output=True, text=True)
 
+    if shutil.which("git") is None:
+        return None
     head = git("rev-parse", "--short", "HEAD")
     if head.returncode:
         return None
@@ -216,6 +259,12 @@ class _Executor(ExecutePreprocessor):
             on_cell_start=progress,
             **kwargs,
         )
+
+    def create_kernel_manager(self):
+        """Take this interpreter, and no other that a user has installed under the same name."""
+        manager = super().create_kernel_manager()
+        manager.kernel_spec_manager.kernel_dirs = []
+        return manager
 
 
 def execute(source: Path, root: Path, jobs: int = 1):

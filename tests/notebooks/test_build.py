@@ -171,6 +171,49 @@ def test_a_change_in_a_module_executes_only_what_imports_it(book):
         assert "total 106" in (book / f"_build/html/{language}/01_ring.html").read_text()
 
 
+def test_a_change_in_a_table_executes_what_uses_its_package(book):
+    (book / "src/naranhi/plan/data").mkdir(parents=True)
+    (book / "src/naranhi/plan/__init__.py").write_text("")
+    table = book / "src/naranhi/plan/data/gpus.csv"
+    table.write_text("H100\n")
+    write_chapter(book, "02_cost", "import naranhi.plan\nworld = naranhi.World()")
+    assert executed(build(book, "--execute-only")) == ["02_cost"]
+    table.write_text("H200\n")
+    result = build(book, "--execute-only")
+    assert executed(result) == ["02_cost"]
+    assert "executing (naranhi/plan/data/gpus.csv changed)" in result.stdout
+
+
+def test_a_cell_that_is_not_plain_python_is_executed_as_it_is(book):
+    """A magic that holds another language, one inside a line, and a slip that the build names."""
+    source = "t = %sx echo 4\nfrom naranhi import costs\nworld = None\nprint(t)"
+    write_chapter(book, "01_ring", source)
+    write_chapter(book, "02_cost", "%%bash\nfor i in 1 2; do echo $i; done")
+    assert executed(result := build(book, "--execute-only")) == list(CHAPTERS), result.stderr
+    assert result.returncode == 0, result.stderr
+    costs = book / "src/naranhi/costs.py"
+    costs.write_text(costs.read_text() + "\n")
+    assert executed(build(book, "--execute-only")) == ["01_ring"]
+    write_chapter(book, "01_ring", "print('a'")
+    result = build(book, "--execute-only")
+    assert result.returncode == 1
+    assert "01_ring.ipynb, cell 'run', after" in result.stderr and "SyntaxError" in result.stderr
+
+
+def test_the_kernel_is_this_interpreter(book, tmp_path):
+    """Also where a user has installed another under the same name."""
+    spec = tmp_path / "home/.local/share/jupyter/kernels/python3"
+    spec.mkdir(parents=True)
+    named = {"argv": ["/bin/false"], "display_name": "Python 3", "language": "python"}
+    (spec / "kernel.json").write_text(json.dumps(named))
+    write_chapter(book, "01_ring", "import sys\nprint(sys.executable)")
+    command = [sys.executable, BOOK / "build.py", "--root", book, "--execute-only"]
+    environment = {**os.environ, "JUPYTER_PATH": str(tmp_path / "home/.local/share/jupyter")}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sys.executable in (book / "_build/executed/01_ring.ipynb").read_text()
+
+
 def test_a_picture_is_in_the_language_of_the_page(built):
     english, korean = (
         (built / f"_build/html/{language}/welcome.html").read_text() for language in WORDS
@@ -522,6 +565,11 @@ def test_provenance_tells_of_the_execution(built, tmp_path):
 
 def test_commit_is_unknown_outside_of_git(tmp_path):
     assert execution.commit(tmp_path) is None
+
+
+def test_commit_is_unknown_without_git(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert execution.commit(REPOSITORY) is None
 
 
 def test_figures_of_cells_are_numbered_and_captioned_in_both_languages(built):
