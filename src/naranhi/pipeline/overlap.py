@@ -38,9 +38,7 @@ def in_threads(
     kinds, stream = ["cpu"], nullcontext()
     if torch.accelerator.is_available():
         kinds.append(torch.accelerator.current_accelerator().type)
-        stream = (
-            torch.accelerator.current_stream()
-        )  # and its device: a thread begins with the first
+        stream = torch.accelerator.current_stream()  # and its device, not the first GPU
     autocast = [
         (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds
     ]
