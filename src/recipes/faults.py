@@ -52,7 +52,7 @@ def exception(group, deadline):
 
 
 def killed(group, deadline):
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.system(f"sleep {0.3 * deadline}; kill -KILL {os.getpid()}")  # the others have begun
 
 
 def out_of_memory(group, deadline):
