@@ -11,6 +11,7 @@ import pytest
 import yaml
 from accessibility import violations
 from lab_settings import drawn_settings, simulated
+from playwright.sync_api import TimeoutError
 
 from naranhi import measure, schedules
 from naranhi.show import COLORS
@@ -65,10 +66,16 @@ class Lab:
     def __init__(self, chromium, site, path, **context):
         self.context = chromium.new_context(**context)
         self.page = self.context.new_page()
-        self.requests, self.failures = [], []
-        self.page.on("request", lambda one: self.requests.append(f"{one.method} {one.url}"))
+        self.requests, self.unanswered, self.failures = [], [], []
+        self.page.on("request", self.asked)
+        for ended in ("requestfinished", "requestfailed"):
+            self.page.on(ended, lambda one: self.unanswered.remove(one))
         self.page.on("pageerror", lambda error: self.failures.append(str(error)))
         self.address = f"{site}/{path}"
+
+    def asked(self, request):
+        self.requests.append(f"{request.method} {request.url}")
+        self.unanswered.append(request)
 
     def go(self):
         self.page.goto(self.address, wait_until="networkidle")
@@ -78,10 +85,18 @@ class Lab:
         return self.page.locator(f".naranhi-lab[data-lab={kind}]").first
 
     def run(self, kind="schedule", state="ready"):
-        self.root(kind).locator("button[data-run]").click()
-        self.page.wait_for_selector(
-            f".naranhi-lab[data-lab={kind}][data-state={state}]", timeout=WAIT
-        )
+        root = self.root(kind)
+        root.locator("button[data-run]").click()
+        try:
+            self.page.wait_for_selector(
+                f".naranhi-lab[data-lab={kind}]:is([data-state=ready], [data-state=error])",
+                timeout=WAIT,
+            )
+        except TimeoutError as error:
+            unanswered = [f"{one.method} {one.url}" for one in self.unanswered]
+            error.add_note(f"unanswered: {unanswered}; failures: {self.failures}")
+            raise
+        assert root.get_attribute("data-state") == state, root.inner_text()
         return self
 
     def change(self, kind="schedule", **values):
