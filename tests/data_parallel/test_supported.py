@@ -76,7 +76,7 @@ REASONS = {
     "norm": "embedding 0 has max_norm=1.0, with which its forward changes the rows that this "
     "rank's share reads: the ranks' weights would part",
     "subclass": "parameter 1.weight is a DTensor, not a plain parameter",
-    "lazy": "parameter 1.weight is not initialised: run a forward of the lazy module first",
+    "lazy": "parameter 1.weight is not initialized: run a forward of the lazy module first",
     "meta": "parameter 1.weight is on the meta device and has no values: materialise it first",
     "grad_dtype": "parameter 1.bias of torch.bfloat16 accumulates its gradient in torch.float32: "
     "leave grad_dtype as it is",

@@ -346,3 +346,12 @@ def test_without_a_hub_the_error_says_so(tmp_path):
     assert done.returncode != 0
     assert "couldn't connect to 'https://huggingface.co'" in done.stderr
     assert "offline mode" in done.stderr
+
+
+def test_the_job_script_takes_no_port_of_outgoing_connections():
+    """On Linux these begin at 32768, unless an administrator has changed it."""
+    port = r"\$\(\((\d+) \+ SLURM_JOB_ID % (\d+)\)\)"
+    pages = ROOT.glob("notebooks/*/17_from_one_to_many.ipynb")
+    for path in (RECIPES / "slurm.sbatch", *pages):
+        [(first, count)] = re.findall(port, path.read_text())
+        assert 1024 <= int(first) < int(first) + int(count) <= 32768, path

@@ -177,7 +177,7 @@ def fit_alpha_beta(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[fl
         checked_arguments(bytes=size)
         if not (isfinite(time) and time > 0):
             raise ValueError(f"every time must be positive, not {time!r}")
-    # Minimise sum(((alpha + size * beta) / time - 1) ** 2): two unknowns, two normal equations.
+    # Minimize sum(((alpha + size * beta) / time - 1) ** 2): two unknowns, two normal equations.
     # Sizes in units of the largest keep the sums at similar magnitudes.
     unit = max(sizes)
     rows = [(1 / time, size / unit / time) for size, time in zip(sizes, seconds, strict=True)]

@@ -23,7 +23,7 @@ def require_supported(model: nn.Module, group: Axes = None) -> None:
 
     - embeddings with sparse gradients, which cannot be summed in a flat buffer;
     - embeddings with `max_norm`, which change their weight in the forward: each rank another part;
-    - parameters that are not initialised yet, or on the meta device: they have no values;
+    - parameters that are not initialized yet, or on the meta device: they have no values;
     - parameters of a tensor subclass with behaviour of its own (`DTensor`, quantized ones);
     - parameters that accumulate their gradient in another dtype than their own;
     - hooks of another `DDP` or `Zero`: gradients would be summed twice;
@@ -86,7 +86,7 @@ def _unsupported(model):
     for name, param in model.named_parameters():
         kind = type(param)
         if isinstance(param, nn.parameter.UninitializedTensorMixin):
-            return f"parameter {name} is not initialised: run a forward of the lazy module first"
+            return f"parameter {name} is not initialized: run a forward of the lazy module first"
         if (kind.__torch_function__, kind.__torch_dispatch__) != (
             nn.Parameter.__torch_function__,
             nn.Parameter.__torch_dispatch__,

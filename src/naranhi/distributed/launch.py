@@ -29,7 +29,8 @@ def join(timeout: float = 300.0, folder: str | Path | None = None) -> torch.devi
     Under `torchrun` the launcher has arranged the rendezvous, and the operating system kills this
     process when the launcher ends. With its `--max-restarts`, set
     `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`: otherwise ranks may find addresses of the attempt before
-    in the launcher's store (torch 2.13), and most restarts fail.
+    in the launcher's store (torch 2.13), and most restarts fail. The variable is read by the c10d
+    rendezvous only: on several nodes, `--rdzv-backend c10d` and no `--master-addr`.
 
     Under `srun` rank 0 listens on a port that the system chooses and writes its address to a file
     that all ranks can read. Ranks on one machine find each other and communicate over its loopback

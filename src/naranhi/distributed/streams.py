@@ -27,8 +27,9 @@ def start(
 ) -> Later:
     """Queue `function(*tensors)` on `stream` and return at once.
 
-    Do not write to CUDA tensors, or to tensors in pinned host memory, before `wait()`: a copy with
-    `non_blocking=True` reads pinned memory until then.
+    Do not write to CUDA tensors before `wait()`. Pinned host memory that a copy with
+    `non_blocking=True` reads needs more, because `wait()` makes the current stream wait, and not
+    the CPU: call `stream.synchronize()` before you write to it.
 
     Args:
         function: what to run; it returns a tensor.

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 # Operations that return memory as it was: its values mean nothing yet.
-UNINITIALISED = {
+UNINITIALIZED = {
     f"aten.{name}"
     for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 }
@@ -75,7 +75,7 @@ class _Watch(TorchDispatchMode):
         self.calls.pop()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if self.first or str(func.overloadpacket) in UNINITIALISED:
+        if self.first or str(func.overloadpacket) in UNINITIALIZED:
             return func(*args, **(kwargs or {}))
         before = _largest((args, kwargs))  # and not after: in place, the output overwrites an input
         output = func(*args, **(kwargs or {}))

@@ -29,7 +29,8 @@ ranks, and on another mesh, or with other micro-batches, up to the rounding of s
 with --experts also --microbatches, for tokens are balanced over the experts in each micro-batch.
 
 With torchrun --max-restarts, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment: without
-it, most restarts fail with torch 2.13, whose ranks find addresses of the attempt before.
+it, most restarts fail with torch 2.13, whose ranks find addresses of the attempt before. On several
+nodes that takes --rdzv-backend c10d and --rdzv-endpoint: with --master-addr it has no effect.
 
 Without a network, or if the name of this machine does not resolve, torchrun itself needs
 --local-addr=127.0.0.1.
