@@ -26,6 +26,7 @@ DIGITS = rf"[-−]?(?:\d[\d,]*\d|\d)(?:\.\d+)?(?:e-?\d+)?{UNIT}"
 NUMBER = re.compile(rf"(?<![\w.])(?<!\w-){DIGITS}(?=x\b|\W|$)")
 PLACE = re.compile(r"\{(\d*|\*)\}")
 CLAIM = re.compile(r"((?:\[.*?\] )?✓ )(.*?)(?: \(((?:within [^()]*?)??(?:, )?(?:measured)?)\))?")
+MISSED = re.compile(r"((?:\[.*?\] )?✗ )(.*) (\(measured: [^()]*\))")
 ELEMENT = re.compile(r"(<(th|td|caption|text|label)\b[^>]*>)([^<]+)(?=</\2>)")
 PRINTED = re.compile(r"(?<=<pre>)[^<]*(?=</pre>)")  # of a record; a cell's has no elements
 DESCRIPTION = re.compile(r'(?<= aria-label=")[^"]+')
@@ -133,12 +134,24 @@ def claims(text: str, catalogue: Catalogue) -> str:
 
 
 def _claim(line, catalogue):
+    if match := MISSED.fullmatch(line):
+        return _missed(*match.groups(), catalogue)
     match = CLAIM.fullmatch(line)
     if not match:
         return line
     start, claim, notes = match.groups()
     said = [catalogue.say(f"({note})")[1:-1] for note in (notes or "").split(", ") if note]
     return start + catalogue.say(claim) + (f" ({', '.join(said)})" if said else "")
+
+
+def _missed(start, text, note, catalogue):
+    """A claim that was false, with what was measured instead; a colon may also be in the claim."""
+    for colon in reversed([*re.finditer(": ", text)]):
+        claim = catalogue.say(text[: colon.start()], required=False)
+        if claim != text[: colon.start()]:
+            why = catalogue.say(text[colon.end() :], required=False)
+            return f"{start}{claim}: {why} {catalogue.say(note)}"
+    return f"{start}{text} {note}"
 
 
 def page(text: str, catalogue: Catalogue) -> str:

@@ -214,7 +214,8 @@ def _chapters(folder):
 
 def _different(recorded, outputs):
     """Return the recorded outputs that the cell does not show on this machine too."""
-    own = [reduced for output in outputs if (reduced := _reduce(output))]
+    recorded = _joined(recorded)
+    own = _joined([reduced for output in outputs if (reduced := _reduce(output))])
     texts = {output.get("text", "").strip() for output in own}
     texts |= {output.data.get("text/plain", "").strip() for output in outputs if "data" in output}
     return [
@@ -223,6 +224,17 @@ def _different(recorded, outputs):
         if ("html" in output and output not in own)
         or ("html" not in output and output["text"].strip() not in texts)
     ]
+
+
+def _joined(outputs):
+    """Return outputs with printed lines that follow each other in one: a kernel may split them."""
+    joined = []
+    for output in outputs:
+        if joined and {*joined[-1], *output} == {"text"} and joined[-1]["text"].endswith("\n"):
+            joined[-1] = {"text": joined[-1]["text"] + output["text"]}
+        else:
+            joined.append(output)
+    return joined
 
 
 def _details(title, outputs):

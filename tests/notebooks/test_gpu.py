@@ -406,6 +406,18 @@ def test_a_table_that_is_the_same_there_is_not_repeated(root):
     assert "computed" not in taken_up(root, notebook)[0]
 
 
+def test_lines_that_came_in_two_parts_there_are_not_repeated(root):
+    path = root / records.FOLDER / "cpu/01_one.json"
+    kept = json.loads(path.read_text())
+    kept["cells"]["same"]["outputs"] = [{"text": "✓ equal\n"}, {"text": "✓ to the bit\n"}]
+    path.write_text(json.dumps(kept))
+    notebook = chapter(1, "ours")
+    assert "to the bit" in taken_up(root, notebook)[0]["same"]
+    notebook = chapter(1, "ours")
+    notebook.cells[0].outputs[0].text += "✓ to the bit\n"
+    assert "same" not in taken_up(root, notebook)[0]
+
+
 def test_a_record_goes_stale_visibly(root):
     notebook = chapter(1, "ours")
     notebook.cells[1].source += "  # changed"

@@ -16,6 +16,10 @@ ENTRIES = {
     "{} of {} ranks wait": "랭크 {1}개 중 {0}개가 기다린다",
     "(within {*})": "(오차 {*})",
     "(measured)": "(측정값)",
+    "(measured: busy?)": "(측정값: 바쁜가?)",
+    "it is false": "사실이 아니다",
+    "{*}, expected {*}, off by {*} ({*} allowed)": "{0}, 예상 {1}, 차이 {2}({3}까지)",
+    "late: rank {}": "늦게: 랭크 {}",
     "GPT-2 XL": None,
     "A ring of {} ranks.": "랭크 {}개의 링.",
     "Before:": "전:",
@@ -61,7 +65,12 @@ def test_numbers_are_places_and_names_are_not(text, key, numbers):
         ("✓ 2 of 4 ranks wait (measured)", "✓ 랭크 4개 중 2개가 기다린다 (측정값)"),
         ("[ranks 0-1] ✓ rank 3 (within 1%, measured)", "[ranks 0-1] ✓ 랭크 3 (오차 1%, 측정값)"),
         ("rank 3", "rank 3"),
-        ("✗ rank 3: it is false (measured: is the machine busy?)",) * 2,
+        ("✗ rank 3: it is false (measured: busy?)", "✗ 랭크 3: 사실이 아니다 (측정값: 바쁜가?)"),
+        ("[rank 1] ✗ a: rank 3: 5, expected 4 (measured: busy?)",) * 2,  # not a whole claim
+        (
+            "[rank 1] ✗ late: rank 3: 0.5, expected 0.4, off by 0.1 (15% allowed) (measured: busy?)",
+            "[rank 1] ✗ 늦게: 랭크 3: 0.5, 예상 0.4, 차이 0.1(15%까지) (측정값: 바쁜가?)",
+        ),
     ],
 )
 def test_claims_are_said_in_the_language_and_nothing_else_that_is_printed(catalogue, line, said):
