@@ -68,8 +68,8 @@ def test_numbers_are_places_and_names_are_not(text, key, numbers):
         ("✗ rank 3: it is false (measured: busy?)", "✗ 랭크 3: 사실이 아니다 (측정값: 바쁜가?)"),
         ("[rank 1] ✗ a: rank 3: 5, expected 4 (measured: busy?)",) * 2,  # not a whole claim
         (
-            "[rank 1] ✗ late: rank 3: 0.5, expected 0.4, off by 0.1 (15% allowed) (measured: busy?)",
-            "[rank 1] ✗ 늦게: 랭크 3: 0.5, 예상 0.4, 차이 0.1(15%까지) (측정값: 바쁜가?)",
+            "[rank 1] ✗ late: rank 3: 5, expected 0.4, off by 0.1 (5% allowed) (measured: busy?)",
+            "[rank 1] ✗ 늦게: 랭크 3: 5, 예상 0.4, 차이 0.1(5%까지) (측정값: 바쁜가?)",
         ),
     ],
 )
