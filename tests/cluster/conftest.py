@@ -13,6 +13,7 @@ import time
 import uuid
 from pathlib import Path
 
+import host_network
 import pytest
 
 CONFIGURATION = """
@@ -85,10 +86,12 @@ def two_nodes(needs):
 
     ip("netns", "add", name)
     try:
-        ip("link", "add", device, "type", "veth", "peer", "name", device, "netns", name)
-        for number, where in enumerate(([], ["-n", name]), 1):
-            ip(*where, "addr", "add", f"10.78.0.{number}/24", "dev", device)
-            ip(*where, "link", "set", device, "up")
+        with host_network.changing():
+            ip("link", "add", device, "type", "veth", "peer", "name", device, "netns", name)
+            ip("link", "set", device, "addrgenmode", "none")  # or IPv6 adds an address later
+            for number, where in enumerate(([], ["-n", name]), 1):
+                ip(*where, "addr", "add", f"10.78.0.{number}/24", "dev", device)
+                ip(*where, "link", "set", device, "up")
         ip("-n", name, "link", "set", "lo", "up")
         enter = ["nsenter", f"--net=/run/netns/{name}"]  # ip would hide the cgroups
         nodes = {"node1": ("10.78.0.1", []), "node2": ("10.78.0.2", enter)}
@@ -96,7 +99,8 @@ def two_nodes(needs):
             yield environment
     finally:
         # The namespace lasts as long as a process in it; the cable must not last as long.
-        subprocess.run(["ip", "link", "del", device], check=False)
+        with host_network.changing():
+            subprocess.run(["ip", "link", "del", device], check=False)
         ip("netns", "del", name)
 
 

@@ -2,9 +2,11 @@ import functools
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import host_network
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -12,6 +14,14 @@ for place in ("book", "book/_ext", "book/_lab"):
     sys.path.insert(0, str(REPOSITORY / place))
 
 import browser  # noqa: E402
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """Let no address of the host change while a page is looked at."""
+    looks = item.path.parent == Path(__file__).parent  # it is called for tests of all folders
+    with host_network.unchanged() if looks else nullcontext():
+        return (yield)
 
 
 @pytest.fixture(scope="session")

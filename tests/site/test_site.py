@@ -1,10 +1,12 @@
 """The built site in a real browser: headless Chromium, the site served on loopback."""
 
+import fcntl
 import json
 import re
 from pathlib import Path
 
 import execution
+import host_network
 import localize
 import nbformat
 import pytest
@@ -647,6 +649,12 @@ def test_outputs_are_korean_on_korean_pages(site, name):
     assert missing == [], f"they have no entry in book/ko/outputs/{name}.yml"
     said = "".join(str(cell.get("outputs")) for cell in notebook.cells)
     assert HANGUL.search(said) and "✓ the " not in said
+
+
+def test_no_address_of_the_host_changes_meanwhile():
+    """Or Chromium would drop what it is loading."""
+    with host_network.LOCK.open("a") as file, pytest.raises(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def said_of_false_claims(capsys):
