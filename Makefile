@@ -24,7 +24,7 @@ help:
 $(READY): requirements.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; \
 	(3, 11) <= v <= (3, 13) or sys.exit("Naranhi needs Python 3.11 to 3.13, and $(PYTHON) is %d.%d; name another: make PYTHON=python3.12" % v)'
-	@echo "Setting up .venv: several hundred MB of packages, a few minutes, once"
+	@echo "Setting up .venv: 2.5 GB, or several GB more with PyTorch for CUDA; some minutes, once"
 	@$(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install --disable-pip-version-check -r requirements.txt
 	@$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation --editable .

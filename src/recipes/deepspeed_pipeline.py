@@ -1,7 +1,7 @@
 """Train GPT-2 on DeepSpeed's pipeline engine: the model as a list of layers, cut by the engine.
 
 deepspeed --num_gpus 4 deepspeed_pipeline.py                    on a node of GPUs
-torchrun --standalone --nproc-per-node 4 deepspeed_pipeline.py  anywhere
+torchrun --standalone --nproc-per-node 4 deepspeed_pipeline.py  anywhere; on CPUs DS_ACCELERATOR=cpu
 """
 
 import deepspeed

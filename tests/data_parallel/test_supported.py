@@ -77,7 +77,7 @@ REASONS = {
     "rank's share reads: the ranks' weights would part",
     "subclass": "parameter 1.weight is a DTensor, not a plain parameter",
     "lazy": "parameter 1.weight is not initialized: run a forward of the lazy module first",
-    "meta": "parameter 1.weight is on the meta device and has no values: materialise it first",
+    "meta": "parameter 1.weight is on the meta device and has no values: materialize it first",
     "grad_dtype": "parameter 1.bias of torch.bfloat16 accumulates its gradient in torch.float32: "
     "leave grad_dtype as it is",
 }

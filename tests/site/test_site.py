@@ -389,7 +389,7 @@ def test_formulas_are_rendered(visits):
 
 
 def test_no_markup_is_left_in_the_prose(visits):
-    # In Markdown *단어(word)*를 is not emphasised: a letter follows the closing star.
+    # In Markdown *단어(word)*를 is not emphasized: a letter follows the closing star.
     left = re.compile(r"\*\S|\S\*|\{(?:numref|ref|eq|term|cite\S*|doc)\}|`|\]\(|:::|\$\S")
     found = {
         where: texts

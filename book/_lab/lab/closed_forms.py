@@ -1,7 +1,7 @@
 """What the papers say of a schedule, as the package's docstrings have it, with numbers put in.
 
 p: stages; m: micro-batches; v: chunks; F, B, I, W: the times of a forward, a backward and its two
-parts, on one virtual stage; d: the latency.  tests/site/test_lab_python.py compares each with what
+parts, on one virtual stage; d: the latency.  tests/lab/test_answers.py compares each with what
 `simulate` computes, wherever its condition holds.
 """
 

@@ -15,10 +15,11 @@ Three ways to sum the gradients, each with less waiting than the one before:
     all_reduce_bucketed(model)     after the backward, in few long messages
     DDP(model)                     in buckets, while the backward still runs
 
-All three leave the same bits on every rank. The models must be equal first (`broadcast_parameters`,
-which `DDP` calls itself). A parameter that has a gradient on no rank keeps none. A rank without any
-sample still runs its model, on rows that do not count (for example rows whose targets are all -100)
-or on zero rows. `group` is the process group, None for the default one.
+After each of them all ranks have the same bits; with more than two ranks, two of the ways may round
+differently. The models must be equal first (`broadcast_parameters`, which `DDP` calls itself). A
+parameter that has a gradient on no rank keeps none. A rank without any sample still runs its model,
+on rows that do not count (for example rows whose targets are all -100) or on zero rows. `group` is
+the process group, None for the default one.
 """
 
 from naranhi.data_parallel.all_reduce import all_reduce_bucketed, all_reduce_gradients, global_count

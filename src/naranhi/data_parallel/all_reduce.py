@@ -1,7 +1,8 @@
 """Sum gradients after the backward: one parameter after the other, or in few long messages.
 
-Both functions use our own ring. Gradients must be None before a step (`optimizer.zero_grad()`);
-otherwise the sums of an earlier step are summed again.
+`all_reduce_gradients` and `all_reduce_bucketed` use our own ring. Gradients must be None before the
+first backward of a step (`optimizer.zero_grad()`); otherwise the sums of an earlier step are summed
+again.
 
 Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (2020),
 for buckets in reverse order.
@@ -65,7 +66,13 @@ def all_reduce_bucketed(
     Args:
         model: This rank's replica, after its backward.
         group: The process group; None for the default one.
-        bucket_bytes: The approximate length of each message, in bytes.
+        bucket_bytes: The largest size of a bucket, in bytes; a larger gradient has a bucket of its
+            own. One all-reduce sums a bucket. The default is torch's, 25 MiB.
+
+    Raises:
+        RuntimeError: As in `all_reduce_gradients`.
+        TypeError: As in `all_reduce_gradients`.
+        ValueError: If `bucket_bytes` is not above 0.
     """
     for bucket in buckets(with_gradient(model, group), bucket_bytes):
         gradients = [parameter.grad for parameter in bucket]

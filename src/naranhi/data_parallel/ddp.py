@@ -51,18 +51,20 @@ class DDP:
     Gradients live in the buckets; `.grad` is a view of a bucket. RuntimeError is raised
 
     - by a backward, if gradients of the step before are still there, a parameter gets a second
-      gradient (from reentrant checkpoints that share it), or a parameter requires a gradient that
-      did not at construction;
-    - by a backward, on every rank, if a parameter has a gradient on some ranks only, or another
-      rank's backward has failed;
+      gradient (from reentrant checkpoints that share it), a gradient has a graph
+      (`create_graph=True`) or a hook has removed it, or a parameter requires a gradient that did
+      not at construction;
+    - by a backward, on every rank, if a parameter has a gradient on some ranks only;
+    - by a backward, if another rank's backward has failed: it waits until that rank begins its next
+      backward, which sends what is missing, marked as failed;
     - by the step of a torch optimizer, before it changes anything, if a gradient is this rank's
       alone because all backwards were in `no_sync()`.
 
-    Do not use gradients after an error.
+    A gradient that is not dense raises TypeError. Do not use gradients after an error.
 
     Args:
-        model: Built alike on every rank; construction calls `require_supported` and
-            `broadcast_parameters`. The model keeps this object alive until `close()`.
+        model: Built alike on every rank; construction calls `require_supported` (TypeError) and
+            `broadcast_parameters` (ValueError). The model keeps this object alive until `close()`.
         group: The process group; None for the default one.
         bucket_bytes: See `buckets`. Small buckets start early; large ones cost less each.
         buffers: Whether each step ends with `broadcast_buffers`.
@@ -215,6 +217,8 @@ class DDP:
         Raises:
             RuntimeError: If another rank's backward has failed, or, on every rank, if a parameter
                 has a gradient on some ranks only.
+            FloatingPointError: With `check_finite`, on every rank, if a gradient is not finite.
+            ValueError: With `buffers`, on every rank, if the ranks' buffers differ in kind.
         """
         while self._started < len(self.buckets):
             self.start_next()

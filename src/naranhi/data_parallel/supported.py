@@ -93,7 +93,7 @@ def _unsupported(model):
         ):
             return f"parameter {name} is a {kind.__name__}, not a plain parameter"
         if param.is_meta:
-            return f"parameter {name} is on the meta device and has no values: materialise it first"
+            return f"parameter {name} is on the meta device and has no values: materialize it first"
         if param.requires_grad and param.grad_dtype not in (None, param.dtype):
             return (
                 f"parameter {name} of {param.dtype} accumulates its gradient in "

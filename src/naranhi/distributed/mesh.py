@@ -16,10 +16,10 @@ with a replica, and a pipeline goes from node to node. Megatron-LM (`initialize_
 whose order is "tp-cp-ep-dp-pp") and DeepSpeed (`PipeModelDataParallelTopology`) number their ranks
 in the same order.
 
-The batch is divided over data and expert, each sequence over context. What all ranks hold alike
-(norms, attention, routers) is on data, expert and context three times the same, with other tokens:
-`replicas`. A rank's experts are on data, context and tensor three times the same, with other
-tokens: `expert_replicas`.
+The batch is divided over data and expert, each sequence over context. So the ranks along data,
+expert and context hold the same norms, attention and routers, and have other tokens: they are
+`replicas`. The ranks along data, context and tensor hold the same experts, and have other tokens:
+they are `expert_replicas`.
 
 Source: Narayanan et al., "Efficient large-scale language model training on GPU clusters using
 Megatron-LM" (2021), section 3, on why tensor parallelism belongs inside a node.

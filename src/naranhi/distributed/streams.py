@@ -27,7 +27,7 @@ def start(
 ) -> Later:
     """Queue `function(*tensors)` on `stream` and return at once.
 
-    Do not write to CUDA tensors before `wait()`. Pinned host memory that a copy with
+    Do not write to `tensors` on the GPU before `wait()`. Pinned host memory that a copy with
     `non_blocking=True` reads needs more, because `wait()` makes the current stream wait, and not
     the CPU: call `stream.synchronize()` before you write to it.
 

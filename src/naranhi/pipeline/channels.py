@@ -11,7 +11,7 @@ of another kernel may itself wait until the GPU has finished everything else, pe
 included: CUDA loads kernels when they are first launched, and libraries such as cuBLAS set up
 handles and memory at their first call (so CUDA_MODULE_LOADING=EAGER does not help). If the pending
 messages cannot finish before the new kernel has run, both ranks wait forever. This holds for a
-receive posted ahead, and for a send that the peer is not ready to receive. On two ranks of an H100
+receive posted ahead, and for a send that the peer is not ready to receive. On two ranks on one H100
 (torch 2.11, NCCL 2.28), PipeDream deadlocked in this way at the first matrix product of a layer,
 and, with the kernels of its layers loaded beforehand, in one of the next steps.
 Therefore the first steps of a kind, in which its kernels are loaded, send through the CPUs: gloo

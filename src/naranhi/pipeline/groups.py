@@ -143,6 +143,6 @@ def join_group_creation() -> None:
 
     Such a rank calls this while the others make their pipelines, because torch creates process
     groups on all ranks at once. On a mesh (`distributed.Mesh`) no rank calls this: each is in a
-    pipeline, and all make theirs by the one line `Pipeline(..., mesh.pipeline)`.
+    pipeline, and all make theirs by the one line `Pipeline(..., group=mesh.pipeline)`.
     """
     new_groups({}, 60.0)

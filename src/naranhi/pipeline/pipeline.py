@@ -193,13 +193,13 @@ class Pipeline:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Scale the gradients to a norm of at most `max_norm`, and return the norm before.
 
-        The norm is that of the gradients of all stages; see `tensor_parallel.clip_grad_norm_`.
+        The norm is that of all stages. See `tensor_parallel.clip_grad_norm_`, also for its errors.
         Every rank of the pipeline calls this, and of all pipelines whose ranks share layers, after
         `step` and before the optimizer's `step`.
 
         Args:
             max_norm: the largest norm allowed, above 0.
-            norm_type: the exponent of the norm, above 0.
+            norm_type: the exponent of the norm, above 0; inf for the largest absolute value.
 
         Returns:
             The norm before scaling, a float on every rank.
@@ -252,9 +252,9 @@ class Pipeline:
                 gradient; a list of counts has another length; ranks were given different shapes or
                 circumstances; a layer does not take what the previous one returns, or cannot be
                 tried.
-            TypeError: a layer returns anything but a tensor or a tuple of tensors.
-            RuntimeError: with replicas, a parameter has a gradient of an earlier step, which would
-                be summed again.
+            TypeError: inputs, targets or what a layer returns are not tensors or tuples of tensors.
+            RuntimeError: with replicas or copies of experts, a parameter has a gradient already; a
+                parameter was replaced; or the pipeline is closed, here or on another rank.
         """
         batch, takes, earlier = self._agree(inputs, targets, count)
         tied = self.tied if torch.is_grad_enabled() else ()

@@ -20,7 +20,7 @@ def answer(name: str, *, formula: Any = None, measured: Any = None) -> None:
     The page sets both beside the reader's guess, so they are in the unit of the question.
 
     Args:
-        name: the name of the question, `{predict} name` in a text before this cell.
+        name: the name of the question, `% name: NAME` in the admonition before this cell.
         formula: what a formula or a simulation says, a number; None where there is none.
         measured: what ranks measured or counted, a number; None where they did not.
 

@@ -50,6 +50,13 @@ On a GPU, make `Zero`, and call `gathered()`, under the stream on which the mode
 autograd adds gradients on the stream that was current then, `Zero` moves them on that of the
 backward, and nothing orders the two.
 
+Errors: construction raises ValueError for an argument that does not fit the model or the mesh, and
+for ranks that were given different things; and TypeError for a model that cannot be sharded
+(`data_parallel.supported.require_supported`). `step` raises TypeError for an optimizer that works
+on whole parameters, and RuntimeError for one that was not made of `param_groups`, in a `gathered`
+block, and without any gradient. `clip_grad_norm_` raises ValueError unless `max_norm` and
+`norm_type` are above 0, and FloatingPointError if the norm is not finite.
+
 Sources: Rajbhandari et al., "ZeRO: Memory optimizations toward training trillion parameter models"
 (2020); Zhao et al., "PyTorch FSDP: Experiences on scaling fully sharded data parallel" (2023), for
 the hooks and the prefetch. In production: `fully_shard`, and DeepSpeed.

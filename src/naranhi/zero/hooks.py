@@ -163,7 +163,7 @@ class Hooks:
     # --- backward --------------------------------------------------------------------------------
 
     def pre_backward(self, number: int, last: bool, gradient: torch.Tensor) -> None:
-        """Unshard a unit before its backward; `last` is its last module, where that begins."""
+        """Unshard a unit for its backward; `last`: of its last module, where that begins."""
         self._begin_backward()
         self._parameters.unshard(self.units[number], last, self._whole.state)
 

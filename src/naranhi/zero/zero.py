@@ -39,7 +39,7 @@ class Zero(Hooks):
             (and those of its lists of modules). Other parameters, and those that several units
             share, belong to the root, which at stage 3 stays gathered from the forward to the end
             of the backward. A unit may be a tuple of modules that run one after the other, none of
-            which calls another: small modules are faster that way (`units.joined`).
+            which calls another: small modules are faster that way (`zero.joined`).
         param_groups: Parameter groups of the model's parameters, as torch optimizers expect them.
         precision: "fp32" computes in the parameters' dtype. "bf16" computes in bf16, and reduces
             gradients in bf16 too, while the optimizer works on a copy in fp32. The model's inputs
@@ -194,7 +194,7 @@ class Zero(Hooks):
 
         Args:
             max_norm: The largest norm that the gradients may keep, above 0.
-            norm_type: The order of the norm; `inf` for the largest absolute value.
+            norm_type: The order of the norm, above 0; `inf` for the largest absolute value.
             across: Other groups over whose ranks the model is distributed, such as a pipeline's.
 
         Raises:
@@ -211,7 +211,7 @@ class Zero(Hooks):
         return norm
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let the optimizer update this rank's shards, then update the model from them."""
+        """Let the optimizer update the shards, update the model, and discard the gradients."""
         require_own(optimizer, self.flats)
         self._whole.require_outside("step()")
         self.synchronize()
@@ -274,8 +274,8 @@ class Zero(Hooks):
         """Return a context in which the model's parameters are whole. Call it on every rank.
 
         In mixed precision they are the masters there, in fp32. What is taken out (a `state_dict`, a
-        copy of the model) stays valid. (At stages 1 and 2 in fp32 parameters are always whole, in
-        memory of their own: changes take effect at once.)
+        copy of the model) stays valid. (At stages 1 and 2 in fp32 the model is always whole:
+        changes take effect at once and stay, and a `state_dict` changes with the next step.)
 
         Args:
             write: Whether to keep what the block changes in the parameters; otherwise changes are
@@ -283,7 +283,7 @@ class Zero(Hooks):
 
         Raises:
             ValueError: At the end of the block, with `write`, unless all ranks have made the same
-                changes; it names a parameter, and the changes are lost.
+                changes; it names a parameter. What was changed is lost, except as said above.
         """
         return self._whole.gathered(write)
 
