@@ -177,6 +177,43 @@ def test_a_save_that_fails_leaves_the_one_before_and_no_rubbish(five, tmp_path):
     assert left == [".lock", "step-00000001"]
 
 
+def without_room_for_copies(folder):
+    if (made_of := made(2)) is None:
+        return None
+    original = torch.Tensor.to
+    with Checkpoints(folder, group=first_ranks(2)) as checkpoints:
+        if dist.get_rank() == 1:
+
+            def no_room(tensor, *args, **kwargs):
+                if kwargs.get("copy"):
+                    raise RuntimeError("can't allocate memory")
+                return original(tensor, *args, **kwargs)
+
+            torch.Tensor.to = no_room
+        try:
+            return refusal(lambda: checkpoints.save_async(1, *made_of))
+        finally:
+            torch.Tensor.to = original
+
+
+def test_a_rank_without_room_for_copies_is_told_to_all(five, tmp_path):
+    answers = five.call(without_room_for_copies, str(tmp_path / "state"))[:2]
+    assert answers == ["on rank 1: RuntimeError: can't allocate memory"] * 2
+
+
+def keep_nothing_on_one_rank(folder):
+    if (group := first_ranks(2)) is None or dist.get_rank() > 1:
+        return None
+    with pytest.raises(ValueError) as error:
+        Checkpoints(folder, keep=0 if dist.get_rank() else 3, group=group)
+    return str(error.value)
+
+
+def test_a_wrong_keep_of_one_rank_is_told_to_all(five, tmp_path):
+    expected = "on rank 1: keep must be a whole number of at least 1, or None, not 0"
+    assert five.call(keep_nothing_on_one_rank, str(tmp_path))[:2] == [expected] * 2
+
+
 def wrong_shards(folder):
     """Shards that are not the whole, or not of one model."""
     made_of = made(2)

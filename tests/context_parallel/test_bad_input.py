@@ -61,6 +61,10 @@ REFUSED = {  # what is passed, and the message
         lambda: (tensors(), {"scale": only_rank_1(0.1, None)}),
         "scale: None on rank 0, 0.1 on rank 1",
     ),
+    "a gradient that one rank needs": (
+        lambda: (tensors(requires_grad=only_rank_1(True, False)), {}),
+        "gradients: False on rank 0, True on rank 1",
+    ),
     "one rank's error": (
         lambda: (tensors(size=only_rank_1(0, 4)), {}),
         "on rank 1: nothing to attend: query (2, 4, 6, 0), key (2, 4, 6, 0)",

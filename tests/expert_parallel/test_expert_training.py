@@ -188,3 +188,20 @@ def test_deepspeed_drops_the_same_on_one_rank(two):
         difference, dropped = found[1, 2, 0.7]
         assert difference <= 1e-5 and dropped > 0
         assert found[2, 2, 0.7][0] > 0.01
+
+
+def widths(n_inner):
+    """Of an MLP of GPT-2, and of an expert in its place."""
+    group = first_ranks(2)
+    if dist.get_rank() >= 2:
+        return None
+    config = models.gpt2_config(16, 16, 16, 4, 2)
+    config.n_inner = n_inner
+    layers = models.gpt2(config, True, 0.0)
+    width = layers[2].block.mlp.c_fc.weight.shape[1]
+    return width, add_experts(layers, 2, 1, group)[2].block.mlp.moe.up.shape[-1]
+
+
+@pytest.mark.parametrize(("n_inner", "width"), [(None, 64), (24, 24)])
+def test_an_expert_is_as_wide_as_the_mlp_was(five, n_inner, width):
+    assert five.call(widths, n_inner)[:2] == [(width, width)] * 2

@@ -1,5 +1,7 @@
 """The operation that first returns infinity or NaN."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -131,3 +133,39 @@ def test_the_first_of_two():
 
     found = first_nonfinite(Twice(), torch.full((2,), 40_000.0, dtype=torch.float16))
     assert found == NonFinite("", "aten.mul.Tensor", "inf", 40_000.0)
+
+
+def test_memory_that_is_written_to_is_not_an_input():
+    memory = torch.full((2, 2), float("nan"))
+
+    class Out(nn.Module):
+        def forward(self, x):
+            return torch.mm(x, x, out=memory) + 1
+
+    found = first_nonfinite(Out(), torch.full((2, 2), 1e30))
+    assert found == NonFinite("", "aten.mm.out", "inf", torch.tensor(1e30).item())
+
+
+def test_a_hook_of_the_model_itself_is_within_it():
+    layer = nn.Linear(2, 2)
+    layer.register_forward_pre_hook(lambda module, inputs: (inputs[0].log(),))
+    assert first_nonfinite(layer, torch.zeros(1, 2)) == NonFinite("", "aten.log.default", "inf", 0)
+
+
+def test_a_module_that_raised_is_left():
+    class Raises(nn.Module):
+        def forward(self, x):
+            raise ValueError
+
+    class Catches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.raises = Raises()
+
+        def forward(self, x):
+            with contextlib.suppress(ValueError):
+                self.raises(x)
+            return x.log()
+
+    found = first_nonfinite(Catches(), torch.zeros(2))
+    assert found == NonFinite("", "aten.log.default", "inf", 0)

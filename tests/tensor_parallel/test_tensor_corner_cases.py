@@ -154,18 +154,19 @@ def test_cross_entropy_of_any_targets(five, ranks):
 # --- precisions ----------------------------------------------------------------------------------
 
 
-def autocast_of_float64():
+def autocast_of(dtype):
     if not (here := member(2)):
         return None
-    linear = nn.Linear(4, 6).double()
+    linear = nn.Linear(4, 6).to(dtype)
     split = ColumnParallelLinear(linear, here[0])
-    x = torch.randn(3, 4, dtype=torch.float64)
+    x = torch.randn(3, 4, dtype=dtype)
     with torch.autocast("cpu", torch.bfloat16):
         return linear(x).dtype, split(x).dtype
 
 
-def test_autocast_leaves_float64_alone(five):
-    assert five.call(autocast_of_float64)[:2] == [(torch.float64, torch.float64)] * 2
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
+def test_autocast_leaves_float64_and_complex_numbers_alone(five, dtype):
+    assert five.call(autocast_of, dtype)[:2] == [(dtype, dtype)] * 2
 
 
 # --- layers in two places ------------------------------------------------------------------------

@@ -54,13 +54,17 @@ class Checkpoints:
         keep: int | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        if keep is not None and (not isinstance(keep, int) or keep < 1):
-            raise ValueError(f"keep must be a whole number of at least 1, or None, not {keep!r}")
         self.keep, self._storage = keep, Storage(folder)
         self._own_group = group is None
         # Saves in the background exchange messages while the training does: not in one group.
         self.group = dist.new_group(backend="gloo") if group is None else group
-        agree(self.group, folder=os.fspath(folder), keep=keep)
+        try:
+            raise_on_all(lambda: _require_number(keep), self.group, kind=ValueError)
+            agree(self.group, folder=os.fspath(folder), keep=keep)
+        except ValueError:
+            if self._own_group:
+                dist.destroy_process_group(self.group)
+            raise
         self._thread, self._error, self._damaged = None, None, set()
 
     def steps(self) -> list[int]:
@@ -201,3 +205,8 @@ class Checkpoints:
         """Call `function()` on rank 0; raise CheckpointError on every rank if it fails."""
         first = dist.get_rank(self.group) == 0
         raise_on_all(lambda: function() if first else None, self.group, kind=CheckpointError)
+
+
+def _require_number(keep):
+    if keep is not None and (not isinstance(keep, int) or keep < 1):
+        raise ValueError(f"keep must be a whole number of at least 1, or None, not {keep!r}")

@@ -18,7 +18,7 @@ def get() -> dict[str, Any]:
         "python": random.getstate(),
         "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), *rest),
     }
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():  # which reading the state would do, also for ranks on CPUs
         states["cuda"] = torch.cuda.get_rng_state()
     return states
 

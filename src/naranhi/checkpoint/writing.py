@@ -136,12 +136,7 @@ def prepare(
     data = raise_on_all(lambda: rest.serialized(content), group, kind=CheckpointError)
     tensors = state.written_by(dist.get_rank(group), layout)
     if copy:
-        tensors = {
-            name: boxes._replace(
-                views={box: view.to("cpu", copy=True) for box, view in boxes.views.items()}
-            )
-            for name, boxes in tensors.items()
-        }
+        tensors = raise_on_all(lambda: _copied(tensors), group, kind=CheckpointError)
     manifest = {
         "ranks": dist.get_world_size(group),
         "optimizer": layout.kind,
@@ -153,6 +148,15 @@ def prepare(
 def causes(error: CheckpointException) -> str:
     """Return the messages of the errors that DCP has gathered from the ranks, a line each."""
     return "\n".join(f"on rank {rank}: {cause}" for rank, (cause, _) in error.failures.items())
+
+
+def _copied(tensors):
+    return {
+        name: boxes._replace(
+            views={box: view.to("cpu", copy=True) for box, view in boxes.views.items()}
+        )
+        for name, boxes in tensors.items()
+    }
 
 
 def _require_seen(folder):

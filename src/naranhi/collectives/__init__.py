@@ -1,11 +1,11 @@
 """The collectives, each written with send and receive.
 
 Every function takes its tensors before the process group (`None` is the default group), and works
-on any number of ranks, any shape and any dtype that can be added. A *root* is a rank within the
-group. A tensor that a function writes must be contiguous; a tensor that it only reads need not be.
-Wrong arguments raise a ValueError (TypeError for a dtype without a sum) on the rank that passed
-them, before that rank sends anything. Sums are taken in a different order from torch's, so their
-last bits may differ from torch's; they are the same bits on every rank.
+on any number of ranks, any shape and any dtype that can be added (NCCL does not send int16). A
+*root* is a rank within the group. A tensor that a function writes must be contiguous; a tensor that
+it only reads need not be. Wrong arguments raise a ValueError (TypeError for a dtype without a sum)
+on the rank that passed them, before that rank sends anything. Sums are taken in a different order
+from torch's, so their last bits may differ from torch's; they are the same bits on every rank.
 
 The algorithms are in `tree`, `ring` and `halving_doubling`; `chunks` overlaps their messages. If a
 collective has several algorithms, a tensor that fits into one message uses the one that is fastest

@@ -105,6 +105,7 @@ def prepare(
         "order": order,
         "documents": documents,
         "scale": scale,
+        "gradients": torch.is_grad_enabled() and _any_requires_grad(query, key, value),
     }
     return _compared(cut, things, group)
 
@@ -115,6 +116,11 @@ def is_a_shape(x: torch.Tensor) -> bool:
     What attention returns has the shape of the query then, and nothing is sent.
     """
     return isinstance(x, torch.Tensor) and (isinstance(x, FakeTensor) or x.is_meta)
+
+
+def _any_requires_grad(*tensors):
+    """Return whether a backward will follow, in which all ranks exchange messages."""
+    return any(getattr(tensor, "requires_grad", False) for tensor in tensors)
 
 
 def _described(tensor):

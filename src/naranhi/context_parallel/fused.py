@@ -36,7 +36,12 @@ def kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: 
     if query.device.type == "cpu":
         return "cpu"
     if query.device.type == "cuda" and query.shape[-1] % 8 == 0:  # no kernel pads heads by itself
-        return KERNELS.get(torch._fused_sdp_choice(query, key, value, None, 0.0, causal), "plain")
+        # As for a training: some kernels have a forward for a head size, and no backward.
+        if not query.is_inference():
+            query = query.detach().requires_grad_()
+        with torch.enable_grad():
+            choice = torch._fused_sdp_choice(query, key, value, None, 0.0, causal)
+        return KERNELS.get(choice, "plain")
     return "plain"
 
 

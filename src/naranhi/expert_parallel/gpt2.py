@@ -104,7 +104,7 @@ def add_experts(
 ) -> list[nn.Module]:
     """Replace the MLP of every second block of `models.gpt2`, in place, and return the layers.
 
-    An expert is as wide as the MLP was, 4 x hidden. The MLP's weights and its dropout are lost.
+    An expert is as wide as the MLP was. The MLP's weights and its dropout are lost.
 
     Args:
         layers: the layers of `models.gpt2`, the same on every rank.
@@ -130,7 +130,8 @@ def add_experts(
     tensor = tensor if tensor and dist.get_world_size(tensor) > 1 else None
     for layer in blocks:
         hidden = layer.block.ln_2.normalized_shape[0]
-        moe = MoE(hidden, 4 * hidden, experts, top_k, group, capacity_factor, replicas=replicas)
+        width = layer.block.mlp.c_fc.weight.shape[1]
+        moe = MoE(hidden, width, experts, top_k, group, capacity_factor, replicas=replicas)
         if tensor:  # each rank has the router's gradient of its tokens: `sum_sequence_gradients`
             mark_sequence_module(moe.router, tensor)
         divided = None if sequence else tensor

@@ -108,9 +108,10 @@ def measured_offset(group: dist.ProcessGroup, peer: int = 0) -> float:
         asked = perf_counter()
         dist.send(message, group=group, group_dst=peer)
         dist.recv(message, group=group, group_src=peer)
+        told = message.item()  # over NCCL, only this waits for the message
         answered = perf_counter()
         # Assume that the peer read its clock halfway through the round trip.
-        best = min(best, (answered - asked, message.item() - (asked + answered) / 2))
+        best = min(best, (answered - asked, told - (asked + answered) / 2))
     return best[1]
 
 
@@ -118,6 +119,7 @@ def _tell_time(group, other):
     for _ in range(ROUND_TRIPS):
         message = _message(group)
         dist.recv(message, group=group, group_src=other)
+        message.item()  # as above
         dist.send(message.fill_(perf_counter()), group=group, group_dst=other)
 
 

@@ -53,8 +53,9 @@ def first_nonfinite(module: nn.Module, *inputs: Any) -> NonFinite | None:
     with torch.no_grad(), ExitStack() as hooks:
         for name, child in module.named_modules():
             enter = partial(watch.enter, name)
-            hooks.callback(child.register_forward_pre_hook(enter).remove)
-            hooks.callback(child.register_forward_hook(watch.leave).remove)
+            # The module's other hooks, and a forward that raises, are within it, too.
+            hooks.callback(child.register_forward_pre_hook(enter, prepend=True).remove)
+            hooks.callback(child.register_forward_hook(watch.leave, always_call=True).remove)
         with watch:
             module(*inputs)
     return watch.first
@@ -77,7 +78,11 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if self.first or str(func.overloadpacket) in UNINITIALIZED:
             return func(*args, **(kwargs or {}))
-        before = _largest((args, kwargs))  # and not after: in place, the output overwrites an input
+        # Of what it reads, which is not what it writes to by `out=`; and not after: in place, the
+        # output overwrites an input.
+        written = {argument.name for argument in func._schema.arguments if argument.is_out}
+        read = {name: value for name, value in (kwargs or {}).items() if name not in written}
+        before = _largest((args, read))
         output = func(*args, **(kwargs or {}))
         after = _largest(output)
         if all(map(isfinite, before)) and not all(map(isfinite, after)):

@@ -62,8 +62,8 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
     Virtual stage s is on rank s mod p, so the v chunks of a rank are not neighbours. A rank takes p
     micro-batches through its first chunk, the same p through its second, and so on to the last,
     then the next p. Backwards run in the same way, from the last chunk to the first. The bubble is
-    (p - 1)(F + B) / v, where F and B are a rank's times for all its chunks. There are 2m(pv - 1)
-    messages, and rank r holds the activations of up to p + (p - 1 - 2r) / v micro-batches.
+    (p - 1)(F + B) / v, where F and B are a rank's times for all its chunks. With p > 1 there are
+    2m(pv - 1) messages. Rank r holds the activations of up to p + (p - 1 - 2r) / v micro-batches.
 
     A rank runs (v - 1)p + 2(p - 1 - rank) warm-up forwards before it alternates a forward and a
     backward, as Megatron-LM does. With p - 1 - rank fewer it would hold fewer activations and, if

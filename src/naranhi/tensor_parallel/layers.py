@@ -236,8 +236,10 @@ def _as_autocast(x, *weights):
     kind = x.device.type
     if not torch.is_autocast_enabled(kind):
         return x, *weights
-    dtype, as_they_are = torch.get_autocast_dtype(kind), (None, torch.float64)
-    return tuple(
-        tensor if getattr(tensor, "dtype", None) in as_they_are else tensor.to(dtype)
-        for tensor in (x, *weights)
-    )
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(tensor.to(dtype) if _is_cast(tensor) else tensor for tensor in (x, *weights))
+
+
+def _is_cast(tensor):
+    """Return whether autocast casts a tensor, or None in the place of a bias."""
+    return tensor is not None and tensor.is_floating_point() and tensor.dtype != torch.float64

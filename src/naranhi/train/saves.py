@@ -47,7 +47,8 @@ class Saves:
     def _begin(self, resume):
         self._checkpoints.claim()
         # Those of rank 0: a network file system may show the ranks different ones.
-        self._steps = from_all_ranks(self._checkpoints.steps(), self._checkpoints.group)[0]
+        own = raise_on_all(self._checkpoints.steps)
+        self._steps = from_all_ranks(own, self._checkpoints.group)[0]
         if self._steps and not resume:
             raise UsageError(
                 f"--save {self.folder} has checkpoints of a run already, up to step "

@@ -26,6 +26,7 @@ import argparse
 import math
 import random
 from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import partial
 from itertools import islice
 from time import perf_counter
@@ -112,6 +113,14 @@ class Training:
             )
         )
         self.mesh = raise_on_all(partial(make_mesh, options))
+        with ExitStack() as undo:  # or the groups of what is refused would stay
+            undo.callback(self.close)
+            self._prepare()
+            undo.pop_all()
+
+    def _prepare(self):
+        """Make all but the mesh: model, pipeline, optimizer and data, and resume."""
+        options = self.options
         layers, sequences, pad, self.about = raise_on_all(lambda: build_model_and_data(options))
         computed = computed_as(layers)
         ends = [token for sequence in sequences for token in (*sequence, -1)]
@@ -127,7 +136,7 @@ class Training:
         schedule = raise_on_all(partial(make, sizes.pipeline, options.microbatches))
         if actions_of(schedule, "I"):
             layers = splittable(layers)
-        nn.ModuleList(layers).to(device)
+        nn.ModuleList(layers).to(self.device)
         self.pipeline = raise_on_all(
             partial(
                 Pipeline,
@@ -199,7 +208,8 @@ class Training:
 
         It does not wait for a checkpoint in the background; leaving a `with` block does.
         """
-        self.pipeline.close()
+        if hasattr(self, "pipeline"):  # or it was refused
+            self.pipeline.close()
         self.mesh.close()
 
     def __enter__(self) -> Self:

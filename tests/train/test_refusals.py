@@ -1,0 +1,80 @@
+"""A training that is refused: nothing of it stays, and no rank waits for another."""
+
+import gc
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from naranhi import train
+from naranhi.checkpoint import Checkpoints
+from naranhi.train import trainer
+from naranhi.train.saves import Saves
+
+
+def left_by(options, times):
+    """The message, and how many groups and descriptors there are more after each refusal."""
+
+    def open_ones():
+        gc.collect()
+        return len(dist.distributed_c10d._world.pg_map), len(os.listdir("/proc/self/fd"))
+
+    for _ in range(times):
+        before = open_ones()  # the first may import something
+        with pytest.raises(train.UsageError) as error:
+            train.losses(options)
+    after = open_ones()
+    return str(error.value), [now - then for now, then in zip(after, before, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--dp 2 --batch 6", "--batch 6 cannot be divided"),
+        ("--pp 2 --balance 3,3", "balance"),
+        ("--pp 2 --schedule dualpipe_v --microbatches 1", "micro-batches"),
+    ],
+)
+def test_a_refused_training_leaves_no_groups(eight, options, message):
+    for said, (groups, descriptors) in eight(2, left_by, options, 2):
+        assert message in said
+        assert groups == 0
+        assert descriptors <= 0
+
+
+def unseen_by_one_rank(folder):
+    options = train.parse(["--save", folder, "--steps", "1"])
+    original = Checkpoints.steps
+
+    def steps(checkpoints):
+        raise PermissionError(13, "Permission denied", folder)
+
+    if dist.get_rank():
+        Checkpoints.steps = steps
+    try:
+        with pytest.raises(train.UsageError) as error:
+            Saves(options, {})
+    finally:
+        Checkpoints.steps = original
+    return str(error.value)
+
+
+def test_a_folder_that_one_rank_cannot_list_is_told_to_all(eight, tmp_path):
+    said = eight(2, unseen_by_one_rank, str(tmp_path / "runs"))
+    assert said[0] == said[1]
+    assert "on rank 1: [Errno 13] Permission denied" in said[0]
+
+
+def devices_of_the_model():
+    original = trainer.device_of
+    trainer.device_of = lambda: torch.device("meta")  # in the place of a GPU
+    try:
+        with train.Training(train.parse(["--steps", "1"])) as training:
+            return {param.device.type for param in training.pipeline.parameters()}
+    finally:
+        trainer.device_of = original
+
+
+def test_the_model_is_on_the_device_of_the_group(eight):
+    assert eight(1, devices_of_the_model) == [{"meta"}]
