@@ -65,6 +65,17 @@ def test_parts_come_nearest_first_and_ports_in_bytes_a_second(machine, monkeypat
     assert roce == Part("Ethernet port", 1, None, 12.5e9, "mlx5_1")
 
 
+def test_a_core_with_two_hardware_threads_is_one_core(machine):
+    ours = sorted(os.sched_getaffinity(0))
+    pairs = [ours[first : first + 2] for first in range(0, len(ours), 2)]
+    for pair in pairs:
+        for cpu in pair:
+            topology = machine / f"sys/devices/system/cpu/cpu{cpu}/topology"
+            topology.mkdir(parents=True)
+            (topology / "thread_siblings_list").write_text(",".join(map(str, pair)) + "\n")
+    assert measure.parts(machine)[0].count == len(pairs)
+
+
 def test_what_the_system_hides_is_left_out(tmp_path):
     assert measure.caches(root=tmp_path) == []
     assert measure.rdma_ports(tmp_path) == []

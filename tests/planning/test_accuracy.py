@@ -44,7 +44,7 @@ MEMORY = {
     "Korthikanti 2022 Fig 1 (via Calculon)": (0.01, 0.02),
     "Zero Bubble": (0.023, 0.07),
     # The worst: seven pipelines of 405B whose ranks hold the same bytes, 72.7 to 84.9 GiB.
-    "torchtitan 2024-12": (0.046, 0.15),
+    "torchtitan 2024-12": (0.031, 0.12),
     # Half of them are within 7%. The worst are tensor groups over nodes: what their allocator keeps
     # depends on how far its host is ahead, which later runs, on a slower network, were not.
     "HF Ultra-Scale sweep": (0.11, 2.6),

@@ -119,7 +119,7 @@ def test_a_head_of_keys_and_values_is_not_divided(program):
 @pytest.mark.parametrize(
     "layers, pp, chunks, told",
     [(126, 16, 4, (2, 1, 1)), (126, 16, 8, (1, 1, 1)), (80, 4, 4, (5, 0, 0)), (79, 4, 4, (5, 0, 1)),
-     (80, 3, 4, (7, 1, 1))],
+     (80, 3, 4, (7, 1, 0))],
 )  # fmt: skip
 def test_torchtitan_is_told_of_more_chunks_than_it_makes_by_itself(layers, pp, chunks, told):
     """Its 0.2 makes ceil(layers / layers_per_stage) stages, with both ends counted as told."""
@@ -131,11 +131,67 @@ def test_torchtitan_is_told_of_more_chunks_than_it_makes_by_itself(layers, pp, c
     assert math.ceil((layers + told[1] + told[2]) / told[0]) == pp * chunks
 
 
+@pytest.mark.parametrize("layers", [8, 9, 13, 14, 15, 16, 17, 32, 33])
+@pytest.mark.parametrize("pp, chunks", [(2, 1), (4, 1), (8, 1), (4, 2)])
+def test_torchtitan_cuts_as_the_forecast_does(layers, pp, chunks):
+    """An equal share of what is counted, the first ones one more; less what both ends count as."""
+    model = replace(LLAMA, layers=layers)
+    schedule = "interleaved" if chunks > 1 else "one_f_one_b"
+    plan = Plan(2, pp=pp, chunks=chunks, schedule=schedule, zero=3)
+    config = tomllib.loads(commands.torchtitan(model, plan, 4096, 32))["parallelism"]
+    assert "pipeline_parallel_layers_per_stage" not in config
+    first, last = (
+        config[f"pipeline_parallel_{end}_stage_less_layers"] for end in ("first", "last")
+    )
+    each, more = divmod(layers + first + last, pp * chunks)
+    counts = [each + (stage < more) for stage in range(pp * chunks)]
+    counts[0] -= first
+    counts[-1] -= last
+    assert each >= max(first, last)  # or it refuses
+    assert counts == [len(numbers) for numbers in cut(model, pp * chunks).layers]
+
+
+@pytest.mark.parametrize("zero, told", [(0, False), (1, True), (2, True), (3, False)])
+def test_torchtitan_says_where_fsdp_does_more_than_the_plan(zero, told):
+    text = commands.torchtitan(LLAMA, Plan(8, zero=zero), 4096, 64)
+    assert (f"# torchtitan has no ZeRO-{zero}: FSDP also shards" in text) == told
+    assert tomllib.loads(text)
+    in_a_pipeline = commands.torchtitan(LLAMA, Plan(4, pp=2, zero=1), 4096, 64)
+    assert "#" not in in_a_pipeline  # where it reduces once a step as well
+
+
+def test_a_ring_cuts_a_sequence_into_two_pieces_for_each_rank():
+    plan = Plan(1, 2, cp=4, zero=3)
+    with pytest.raises(ValueError, match=r"torchtitan cannot run .* 4104 .* 2 x cp x tp = 16 piec"):
+        commands.torchtitan(LLAMA, plan, 4104, 8)
+    with pytest.raises(ValueError, match=r"Megatron-LM cannot run .* 4100 .* 2 x cp = 8 pieces"):
+        commands.megatron(LLAMA, plan, 4100, 8)
+    assert commands.torchtitan(LLAMA, plan, 4112, 8) and commands.megatron(LLAMA, plan, 4104, 8)
+
+
+def test_megatron_sends_tokens_to_experts_as_the_forecast_does():
+    """Its default has each rank gather the tokens of all; and with tp it shards along sequences."""
+    experts = replace(LLAMA, experts=8, top_k=2)
+    text = commands.megatron(experts, Plan(4, 2, ep=4), 4096, 64)
+    assert "--moe-token-dispatcher-type alltoall" in text
+    assert "dispatcher" not in commands.megatron(LLAMA, Plan(4, 2), 4096, 64)
+    with pytest.raises(ValueError, match=r"Megatron-LM cannot run .* choose sequence_parallel"):
+        commands.megatron(experts, Plan(4, 2, ep=4, sequence_parallel=False), 4096, 64)
+
+
+@pytest.mark.parametrize("zero, words", [(2, "optim_grads"), (3, "optim_grads_params")])
+def test_megatron_fsdp_is_told_what_it_requires(zero, words):
+    words = f"--use-megatron-fsdp --data-parallel-sharding-strategy {words}"
+    words += " --use-distributed-optimizer --no-gradient-accumulation-fusion"
+    text = commands.megatron(LLAMA, Plan(8, zero=zero), 4096, 64).replace(" \\\n ", "")
+    assert words in text
+
+
 def test_torchtitan_makes_two_chunks_by_itself_and_not_every_number():
     model = replace(LLAMA, layers=76)
     plan = Plan(4, 8, 16, chunks=2, schedule="interleaved", zero=1)
     assert "layers_per_stage" not in commands.torchtitan(model, plan, 8192, 256)
-    with pytest.raises(ValueError, match=r"torchtitan cannot run .* it makes 38 stages"):
+    with pytest.raises(ValueError, match=r"torchtitan cannot run .* it makes 39 stages"):
         commands.torchtitan(model, replace(plan, chunks=4), 8192, 256)
     with pytest.raises(ValueError, match=r"at least 2 chunks on a rank, and the plan 1"):
         commands.torchtitan(model, replace(plan, chunks=1), 8192, 256)

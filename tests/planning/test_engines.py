@@ -61,12 +61,13 @@ def test_a_token_goes_once_to_each_node_that_has_one_of_its_experts(changed):
     hidden = comm.expert_layer(SPARSE, changed(cluster, expert_overlap=0.9), plan, 4096).forward
     port = cluster.network_bandwidth * comm.NETWORK
     each = 2 * 4096 * 1024 / port  # seconds of all tokens, over one port, once
-    nvlink = 2 * 8 * 63 / 64 * 2 * 4096 * 1024 / (cluster.sheet.nvlink * comm.NVLINK)
-    # Two ways: 8 x 63/64 x 7/8 copies, against 8 x (1 - (7/8)^8) x 7/8 nodes of eight.
+    nvlink = 2 * 8 * 2 * 4096 * 1024 / (cluster.sheet.nvlink * comm.NVLINK)
+    # Two ways: 8 x 7/8 copies, against 8 x (1 - (7/8)^8) x 7/8 nodes of eight.
     visited = 8 * (1 - (7 / 8) ** 8)
-    more_inside = nvlink * 7 / 8  # copies to other nodes go on over NVLink there
+    # Copies to other nodes go on over NVLink there: all but those for the rank itself.
+    more_inside = nvlink * (63 / 64 - 7 / 64)
     outside = 2 * 7 / 8 * each
-    assert copies - once == pytest.approx(outside * (8 * 63 / 64 - visited) - more_inside)
+    assert copies - once == pytest.approx(outside * (8 - visited) - more_inside)
     assert once - four == pytest.approx(outside * (visited - 4))
     assert hidden == pytest.approx(four * 0.1)  # the fixture's changes add up
 
@@ -238,3 +239,31 @@ def test_an_engine_has_its_own_headroom():
         cluster = Cluster(8, engine=name)
         assert cluster.capacity == cluster.memory * (1 - row.headroom)
         assert predict(LLAMA, cluster, Plan(8), 1024, 8).capacity == cluster.capacity
+
+
+@pytest.mark.parametrize("tp, ep", [(1, 8), (1, 16), (8, 2), (8, 8), (4, 8), (2, 16)])
+def test_copies_leave_the_node_whose_experts_are_elsewhere(tp, ep, monkeypatch):
+    """Counted rank by rank: of the ranks of a group, `tp` apart, some are in the first one's node.
+
+    Each sends an equal share of its copies to every rank of the group.
+    """
+    cluster = Cluster(max(8, tp * ep))
+    monkeypatch.setattr(comm, "NVLINK_START", 0.0)
+    monkeypatch.setattr(comm, "NETWORK_START", 0.0)
+    monkeypatch.setattr(comm, "NVLINK_LATENCY", 0.0)
+    monkeypatch.setattr(comm, "NETWORK_LATENCY", 0.0)
+    nodes = [rank * tp // 8 for rank in range(ep)]
+    copies = 2 * 4096 / tp * 1024 * 8
+    near, far = nodes.count(nodes[0]) - 1, ep - nodes.count(nodes[0])
+    seconds = copies * near / ep / (cluster.sheet.nvlink * comm.NVLINK)
+    seconds += copies * far / ep / (cluster.network_bandwidth * comm.NETWORK)
+    plan = Plan(cluster.gpus // tp, tp, ep=ep)
+    found = comm.expert_layer(SPARSE, cluster, plan, 4096).forward
+    assert found == pytest.approx(2 * seconds, rel=1e-9)
+
+
+@pytest.mark.parametrize("gpu, peak", [("A100", 19.5), ("H100", 66.9)])
+def test_fp32_is_that_of_ieee_as_torch_multiplies_by_default(gpu, peak):
+    cluster = Cluster(8, gpu=gpu, engine="fsdp", memory_gib=2000)
+    found = predict(LLAMA, cluster, Plan(8, zero=3, precision="fp32"), 4096, 64)
+    assert 0.3 * peak < found.tflops_per_gpu < peak

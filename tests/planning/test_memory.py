@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from naranhi import costs
-from naranhi.planning import Cluster, Model, Plan, predict
+from naranhi.planning import Cluster, Latent, Model, Plan, predict
 from naranhi.planning.activations import layer_activations
 from naranhi.planning.memory import stage_memory
 from naranhi.planning.stages import cut
@@ -216,3 +216,76 @@ def test_layers_that_do_not_divide_go_to_the_last_stages_or_to_those_between():
     ten = replace(LLAMA, layers=10)
     assert [len(layers) for layers in cut(ten, 4, "last").layers] == [2, 2, 3, 3]
     assert [len(layers) for layers in cut(ten, 4, "uniform").layers] == [2, 3, 3, 2]
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_copies_for_experts_are_kept_as_they_were_gathered(sequence_parallel):
+    """Of a layer without them, everything is a quarter or, unsharded, as much; 8 copies are not."""
+    model = replace(LLAMA, experts=64, top_k=8, expert_ffn=256)
+    few = replace(model, top_k=4, expert_ffn=512)  # as wide in all, with half of the copies
+    plan = Plan(1, 4, sequence_parallel=sequence_parallel)
+    eight, four = (layer_activations(m, Cluster(4), plan, 1024, sparse=True) for m in (model, few))
+    assert eight - four == 2 * 1024 * 4 * 1024
+
+
+def test_a_layer_of_experts_is_as_wide_as_those_that_a_token_visits():
+    narrow = replace(LLAMA, experts=64, top_k=1, expert_ffn=256, vocabulary=64)
+    wide = replace(narrow, top_k=8)
+    one, eight = (
+        stage_memory(model, Cluster(1), Plan(1, recompute="full"), 8192, 1)[0].working
+        for model in (narrow, wide)
+    )
+    again = [
+        layer_activations(model, Cluster(1), Plan(1), 8192, sparse=True) for model in (narrow, wide)
+    ]
+    assert eight - one == again[1] - again[0] + 2 * 8192 * 3 * 7 * 256
+
+
+DEEPSEEK = Model(
+    layers=2, hidden=7168, heads=128, ffn=18432, vocabulary=129280, head_dim=128, gated=True,
+    tied=False, latent=Latent(1536, 512, 64, 128, 128),
+)  # fmt: skip
+
+
+def test_latent_attention_keeps_its_own_sizes():
+    """Queries and keys of 192, values of 128 elements a head; both latent vectors, before and after
+    their norms."""
+    attention = 128 * (192 + 192 + 128) + 2 * (1536 + 512)
+    kept = 2 * (5 * 7168 - 7168 + 128 * 128 + attention + 3 * 18432) + 4 * 128
+    assert layer_activations(DEEPSEEK, Cluster(1), Plan(1), 1024) == 1024 * kept
+
+
+def test_every_tensor_parallel_rank_has_the_matrices_of_latent_vectors():
+    whole = 7168 * 1536 + 7168 * (512 + 64)
+    dense, experts = DEEPSEEK.rank_parameters(0, 8)
+    assert dense == whole + (DEEPSEEK.layer_parameters() - whole) / 8 and experts == 0
+    sparse = replace(DEEPSEEK, experts=256, top_k=8, expert_ffn=2048, shared_experts=1)
+    dense, experts = sparse.rank_parameters(1, 8, 32)
+    assert experts == 8 * sparse.expert_parameters / 8
+    whole += 7168 * 256  # the router
+    others = sparse.attention_parameters + sparse.expert_parameters + 7168 * 256 - whole
+    assert dense == whole + others / 8
+    held = stage_memory(DEEPSEEK, Cluster(8), Plan(1, 8), 1024, 1)[0].parameters
+    ends = 2 * DEEPSEEK.embedding_parameters / 8
+    assert held == 2 * (2 * DEEPSEEK.rank_parameters(0, 8)[0] + ends)
+
+
+def test_in_a_pipeline_stage_2_holds_whole_gradients_as_stage_1_does():
+    """FSDP adds up those of all micro-batches there, as `Plan.kept_whole` says."""
+    cluster = Cluster(8, engine="fsdp")
+    one, two = (
+        stage_memory(LLAMA, cluster, Plan(4, pp=2, zero=zero), 1024, 4)[0] for zero in (1, 2)
+    )
+    assert two.gradients == one.gradients == two.parameters
+
+
+def test_fsdp_gathers_on_a_stream_of_its_own():
+    """Blocks of what is in no layer, and of a layer, which the other stream cannot use."""
+    model = replace(LLAMA, vocabulary=64)  # so that the loss is small
+    cluster = Cluster(8, engine="fsdp")
+    for pp, ends in ((1, model.end_parameters - model.hidden), (2, model.embedding_parameters)):
+        plan = Plan(8 // pp, pp=pp, zero=3)
+        first = stage_memory(model, cluster, plan, 1024, 4)[0]
+        loss = 0.0 if pp > 1 else 2 * 1024 * 64 + 12 * 1024 * 64
+        gathered = 2 * (max(ends, model.layer_parameters()) + model.layer_parameters())
+        assert first.cached == pytest.approx(gathered + loss, rel=1e-9)

@@ -1,8 +1,21 @@
 """Clusters and plans: what cannot be is refused in words, and says which numbers contradict."""
 
+from dataclasses import replace
+
 import pytest
 
-from naranhi.planning import Cluster, Latent, Machine, Model, Plan, PlanError, predict, search
+from naranhi.planning import (
+    Cluster,
+    Latent,
+    Layer,
+    Line,
+    Machine,
+    Model,
+    Plan,
+    PlanError,
+    predict,
+    search,
+)
 from naranhi.planning.cluster import calibrations
 from naranhi.planning.stages import cut
 
@@ -220,3 +233,47 @@ class Index:
 
     def __index__(self):
         return self.value
+
+
+def test_a_sequence_is_no_longer_than_what_has_learned_positions():
+    model = replace(MODEL, positions=1024)
+    assert predict(model, Cluster(8), Plan(8), 1024, 64).step_seconds > 0
+    with pytest.raises(PlanError, match="sequence_length = 2048, but the model has learned only"):
+        predict(model, Cluster(8), Plan(8), 2048, 64)
+
+
+def test_a_gpu_without_fp8_refuses_it():
+    words = "precision = 'fp8': A100 does not multiply in it; choose one of bf16, fp32"
+    with pytest.raises(PlanError, match=words):
+        predict(MODEL, Cluster(8, gpu="A100"), Plan(8, precision="fp8"), 1024, 64)
+    with pytest.raises(PlanError, match=f"no plan divides .* {words}"):
+        search(MODEL, Cluster(8, gpu="A100"), 1024, 64, precision="fp8")
+
+
+def test_the_width_that_some_layer_has_is_divided():
+    odd = {"ffn": 10943, "experts": 64, "top_k": 6, "gated": True}
+    experts = Model(4, 2048, 16, expert_ffn=1408, **odd)
+    assert predict(experts, Cluster(8), Plan(1, 8), 1024, 8).step_seconds > 0
+    with pytest.raises(PlanError, match="ffn = 10943 is not a multiple of tp = 8"):
+        predict(replace(experts, dense_layers=1), Cluster(8), Plan(1, 8), 1024, 8)
+    with pytest.raises(PlanError, match="expert_ffn = 1407 is not a multiple of tp = 8"):
+        predict(replace(experts, expert_ffn=1407), Cluster(8), Plan(1, 8), 1024, 8)
+
+
+@pytest.mark.parametrize(
+    "more, words",
+    [
+        ({"zero": 3}, "zero = 3: this machine was measured with 0"),
+        ({"recompute": "full"}, "recompute = 'full': this machine was measured with 'none'"),
+        ({"precision": "bf16"}, "precision = 'bf16': this machine was measured with 'fp32'"),
+        ({"ep": 2}, "ep = 2: this machine was measured with 1"),
+        ({"tp": 2, "dp": 2}, "sequence_parallel = True: this machine was measured with False"),
+    ],
+)
+def test_a_machine_refuses_what_was_not_measured(more, words):
+    line = Line(1e-6, 1e-9)
+    machine = Machine(4, layer=Layer(line, line, 0.5), near=line, far=line, peak=1e9)
+    plan = {"dp": 4, "precision": "fp32"} | more
+    assert predict(MODEL, machine, Plan(4, precision="fp32"), 1024, 4).step_seconds > 0
+    with pytest.raises(PlanError, match=words):
+        predict(MODEL, machine, Plan(**plan), 1024, 4)

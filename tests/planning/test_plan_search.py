@@ -102,7 +102,7 @@ def test_a_batch_that_no_plan_divides_is_refused():
 
 def test_an_explanation_names_each_second_and_the_next_best(found):
     text = explain(found)
-    plan, forecast = found[0]
+    _, forecast = found[0]
     for name in forecast.parts:
         assert f"  {name}: " in text
     assert f"the fastest of the {found.fitting} plans that fit; {found.tried} were tried" in text
@@ -111,8 +111,13 @@ def test_an_explanation_names_each_second_and_the_next_best(found):
     assert "The next best" not in explain(found, len(found) - 1)
     assert f"number {len(found)} of " in explain(found, len(found) - 1)
     assert f"{forecast.memory_bytes / 2**30:.1f} GiB of" in text
-    if plan.pp > 1:
-        assert f"pp {plan.pp}: each GPU has" in text
+
+
+def test_an_explanation_says_what_a_stage_has():
+    plan = Plan(2, 2, 4)
+    forecast = predict(LLAMA, Cluster(16), plan, 4096, 64)
+    text = explain(Found(LLAMA, Cluster(16), 4096, 64, ((plan, forecast),), 1, 1))
+    assert "pp 4: each GPU has" in text
 
 
 def test_an_explanation_claims_of_no_degree_what_it_does_not_know():
@@ -136,7 +141,8 @@ def test_the_command_line_prints_the_plans(tmp_path, capsys):
     text = capsys.readouterr().out
     table = text.split("\n\n")[0].splitlines()
     assert len(table) == 4 and table[0].split()[:3] == ["step", "low", "high"]
-    assert "Megatron-LM:\n--num-layers 32" in text and "torchtitan:\n[training]" in text
+    assert "Megatron-LM:\n--num-layers 32" in text and "\n[training]\n" in text
+    assert "torchtitan:\n# torchtitan has no ZeRO-1" in text
 
 
 def test_the_command_line_says_what_is_wrong(tmp_path, capsys):

@@ -111,14 +111,14 @@ def test_a_pipeline_over_nodes_sees_the_network_though_a_node_has_several_stages
 
 def test_sharding_moves_half_as_much_again_as_reducing():
     """ZeRO-3 gathers twice and reduces once; with bf16 gradients that is 3 values a parameter."""
-    cluster, parameters = Cluster(8, engine="fsdp-compile"), 1e8
+    cluster, parameters = Cluster(8, engine="fms-fsdp"), 1e8
     exposed = sharding.sharded_layer(cluster, Plan(8, zero=3), parameters, 0.0, 0.0)
     reduce, gather = sharding.gradient_seconds(cluster, Plan(8, zero=1), parameters)
     assert sum(exposed) == pytest.approx(1.5 * (reduce + gather), rel=0.01)
 
 
 def test_sharding_sends_the_embedding_and_the_output_layer_too():
-    """Gathered once in a micro-batch and kept, and reduced once: 2 values a parameter in bf16."""
+    """Gathered once in a micro-batch and kept, in bf16, and reduced once, in fp32."""
     cluster = Cluster(8, engine="fsdp-compile")
     few, many = (replace(LLAMA, vocabulary=size) for size in (1024, 513 * 1024))
     more = many.end_parameters - few.end_parameters
@@ -127,7 +127,7 @@ def test_sharding_sends_the_embedding_and_the_output_layer_too():
         return predict(model, cluster, plan, 1024, batch).parts.get("sharding", 0.0)
 
     seconds = sharding_seconds(many, Plan(8, zero=3)) - sharding_seconds(few, Plan(8, zero=3))
-    sent = 7 / 8 * 2 * 2 * more
+    sent = 7 / 8 * (2 + 4) * more
     assert seconds == pytest.approx(sent / (450e9 * comm.NVLINK), rel=0.01)
     twice = sharding_seconds(many, Plan(8, zero=3), 16)
     assert twice == pytest.approx(2 * sharding_seconds(many, Plan(8, zero=3)))
@@ -213,3 +213,17 @@ def test_arguments_of_another_class_are_refused():
     ):
         with pytest.raises(TypeError, match=f"{name} is a .*, such as"):
             predict(*arguments, 1024, 8)
+
+
+def test_stage_2_reduces_the_gradients_of_each_micro_batch():
+    """It has no whole gradients to add them to."""
+
+    def data(zero, microbatches, **more):
+        plan = Plan(8 // more.get("pp", 1), zero=zero, **more)
+        return predict(LLAMA, Cluster(8), plan, 4096, plan.dp * microbatches).parts["data"]
+
+    gather = data(2, 1) - (data(2, 3) - data(2, 1)) / 2
+    assert data(2, 1) == data(1, 1) == data(1, 16)
+    assert data(2, 16) == pytest.approx(gather + 16 * (data(2, 1) - gather))
+    assert data(2, 16) > 8 * data(1, 16)
+    assert data(2, 16, pp=2) == data(1, 16, pp=2)  # whose gradients are whole

@@ -226,6 +226,34 @@ def test_a_full_state_is_a_copy(five):
         assert apart == 0.0 and tied
 
 
+class Calibrated(nn.LayerNorm):
+    """A layer whose state is more than its tensors."""
+
+    scale = 1.0
+
+    def get_extra_state(self):
+        return {"scale": self.scale}
+
+    def set_extra_state(self, state):
+        self.scale = state["scale"]
+
+
+def extra_state_restored():
+    if not (here := member(2)):
+        return None
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4), Calibrated(4))
+    parallelize(model, {"0": Column(), "1": Row()}, here[0])
+    model[2].scale = 3.0
+    best = full_state_dict(model)
+    model[2].scale = 0.5
+    load_full_state_dict(model, best)
+    return model[2].scale
+
+
+def test_extra_state_is_saved_and_restored(five):
+    assert five.call(extra_state_restored)[:2] == [3.0, 3.0]
+
+
 # --- a backward in two parts ---------------------------------------------------------------------
 
 

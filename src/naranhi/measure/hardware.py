@@ -45,15 +45,23 @@ class Part(NamedTuple):
 def parts(root: Path = ROOT) -> list[Part]:
     """Return the parts of this machine that compute, store and connect, the nearest first.
 
-    A part that the system does not report is missing.
+    A part that the system does not report is missing. Of the cores only those count on which this
+    process may run, and a core with two hardware threads counts once.
 
     Args:
         root: the folder that contains /proc and /sys.
     """
-    cores = Part("core", len(os.sched_getaffinity(0)), detail=_cpu_model(root))
+    cores = {_core(cpu, root) for cpu in os.sched_getaffinity(0)}
+    cores = Part("core", len(cores), detail=_cpu_model(root))
     memory = re.search(r"^MemTotal:\s*(\d+) kB", Path(root, "proc/meminfo").read_text(), re.M)
     memory = Part("memory", 1, int(memory[1]) * 1024)
     return [cores, *caches(root=root), memory, *gpus(), *rdma_ports(root)]
+
+
+def _core(cpu, root):
+    """Return what the hardware threads of one core have in common."""
+    siblings = Path(root, f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+    return siblings.read_text() if siblings.exists() else cpu
 
 
 def _cpu_model(root):

@@ -108,10 +108,10 @@ def measured_offset(group: dist.ProcessGroup, peer: int = 0) -> float:
         asked = perf_counter()
         dist.send(message, group=group, group_dst=peer)
         dist.recv(message, group=group, group_src=peer)
-        told = message.item()  # over NCCL, only this waits for the message
+        clock = message.item()  # over NCCL, only this waits for the message
         answered = perf_counter()
         # Assume that the peer read its clock halfway through the round trip.
-        best = min(best, (answered - asked, told - (asked + answered) / 2))
+        best = min(best, (answered - asked, clock - (asked + answered) / 2))
     return best[1]
 
 

@@ -9,9 +9,10 @@ from naranhi.planning.cluster import Cluster, Gpu, gpus
 from naranhi.planning.engine import Engine, engines
 from naranhi.planning.explanation import describe, explain
 from naranhi.planning.forecast import Forecast
+from naranhi.planning.latent import Latent
 from naranhi.planning.machine import Layer, Line, Machine
 from naranhi.planning.memory import Memory
-from naranhi.planning.model import Latent, Matmul, Model
+from naranhi.planning.model import Matmul, Model
 from naranhi.planning.plan import Plan, PlanError
 from naranhi.planning.plan_search import Found, search
 from naranhi.planning.prediction import predict

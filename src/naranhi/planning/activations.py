@@ -40,7 +40,8 @@ def layer_activations(
     if plan.recompute == "selective" and engine.selective:
         return _every_second_matmul(model, engine, plan, tokens, sparse, value)
     if engine.eager and model.gated:  # the activation, before its product with the other half
-        kept += 2 * value * tokens * _inner(model, sparse) / plan.tp
+        kept += 2 * value * tokens * inner_width(model, sparse) / plan.tp
+    kept += 2 * value * tokens * _latent(model) / (plan.tp if plan.sequence_parallel else 1)
     if engine.flash:  # the logarithm of the sum of exponentials, in fp32
         kept += 4 * tokens * model.heads / plan.tp
     return kept
@@ -59,9 +60,12 @@ def _every_second_matmul(model, engine, plan, tokens, sparse, value):
     needs the last one's, which is only added to the layer's input: a compiler, which sees the
     backward, does not keep that output.
     """
-    head, inner = model.head_dim, _inner(model, sparse)
-    columns = [model.heads * head, model.kv_heads * head, model.kv_heads * head]
-    outputs = columns if model.gated else [sum(columns)]
+    head, inner = model.head_dim, inner_width(model, sparse)
+    if model.latent:
+        outputs = [matmul.columns for matmul in model.attention[:-1]]
+    else:
+        outputs = [model.heads * head, model.kv_heads * head, model.kv_heads * head]
+        outputs = outputs if model.gated else [sum(outputs)]
     last = [model.hidden] if engine.eager else []
     outputs = [*outputs, model.hidden, *[inner] * (2 if model.gated else 1), *last]
     shards = plan.tp if plan.sequence_parallel else 1
@@ -73,14 +77,21 @@ def _every_second_matmul(model, engine, plan, tokens, sparse, value):
 
 def _factors(model, plan, sparse, heads):
     """Return by what each item of the formula is multiplied; 1 for those that are not here."""
-    inner = _inner(model, sparse) / (4 * model.hidden)
+    inner = inner_width(model, sparse) / (4 * model.hidden)
     scores = plan.cp * heads  # each rank's queries meet the keys of all
+    keys_and_values = (model.heads + 2 * model.kv_heads) * model.head_dim
+    if model.latent:
+        _, _, rotary, key, value = model.latent
+        keys_and_values = model.heads * (2 * (key + rotary) + value)
+    # The copies of tokens that arrive for a rank's experts are gathered, and kept so (Megatron-
+    # Core, `transformer/moe/token_dispatcher.py`); the formula shards the input along the sequence.
+    copies = model.top_k * (plan.tp if plan.sequence_parallel else 1) if sparse else 0
     return {
-        "q, k, v": (model.heads + 2 * model.kv_heads) * model.head_dim / (3 * model.hidden),
+        "q, k, v": keys_and_values / (3 * model.hidden),
         "input of the projection": model.heads * model.head_dim / model.hidden,
         "input of the GELU": inner * (2 if model.gated else 1),
         "input of the MLP's second Linear": inner,
-        "input of the MLP's first Linear": 1 + (model.top_k if sparse else 0),
+        "input of the MLP's first Linear": 1 + copies,
         "output of the softmax": scores,
         "attention after dropout": scores * model.dropout,
         "mask of the attention's dropout": scores * model.dropout,
@@ -89,7 +100,12 @@ def _factors(model, plan, sparse, heads):
     }
 
 
-def _inner(model, sparse):
+def _latent(model):
+    """Return the elements of the latent vectors that are kept, before and after their norms."""
+    return 2 * (model.latent.query_rank + model.latent.key_rank) if model.latent else 0
+
+
+def inner_width(model: Model, sparse: bool) -> int:
     """Return the inner elements of the MLP, or of all experts, that a token goes through."""
     if sparse:
         return (model.top_k + model.shared_experts) * model.expert_ffn

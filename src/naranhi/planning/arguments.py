@@ -35,3 +35,13 @@ def check_real(name: str, value: object) -> None:
     """
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} is a number, not {value!r}")
+
+
+def check_least(name: str, value: float, least: float) -> None:
+    """Refuse a number that is too small.
+
+    Raises:
+        ValueError: If `value` is below `least`.
+    """
+    if value < least:
+        raise ValueError(f"{name} is at least {least}, not {value}")

@@ -6,11 +6,14 @@ Units: bytes, seconds, bytes per second, operations per second.
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import median
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from naranhi.planning.arguments import check_real, make_whole
 from naranhi.planning.engine import Engine, engines
 from naranhi.planning.tables import rows
+
+if TYPE_CHECKING:  # which looks at clusters itself
+    from naranhi.planning.plan import Plan
 
 GIB = 2**30
 
@@ -21,7 +24,8 @@ class Gpu(NamedTuple):
     Attributes:
         name: Its name in `gpus.csv`.
         memory: Bytes that a process can allocate.
-        flops: By precision ("bf16", "fp8", "fp32"), operations per second.
+        flops: By precision ("bf16", "fp8", "fp32"), operations per second; without "fp8" if it does
+            not multiply in it. In fp32 they are those of IEEE, not of TF32: torch's default.
         bandwidth: Bytes per second between the GPU and its memory.
         nvlink: Bytes per second that it sends to the GPUs of its node.
         network: Bytes per second that it sends to other nodes, as nodes are usually built.
@@ -50,9 +54,9 @@ def gpus() -> dict[str, Gpu]:
             row["gpu"],
             float(row["memory_gib"]) * GIB,
             {
-                "bf16": float(row["bf16_tflops"]) * 1e12,
-                "fp8": float(row["fp8_tflops"]) * 1e12,
-                "fp32": float(row["bf16_tflops"]) * 1e12 / 2,  # TF32
+                precision: float(row[f"{precision}_tflops"]) * 1e12
+                for precision in ("bf16", "fp8", "fp32")
+                if row[f"{precision}_tflops"]
             },
             float(row["memory_gb_s"]) * 1e9,
             float(row["nvlink_gb_s"]) * 1e9,
@@ -138,6 +142,15 @@ class Cluster:
         Where whole groups do not fill a node, as of 3 or 6 neighbours in 8, some lie on two.
         """
         return self.gpus > self.gpus_per_node and self.gpus_per_node % (ranks * stride) > 0
+
+    def refuses(self, plan: "Plan") -> str | None:
+        """Return why it cannot run a plan, whatever the model and the batch; None if it can."""
+        if plan.precision in self.sheet.flops:
+            return None
+        return (
+            f"precision = {plan.precision!r}: {self.gpu} does not multiply in it; choose one of "
+            f"{_list(self.sheet.flops)}"
+        )
 
     def _known_gpus(self):
         return gpus()

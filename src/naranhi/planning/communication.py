@@ -165,13 +165,13 @@ def expert_layer(model: Model, cluster: Cluster, plan: Plan, sequence_length: in
     link = group_link(cluster, plan.ep, plan.tp)
     engine, near = cluster.runs, 1 / link.nodes
     whole = value * tokens * model.hidden
-    inside = whole * model.top_k * (plan.ep - 1) / plan.ep
-    outside = inside * (1 - near)
-    if engine.expert_nodes:  # once to each node that has one of its experts
+    # Of a token's experts `near` are in the node, 1/ep of all of them on the rank itself.
+    inside = whole * model.top_k * (near - 1 / plan.ep)
+    outside = whole * model.top_k * (1 - near)
+    if engine.expert_nodes:  # once to each node that has one of its experts, and on over NVLink
         visited = link.nodes * (1 - (1 - near) ** model.top_k)
+        inside = whole * model.top_k * (plan.ep - 1) / plan.ep
         outside = whole * min(visited, engine.expert_nodes) * (1 - near)
-    else:
-        inside *= near
     sent = outside / (cluster.network_bandwidth * NETWORK)
     sent += inside / (cluster.sheet.nvlink * NVLINK)
     start = NVLINK_START if link.nodes == 1 else NETWORK_START

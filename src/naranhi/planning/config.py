@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from naranhi.planning.model import Latent
+from naranhi.planning.latent import Latent
 
 # The families that are known, and how their dense MLP and their experts are laid out.
 GPT2 = ("gpt2",)

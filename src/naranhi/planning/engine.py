@@ -35,9 +35,10 @@ class Engine(NamedTuple):
         fragments: The part of what is allocated and freed in each micro-batch that is lost besides
             in free pieces, each too small for what is allocated next. (What is allocated once, the
             model state, leaves no such pieces.) 0 if they are counted in `headroom`.
-        cached: What its allocator keeps in blocks that are free at the fullest moment: "loss" for
-            an unfused loss, whose large blocks are not made of those of a layer; "gathers" for
-            inputs gathered while the host runs ahead of the GPU; "none" if not known.
+        cached: What its allocator keeps in blocks that are free at the fullest moment: "fsdp" for
+            parameters, which FSDP2 gathers on a stream of their own, and for an unfused loss, whose
+            large blocks are not made of those of a layer; "gathers" for inputs gathered while the
+            host runs ahead of the GPU; "none" if not known.
         update_bytes: Bytes for each parameter that a rank updates, which the optimizer needs for a
             moment: gradients cast to fp32, and the temporary results of an unfused Adam.
         update_cached_bytes: Bytes for each of them in blocks freed just before that are too small

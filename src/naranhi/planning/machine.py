@@ -81,6 +81,15 @@ class Machine(Cluster):
             )
         super().__post_init__()
 
+    def refuses(self, plan: Plan) -> str | None:
+        """Return why it cannot run a plan: nothing that the plan has besides was measured."""
+        measured = {"zero": 0, "ep": 1, "recompute": "none", "precision": "fp32"}
+        measured |= {"sequence_parallel": False} if plan.tp > 1 else {}
+        for name, value in measured.items():
+            if getattr(plan, name) != value:
+                return f"{name} = {getattr(plan, name)!r}: this machine was measured with {value!r}"
+        return None
+
     def _known_gpus(self):
         return ("measured",)
 

@@ -12,14 +12,24 @@ def megatron(model: Model, plan: Plan, sequence_length: int, global_batch: int) 
     environment, on GPUs before Blackwell.
 
     Raises:
-        ValueError: If Megatron-LM has no argument for the schedule, cannot cut the model so, or
-            cannot shard experts over these groups.
+        ValueError: If Megatron-LM has no argument for the schedule, cannot cut the model or the
+            sequence so, or cannot shard experts over these groups.
 
     Source: Megatron-LM, commit 000c4ac, `megatron/training/arguments.py`, with its assertions.
     """
     if plan.pp > 1 and plan.schedule not in ("one_f_one_b", "interleaved"):
         raise ValueError(f"Megatron-LM has no argument for the schedule {plan.schedule!r}")
     check_heads("Megatron-LM", model, plan)
+    if plan.cp > 1 and sequence_length % (2 * plan.cp):
+        raise ValueError(
+            f"Megatron-LM cannot run this plan: {sequence_length} tokens are no multiple of "
+            f"2 x cp = {2 * plan.cp} pieces of a sequence"
+        )
+    if model.experts and plan.tp > 1 and not plan.sequence_parallel:
+        raise ValueError(
+            "Megatron-LM cannot run this plan: with experts and tp it always shards along the "
+            "sequence; choose sequence_parallel"
+        )
     words = [
         *_architecture(model, sequence_length),
         f"--seq-length {sequence_length}",
@@ -31,6 +41,8 @@ def megatron(model: Model, plan: Plan, sequence_length: int, global_batch: int) 
     ]
     if model.experts:
         words.append(f"--expert-model-parallel-size {plan.ep}")
+        # By default each rank would gather the tokens of all.
+        words.append("--moe-token-dispatcher-type alltoall")
     words += _pipeline(model, plan)
     if plan.sequence_parallel and plan.tp > 1:
         words.append("--sequence-parallel")
@@ -124,6 +136,8 @@ def _data_parallel(plan):
     elif plan.zero > 1:
         strategy = {2: "optim_grads", 3: "optim_grads_params"}[plan.zero]
         words += ["--use-megatron-fsdp", f"--data-parallel-sharding-strategy {strategy}"]
+        # What its guide requires (Megatron-FSDP User Guide, "Required Configurations").
+        words += ["--use-distributed-optimizer", "--no-gradient-accumulation-fusion"]
         words.append("--ckpt-format fsdp_dtensor")  # the only one that it allows then
     if plan.replicas > 1:  # by default it overlaps neither, and forecasts are of both
         words.append("--overlap-grad-reduce")

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from naranhi.costs import zero_bytes
-from naranhi.planning.activations import layer_activations, layer_scores
+from naranhi.planning.activations import inner_width, layer_activations, layer_scores
 from naranhi.planning.cluster import Cluster
 from naranhi.planning.model import Model
 from naranhi.planning.plan import Plan
@@ -103,9 +103,8 @@ def _stage_parameters(model, how, tp, ep, ranks):
         layers = [layer for part in own for layer in whole_cut.layers[part]]
         dense = experts = 0.0
         for layer in layers:
-            whole = model.layer_parameters(layer)
-            routed = model.experts * model.expert_parameters if model.sparse(layer) else 0
-            dense, experts = dense + (whole - routed) / tp, experts + routed / (tp * ep)
+            own_dense, own_experts = model.rank_parameters(layer, tp, ep)
+            dense, experts = dense + own_dense, experts + own_experts
         if stage == 0:
             dense += model.embedding_parameters / tp + model.positions * model.hidden
         if stage == head and not (model.tied and head == 0):
@@ -158,25 +157,32 @@ def stage_memory(
         )
         forward, layer = layer_forward + messages, layer_backward + messages
         if sharded:
-            largest = max((model.layer_parameters(n, plan.ep) for n in layers), default=0) / plan.tp
+            each = (sum(model.rank_parameters(n, plan.tp, plan.ep)) for n in layers)
+            largest = max(each, default=0.0)
             # A layer's parameters, those of the next one, and the gradients that are reduced.
             forward += 2 * value * largest
             layer += (2 * value + engine.reduced_bytes(plan.precision)) * largest
-        ends = 0.0
-        if sharded and not plan.kept_whole:
+        ends = gathers = 0.0
+        if sharded:
+            of_all = sum(sum(model.rank_parameters(n, plan.tp, plan.ep)) for n in layers)
             # What is in no layer is gathered before the first and given up after the last.
-            of_all = sum(model.layer_parameters(n, plan.ep) for n in layers) / plan.tp
             ends = value * (dense + experts - of_all)
+            gathers = max(ends, value * largest) + value * largest
+        if plan.kept_whole:  # and counted with the parameters
+            ends = 0.0
         loss = 0.0
         if stage == head:
             loss = _scored(plan, stage, microbatches) * logit_bytes * logits
             of_layers += entry  # the input of the last norm
         working = ends + max(layer, loss)
         cached = 0.0
-        if engine.cached == "loss" and loss:
-            # Blocks of a layer's forward, and of the 16-bit logits, are too small for those in
-            # fp32. A layer's backward comes later, and uses the blocks of the loss.
-            cached = min(forward, loss) + value * logits
+        if engine.cached == "fsdp":
+            # Gathers arrive in blocks of a stream of their own, those of two modules at a time.
+            cached = gathers
+            if loss:
+                # Blocks of a layer's forward, and of the 16-bit logits, are too small for those in
+                # fp32. A layer's backward comes later, and uses the blocks of the loss.
+                cached += min(forward, loss) + value * logits
         elif engine.cached == "gathers":
             cached = _launched_ahead(model, plan, tokens, microbatches)
         activations = held * of_layers
@@ -224,8 +230,8 @@ def _one_layer(model, cluster, plan, sequence_length):
         again = layer_activations(model, cluster, whole, sequence_length, sparse)
         if plan.recompute == "selective":  # what is kept is there already
             again -= layer_activations(model, cluster, plan, sequence_length, sparse)
-    gathered = 3 * model.hidden if plan.tp > 1 else 0
-    widest = (3 if model.gated else 2) * model.ffn / plan.tp
+    gathered = 3 * model.hidden * (model.top_k if sparse else 1) if plan.tp > 1 else 0
+    widest = (3 if model.gated else 2) * inner_width(model, sparse) / plan.tp
     scores = 0.0
     if not cluster.runs.flash:
         scores = 2 * layer_scores(model, plan, sequence_length)
@@ -277,7 +283,9 @@ def _state(plan, engine, parameters, ranks):
     precision = "fp32" if engine.casts_shards or value == 4 else "bf16"
     kept = 4 if precision == "fp32" else 2
     gathers = plan.zero == 3 and plan.kept_whole
-    stage = plan.zero if engine.casts_shards or not plan.kept_whole else min(plan.zero, 1)
+    stage = plan.zero
+    if plan.kept_whole and not (engine.casts_shards and plan.zero == 3):
+        stage = min(plan.zero, 1)
     gradient = max(engine.held_gradient_bytes, kept)
     gradient += engine.reducer_bytes if plan.replicas > 1 else 0
     whole = zero_bytes(parameters, ranks, stage, precision)

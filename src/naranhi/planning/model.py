@@ -8,7 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from naranhi.planning.arguments import make_whole, whole
+from naranhi.planning.arguments import check_least, make_whole
+from naranhi.planning.latent import Latent, check_latent
 
 
 class Matmul(NamedTuple):
@@ -20,26 +21,6 @@ class Matmul(NamedTuple):
     rows: int
     columns: int
     split: str
-
-
-class Latent(NamedTuple):
-    """Multi-head latent attention: keys and values come from one small vector for each token.
-
-    Attributes:
-        query_rank: Size of the latent query, or 0 if queries come from the hidden state.
-        key_rank: Size of the latent vector of keys and values.
-        rotary_dim: Elements of each key that carry the position, shared by all heads.
-        key_dim: The other elements of each head's key.
-        value_dim: Elements of each head's value.
-
-    Source: DeepSeek-AI, "DeepSeek-V2" (2024), section 2.1.
-    """
-
-    query_rank: int
-    key_rank: int
-    rotary_dim: int
-    key_dim: int
-    value_dim: int
 
 
 @dataclass(frozen=True)
@@ -102,7 +83,7 @@ class Model:
         if self.expert_ffn is None:
             object.__setattr__(self, "expert_ffn", self.ffn)
         for name in sizes + by_default + counts:
-            _least(name, getattr(self, name), 0 if name in counts else 1)
+            check_least(name, getattr(self, name), 0 if name in counts else 1)
         for name in ("gated", "tied", "biases", "dropout"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} is True or False, not {getattr(self, name)!r}")
@@ -113,9 +94,9 @@ class Model:
                     "if the heads have another size, give head_dim"
                 )
             object.__setattr__(self, "head_dim", self.hidden // self.heads)
-        _least("head_dim", self.head_dim, 1)
+        check_least("head_dim", self.head_dim, 1)
         if self.latent is not None:
-            object.__setattr__(self, "latent", _latent(self.latent))
+            object.__setattr__(self, "latent", check_latent(self.latent))
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"heads = {self.heads} is not a multiple of kv_heads = {self.kv_heads}: every "
@@ -219,6 +200,22 @@ class Model:
             self.attention_parameters + held * self.expert_parameters + self.hidden * self.experts
         )
 
+    def rank_parameters(
+        self, layer: int, tensor_parallel: int, expert_parallel: int = 1
+    ) -> tuple[float, float]:
+        """Return the parameters of a layer that a rank has, outside of experts and of its experts.
+
+        Tensor parallel ranks shard all matrices but those of latent vectors and the router, of
+        which each has the whole. (So do they have norms, which are too small to count.)
+        """
+        whole = _weights(m for m in self.attention if m.split == "none")
+        experts = 0
+        if self.sparse(layer):
+            whole += self.hidden * self.experts
+            experts = self.experts * self.expert_parameters
+        sharded = self.layer_parameters(layer) - experts - whole
+        return sharded / tensor_parallel + whole, experts / (tensor_parallel * expert_parallel)
+
     def sparse(self, layer: int) -> bool:
         """Return whether that layer, counted from 0, has experts."""
         return self.experts > 0 and layer >= self.dense_layers
@@ -281,17 +278,3 @@ def _weights(matmuls):
 
 def _parameters(matmuls, biases):
     return _weights(matmuls) + (sum(matmul.columns for matmul in matmuls) if biases else 0)
-
-
-def _least(name, value, least):
-    if value < least:
-        raise ValueError(f"{name} is at least {least}, not {value}")
-
-
-def _latent(latent):
-    if not isinstance(latent, Latent):
-        raise TypeError(f"latent is a Latent(query_rank, key_rank, ...), not {latent!r}")
-    sizes = Latent(*map(whole, latent._fields, latent))
-    for name, size in sizes._asdict().items():
-        _least(name, size, 0 if name == "query_rank" else 1)
-    return sizes

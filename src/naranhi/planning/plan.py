@@ -209,6 +209,13 @@ class Plan:
                 f"sequence_length = {sequence_length} cannot be right: it is in tokens, "
                 f"from 1 to {MOST_TOKENS}"
             )
+        if why := cluster.refuses(self):
+            raise PlanError(why)
+        if 0 < model.positions < sequence_length:
+            raise PlanError(
+                f"sequence_length = {sequence_length}, but the model has learned only "
+                f"{model.positions} positions"
+            )
         count = self.microbatches(global_batch)
         if cluster.runs.fills and count < self.pp - 1:
             raise PlanError(
@@ -216,9 +223,11 @@ class Plan:
                 f"{cluster.engine} has to have on their way before a backward"
             )
         shards = self.tp if self.sequence_parallel else 1
+        sparse, dense = model.experts > 0, not model.experts or model.dense_layers > 0
         for what, total, name, parts in (
             ("heads", model.heads, "tp", self.tp),
-            ("ffn", model.ffn, "tp", self.tp),
+            ("ffn", model.ffn if dense else 0, "tp", self.tp),
+            ("expert_ffn", model.expert_ffn if sparse else 0, "tp", self.tp),
             ("sequence_length", sequence_length, "cp x tp", self.cp * shards),
             ("experts", model.experts, "ep", self.ep),
         ):

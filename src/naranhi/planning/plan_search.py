@@ -140,11 +140,7 @@ def plans(
 ) -> Iterator[Plan]:
     """Yield the plans for all GPUs of a cluster that divide the model; the batch may not divide."""
     gpus = cluster.gpus
-    tensor = [
-        tp
-        for tp in _divisors(gpus)
-        if tp <= cluster.gpus_per_node and model.heads % tp == 0 and model.ffn % tp == 0
-    ]
+    tensor = [tp for tp in _divisors(gpus) if tp <= cluster.gpus_per_node and model.heads % tp == 0]
     # Selective recomputation repeats the attention's scores, which flash does in any case.
     repeated = ("none", "full") if cluster.runs.flash and not cluster.runs.selective else RECOMPUTE
     contexts = [1]

@@ -128,7 +128,9 @@ def forecast(
     rounds = min(plan.pp, count) if plan.chunks > 1 else 1
     behind = rounds * cluster.runs.overlap * sum(stage.backward for stage in busiest)
     before = rounds * cluster.runs.gather_overlap * sum(stage.forward for stage in busiest)
-    parts["data"] = comm.behind(reduce, behind) + comm.behind(gather, before)
+    # ZeRO-2 keeps no whole gradients to add up, and so reduces those of each micro-batch.
+    times = count if plan.zero == 2 and not plan.kept_whole else 1
+    parts["data"] = times * comm.behind(reduce, behind) + comm.behind(gather, before)
     if not isinstance(cluster, Machine):  # which was measured without one
         updated = updated_parameters(plan, *held)
         parts["optimizer"] = optimizer_seconds(cluster, updated, plan.precision)
@@ -211,8 +213,7 @@ def layer_times(
     idle = max(0.0, host * thirds / 3 - forward - backward)
     forward, backward = forward + idle / thirds, backward + idle * (1 - 1 / thirds)
     place = model.layers - 1 if sparse else 0
-    experts = model.experts // plan.ep * model.expert_parameters / plan.tp if sparse else 0.0
-    dense = model.layer_parameters(place, plan.ep) / plan.tp - experts
+    dense, experts = model.rank_parameters(place, plan.tp, plan.ep)
     sharded = sharding.sharded_layer(cluster, plan, dense, forward, backward, experts)
     parts = {
         "computing": work.forward + work.backward - scores.forward - scores.backward,

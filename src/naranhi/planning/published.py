@@ -5,7 +5,8 @@ from functools import lru_cache
 from importlib.resources import files
 
 from naranhi.planning.cluster import Cluster
-from naranhi.planning.model import Latent, Model
+from naranhi.planning.latent import Latent
+from naranhi.planning.model import Model
 from naranhi.planning.plan import Plan
 from naranhi.planning.run import Run
 from naranhi.planning.sources import read

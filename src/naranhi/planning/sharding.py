@@ -64,10 +64,11 @@ def _sharded(cluster, plan, dense, experts):
 def gradient_seconds(
     cluster: Cluster, plan: Plan, dense: float, experts: float = 0.0
 ) -> tuple[float, float]:
-    """Return the seconds of reducing the gradients, and of gathering the parameters, once a step.
+    """Return the seconds of reducing the gradients, and of gathering the parameters, once.
 
-    Stage 0 all-reduces the gradients. Stages 1 and 2 reduce-scatter them and all-gather what the
-    optimizer has updated. Stage 3 does both layer by layer, unless the plan has a pipeline.
+    Stage 0 all-reduces the gradients. Stages 1 and 2 reduce-scatter them (stage 2 those of each
+    micro-batch, unless the plan has a pipeline) and all-gather what the optimizer has updated.
+    Stage 3 does both layer by layer, unless the plan has a pipeline.
 
     Args:
         cluster: The cluster.

@@ -232,7 +232,7 @@ def _fms(row, given):
         recompute=row["recompute"], zero_group=8 if hsdp else None,
     )  # fmt: skip
     gpu, network = ("A100", 50) if "A100" in row["gpu_type"] else ("H100", 100)
-    cluster = Cluster(given["gpus"], 8, gpu, network, "fsdp-compile")
+    cluster = Cluster(given["gpus"], 8, gpu, network, "fms-fsdp")
     batch = given["microbatch"] * given["dp"]
     return Run(
         row["source"], f"{row['model']} on {gpu}", model, cluster, plan, 4096, batch,

@@ -31,7 +31,14 @@ def torchtitan(model: Model, plan: Plan, sequence_length: int, global_batch: int
         )
     local = plan.microbatch if plan.pp == 1 else global_batch // plan.dp
     sharded = _sharded(plan)
+    ring = 2 * plan.cp * plan.tp if plan.cp > 1 else 1
+    if sequence_length % ring:
+        raise ValueError(
+            f"torchtitan cannot run this plan: {sequence_length} tokens are no multiple of "
+            f"2 x cp x tp = {ring} pieces of a sequence"
+        )
     lines = [
+        *_other_zero(plan),
         "[training]",
         f"local_batch_size = {local}",
         f"global_batch_size = {global_batch}",
@@ -59,8 +66,7 @@ def torchtitan(model: Model, plan: Plan, sequence_length: int, global_batch: int
             f'pipeline_parallel_schedule = "{_TORCH[plan.schedule]}"',
             f"pipeline_parallel_microbatch_size = {plan.microbatch}",
         ]
-    if plan.chunks > 2:  # 2 stages on a rank are its default for such schedules
-        lines += _many_chunks(model, plan)
+        lines += _stages(model, plan)
     lines += ["", "[activation_checkpoint]", f'mode = "{plan.recompute}"']
     if plan.recompute == "selective":  # by default it would recompute every second layer
         lines.append('selective_ac_option = "op"')
@@ -69,6 +75,17 @@ def torchtitan(model: Model, plan: Plan, sequence_length: int, global_batch: int
         lines += ["", "[quantize.linear.float8]", 'filter_fqns = ["output"]']
         lines += ["", "[compile]", "enable = true"]  # which fuses the casts to fp8
     return "\n".join(lines)
+
+
+def _other_zero(plan):
+    """Return a comment where FSDP does more than the plan says."""
+    if plan.zero in (0, 3) or plan.pp > 1:
+        return []
+    return [
+        f"# torchtitan has no ZeRO-{plan.zero}: FSDP also shards parameters and gradients, and so "
+        "holds less than",
+        "# forecast, and gathers and reduces them in every micro-batch.",
+    ]
 
 
 def _sharded(plan):
@@ -115,26 +132,28 @@ def _experts(plan, sharded):
     return [f"expert_parallel_degree = {plan.ep}", *tensor]
 
 
-def _many_chunks(model, plan):
-    """Return the lines of [parallelism] that make more than two stages on a rank."""
+def _stages(model, plan):
+    """Return the lines of [parallelism] that cut the layers into the plan's stages, as `cut` does.
+
+    It counts the embedding and the output as that many layers, and gives what does not divide to
+    the first stages (`generate_llm_fqn_per_model_part`).
+    """
     stages = plan.pp * plan.chunks
-
-    def uneven(ends):
-        return (model.layers + sum(ends)) % stages > 0
-
-    # It makes ceil(layers / layers_per_stage) stages, where the embedding and the output count as
-    # a layer each, unless told otherwise.
-    for first, last in sorted([(1, 1), (0, 1), (0, 0)], key=uneven):
-        counted = model.layers + first + last
-        each = -(-counted // stages)
-        if -(-counted // each) == stages:
-            return [
-                f"pipeline_parallel_layers_per_stage = {each}",
-                f"pipeline_parallel_first_stage_less_layers = {first}",
-                f"pipeline_parallel_last_stage_less_layers = {last}",
-            ]
-    raise ValueError(
-        f"torchtitan cannot run this plan: with {each} of {model.layers} layers on a stage it "
-        f"makes {-(-counted // each)} stages, not pp x chunks = {plan.pp} x {plan.chunks}; choose "
-        "2 chunks, or pp and chunks that divide the layers"
-    )
+    more = model.layers % stages
+    last = int(more > 0 and more >= stages - 2)
+    first = int(more > 0 and more != stages - 1)
+    lines = [
+        f"pipeline_parallel_first_stage_less_layers = {first}",
+        f"pipeline_parallel_last_stage_less_layers = {last}",
+    ]
+    if plan.chunks <= 2:  # it makes so many by itself, as the schedule says
+        return lines
+    counted = model.layers + first + last
+    each = -(-counted // stages)
+    if -(-counted // each) != stages:
+        raise ValueError(
+            f"torchtitan cannot run this plan: with {each} of {model.layers} layers on a stage it "
+            f"makes {-(-counted // each)} stages, not pp x chunks = {plan.pp} x {plan.chunks}; "
+            "choose 2 chunks, or pp and chunks that divide the layers"
+        )
+    return [f"pipeline_parallel_layers_per_stage = {each}", *lines]

@@ -50,7 +50,8 @@ def rehearse(
         RehearsalLayer(model.hidden, model.heads, groups, pace=pace, microbatch=plan.microbatch)
         for _ in range(model.layers)
     ]
-    schedule = getattr(schedules, plan.schedule)(plan.pp, count)
+    chunks = (plan.chunks,) if plan.schedule == "interleaved" else ()
+    schedule = schedules.get(plan.schedule)(plan.pp, count, *chunks)
     shape = count * plan.microbatch, sequence_length // plan.cp, model.hidden
     inputs = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     with Pipeline(

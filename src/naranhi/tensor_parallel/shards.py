@@ -101,8 +101,9 @@ def splits_of(model: nn.Module) -> dict[nn.Parameter, tuple[Split, dist.ProcessG
 def _splits(model):
     """Return {name in the state_dict: (Split, group)} of all sharded parameters."""
     split_of = splits_of(model)
-    state = model.state_dict(keep_vars=True)
-    return {name: split_of[param] for name, param in state.items() if param in split_of}
+    state = model.state_dict(keep_vars=True).items()  # in which extra state is no tensor
+    tensors = {name: value for name, value in state if isinstance(value, torch.Tensor)}
+    return {name: split_of[param] for name, param in tensors.items() if param in split_of}
 
 
 @torch.no_grad()
@@ -153,6 +154,8 @@ def load_full_state_dict(
         name = sorted(state.keys() ^ own.keys())[0]
         raise ValueError(f"{name} is in the {'model' if name in own else 'state'} only")
     for name, part in own.items():
+        if not isinstance(part, torch.Tensor):  # extra state
+            continue
         wanted = list(part.shape)
         if name in splits:
             wanted[splits[name][0].dim] = splits[name][0].size
@@ -161,9 +164,7 @@ def load_full_state_dict(
                 f"{name} has shape {tuple(state[name].shape)} in the state, and "
                 f"{tuple(wanted)} in the model"
             )
-    for name, part in own.items():
-        whole = state[name]
-        if name in splits:
-            split, group = splits[name]
-            whole = split.shard(whole, dist.get_rank(group))
-        part.copy_(whole)
+    shards = dict(state)
+    for name, (split, group) in splits.items():
+        shards[name] = split.shard(state[name], dist.get_rank(group))
+    model.load_state_dict(shards)
