@@ -267,3 +267,15 @@ def test_fp32_is_that_of_ieee_as_torch_multiplies_by_default(gpu, peak):
     cluster = Cluster(8, gpu=gpu, engine="fsdp", memory_gib=2000)
     found = predict(LLAMA, cluster, Plan(8, zero=3, precision="fp32"), 4096, 64)
     assert 0.3 * peak < found.tflops_per_gpu < peak
+
+
+def test_each_step_of_a_ring_between_nodes_takes_its_time(changed):
+    """Four collectives of a layer's forward, and as many in its backward, of 15 steps each."""
+    cluster = Cluster(16, engine="nanotron")
+    rings = comm.tensor_layer(LLAMA, cluster, Plan(1, 16), 4096)
+    in_a_node = comm.tensor_layer(LLAMA, cluster, Plan(2, 8), 4096)
+    without = changed(cluster, ring_step_seconds=0.0)
+    plain = comm.tensor_layer(LLAMA, without, Plan(1, 16), 4096)
+    assert rings.forward - plain.forward == pytest.approx(4 * 15 * 50e-6)
+    assert rings.backward - plain.backward == pytest.approx(4 * 15 * 50e-6)
+    assert comm.tensor_layer(LLAMA, without, Plan(2, 8), 4096) == in_a_node

@@ -118,6 +118,8 @@ def tensor_layer(
         once += 2 * seconds("reduce_scatter", whole, plan.tp, link)
     else:
         once = 2 * seconds("all_reduce", whole, plan.tp, link)
+    if link.nodes > 1:  # four collectives, or the two rings of each all-reduce
+        once += 4 * (plan.tp - 1) * cluster.runs.ring_step_seconds
     exposed = once * (1 - cluster.runs.tensor_overlap)
     if sparse and plan.ep > 1:  # half of them are the attention's
         exposed = exposed / 2 + model.top_k * once / 2

@@ -61,6 +61,8 @@ class Engine(NamedTuple):
             launch its kernels.
         pipeline_host_seconds: The same in a pipeline between nodes whose stages are split over more
             than two tensor parallel ranks.
+        ring_step_seconds: What each step of a tensor parallel ring between nodes takes besides its
+            bytes.
         stall_seconds: By how much each micro-batch may take longer on several nodes, for reasons
             that its published runs leave open; it is in the upper end of forecasts only.
         selective: The part of a layer's forward that selective recomputation repeats; 0 for the
@@ -100,6 +102,7 @@ class Engine(NamedTuple):
     blocking_messages: bool
     host_seconds: float
     pipeline_host_seconds: float
+    ring_step_seconds: float
     stall_seconds: float
     selective: float
     fills: bool
@@ -143,6 +146,7 @@ def engines() -> dict[str, Engine]:
             row["blocking_messages"] == "1",
             float(row["host_us"]) * 1e-6,
             float(row["pipeline_host_us"]) * 1e-6,
+            float(row["ring_step_us"]) * 1e-6,
             float(row["stall_s"]),
             float(row["selective"]),
             row["fills"] == "1",
