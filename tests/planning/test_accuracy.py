@@ -192,7 +192,7 @@ def test_on_512_gpus_a_forecast_has_to_be_told_the_network():
     """There 129 of 149 jobs measured all-reduces of 12 to 14 GB/s before they trained, the others
     of 162 to 190. The best run of the 8B was one of the others; that of the 1B was its one pipeline
     from after a defect was mended. Of the 41 runs under such conditions, forecasts are off by a
-    factor of 2.1 on average if they are told what their job measured, and of 4.2 if not.
+    factor of 1.5 on average if they are told what their job measured, and of 2.4 if not.
 
     The choices, of six and ten runs of the 1B and of fifteen and ten of the 8B, are in the order of
     models and networks. Two are not good: 40% and 20% from the best."""
@@ -205,7 +205,7 @@ def test_on_512_gpus_a_forecast_has_to_be_told_the_network():
     assert regrets == pytest.approx([0.0, 0.399, 0.201, 0.0], abs=0.001)
     like = [run for run in runs_512 if not run.flawed]
     told, untold = ([accuracy.compare(run) for run in own] for own in (like, map(_nominal, like)))
-    assert _factor(told) < 2.2 and _factor(untold) > 4.2
+    assert _factor(told) < 1.5 and _factor(untold) > 2.4
     for layers, regret in ((16, 1.692), (32, 1.033)):
         slow = [c for c, run in zip(untold, like, strict=True) if run.cluster.network < 20]
         slow = [c for c in slow if c.run.model.layers == layers]
@@ -224,9 +224,9 @@ def _factor(compared):
 
 def test_pipelines_from_before_the_mend_were_late():
     """On 512 GPUs 99% of them took over half a second longer for each micro-batch than forecast on
-    the network that was built, and 79% than forecast on that which their job measured. Of the two
+    the network that was built, and 77% than forecast on that which their job measured. Of the two
     pipelines from after it, of one micro-batch each, neither did."""
-    for told, flawed, late in ((False, True, 0.99), (True, True, 0.79), (False, False, 0.0)):
+    for told, flawed, late in ((False, True, 0.99), (True, True, 0.77), (False, False, 0.0)):
         runs_512 = [run for run in sweep() if run.cluster.gpus == 512 and run.seconds]
         own = [run for run in runs_512 if run.plan.pp > 1 and run.flawed == flawed]
         seconds = [
