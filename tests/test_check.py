@@ -197,7 +197,15 @@ def test_a_measured_claim_that_is_false_is_printed_and_stops_nothing(
 
 @pytest.mark.parametrize(
     "actual, expected",
-    [([1.0], [1.0, 2.0]), ({"a": 1.0}, {"b": 1.0}), (torch.ones(2), torch.ones(3))],
+    [
+        ([1.0], [1.0, 2.0]),
+        ({"a": 1.0}, {"b": 1.0}),
+        (torch.ones(2), torch.ones(3)),
+        (None, 3.0),
+        ([1.0], None),
+        ([1.0], {0: 1.0}),
+        ("3", 3.0),
+    ],
 )
 def test_measured_values_of_another_form_are_an_error(actual, expected):
     for function in (check.close, check.equal):

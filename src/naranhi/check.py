@@ -160,7 +160,8 @@ def _compare(what, actual, expected, tolerance, where=""):
         for i, (value, other) in enumerate(zip(actual, expected, strict=True)):
             _compare(what, value, other, tolerance, f"{where}[{i}]")
     elif actual != expected:
-        _fail(what, where, f"{actual!r}, expected {expected!r}", kind=_OtherValue)
+        kind = _OtherValue if type(actual) is type(expected) else AssertionError
+        _fail(what, where, f"{actual!r}, expected {expected!r}", kind=kind)
 
 
 def _compare_tensors(what, actual, expected, tolerance, where):

@@ -4,6 +4,7 @@ import os
 import subprocess
 import uuid
 
+import host_network
 import pytest
 
 from naranhi.distributed import addresses
@@ -24,17 +25,19 @@ def test_toward_another_machine(needs, monkeypatch):
     def ip(*words):
         subprocess.run(["ip", *words], check=True)
 
-    ip("netns", "add", name)
-    try:
-        ip("link", "add", device, "type", "veth", "peer", "name", device, "netns", name)
-        ip("addr", "add", "10.79.0.1/24", "dev", device)
-        ip("link", "set", device, "up")
-        assert addresses.toward("10.79.0.2") == "10.79.0.1"
-        monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-        addresses.use_interface_toward("10.79.0.2")
-        assert os.environ["GLOO_SOCKET_IFNAME"] == device
-    finally:
-        ip("netns", "del", name)
+    with host_network.changing():
+        ip("netns", "add", name)
+        try:
+            ip("link", "add", device, "type", "veth", "peer", "name", device, "netns", name)
+            ip("link", "set", device, "addrgenmode", "none")  # no address that comes later
+            ip("addr", "add", "10.79.0.1/24", "dev", device)
+            ip("link", "set", device, "up")
+            assert addresses.toward("10.79.0.2") == "10.79.0.1"
+            monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+            addresses.use_interface_toward("10.79.0.2")
+            assert os.environ["GLOO_SOCKET_IFNAME"] == device
+        finally:
+            ip("netns", "del", name)
 
 
 def test_an_interface_that_the_user_named_stays(monkeypatch):

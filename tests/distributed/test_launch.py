@@ -56,8 +56,40 @@ def test_ranks_that_would_share_a_gpu_compute_on_cpus_and_say_so(tmp_path):
     assert said.stderr.count(warning) == 1, said.stderr
 
 
-def test_a_rank_without_a_world_size(monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with pytest.raises(RuntimeError, match="RANK is in the environment and WORLD_SIZE is not"):
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+def test_a_rank_without_the_rest(monkeypatch, name):
+    for known, value in LAUNCHED.items():
+        monkeypatch.setenv(known, value)
+    monkeypatch.delenv(name)
+    with pytest.raises(RuntimeError, match=f"RANK is in the environment and {name} is not"):
         distributed.join()
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK"])
+def test_a_number_that_is_none(monkeypatch, name):
+    for known, value in {**LAUNCHED, name: "one"}.items():
+        monkeypatch.setenv(known, value)
+    with pytest.raises(RuntimeError, match=f"{name} is 'one' in the environment, and not a whole"):
+        distributed.join()
+
+
+SIGNALS = """
+import os, signal, sys, time
+from naranhi.distributed import peers
+
+signal.signal(signal.SIGUSR1, lambda *_: print("saved", flush=True))
+peers.on_signals([signal.SIGTERM], lambda: print("ending", flush=True))
+os.kill(os.getpid(), signal.SIGUSR1)
+time.sleep(1)
+print("still here", flush=True)
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(20)
+"""
+
+
+def test_a_process_ends_on_its_signals_and_not_on_the_users():
+    ran = subprocess.run(
+        [sys.executable, "-c", SIGNALS], capture_output=True, text=True, timeout=60
+    )
+    assert ran.stdout.split("\n") == ["saved", "still here", "ending", ""], ran.stderr
+    assert ran.returncode == -9

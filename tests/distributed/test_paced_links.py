@@ -6,6 +6,7 @@ from time import perf_counter, sleep
 import pytest
 import torch
 import torch.distributed as dist
+from gloo_ranks import Ranks
 
 from naranhi import collectives, costs
 from naranhi.distributed import links
@@ -244,3 +245,26 @@ def test_messages_of_several_threads_are_queued_in_the_order_of_arrival():
         list(threads.map(lambda message: link.send(message, 1.0), range(16)))
     assert link.outward.arrivals == sorted(link.outward.arrivals)
     assert len(link.outward.arrivals) == 16
+
+
+def raised_beside_a_receive(rank_of_sender=1):
+    """The seconds until an error comes out of a block in which a message is awaited."""
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    took = None
+    if rank == 0:
+        start = perf_counter()
+        with pytest.raises(ZeroDivisionError), links.paced(ALPHA, BETA):
+            dist.irecv(torch.zeros(1), rank_of_sender)
+            raise ZeroDivisionError
+        took = perf_counter() - start
+        store.set("raised", "")
+    if rank == rank_of_sender:
+        store.wait(["raised"])
+        dist.send(torch.zeros(1), 0)
+    dist.barrier()
+    return took
+
+
+def test_an_error_does_not_wait_for_messages_that_do_not_come():
+    with Ranks(2, 20.0, ["torch.distributed"]) as two:
+        assert two.call(raised_beside_a_receive)[0] < 5.0

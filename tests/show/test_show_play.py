@@ -100,3 +100,13 @@ def test_names_of_styles_are_those_of_this_picture_alone(shown):
 def test_a_round_takes_time_and_the_axis_holds_the_timeline(options, named):
     with pytest.raises(ValueError, match=named):
         show.play(line(), **options)
+
+
+def test_one_timeline_at_two_paces_has_two_names(shown):
+    """Both may be on one page, and a style holds for all that it names."""
+    texts = []
+    for seconds in (12, 5):
+        texts.append(html(shown, seconds=seconds))
+        shown.clear()
+    names = [set(re.findall(r"n[0-9a-f]{8}", text)) for text in texts]
+    assert [len(own) for own in names] == [1, 1] and names[0] != names[1]

@@ -2,10 +2,14 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
+from kernels import processes_of, wait_until
 
+from naranhi.world import World, output
 from naranhi.world.interrupts import deferred
 
 
@@ -53,3 +57,74 @@ def test_on_another_thread_nothing_is_deferred():
     thread.start()
     thread.join()
     assert ended == [True]
+
+
+@pytest.fixture
+def one():
+    world = World(1, timeout=8.0)
+    yield world
+    world.close()
+
+
+def once_and_press(monkeypatch, method):
+    """Let the next call of a World's method be followed by Ctrl-C."""
+    plain = getattr(World, method)
+
+    def pressed(self, *args):
+        monkeypatch.undo()
+        result = plain(self, *args)
+        press()
+        return result
+
+    monkeypatch.setattr(World, method, pressed)
+
+
+def test_at_the_end_of_a_start_nothing_is_left(monkeypatch):
+    once_and_press(monkeypatch, "_join")
+    with pytest.raises(KeyboardInterrupt):
+        World(1, timeout=8.0)
+    wait_until(lambda: not processes_of(os.getpid()), seconds=20)
+
+
+def test_while_output_is_shown_all_have_answered(one, monkeypatch):
+    one.execute("kept = 5")
+
+    def show(printed):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(output, "show", show)
+    with pytest.raises(KeyboardInterrupt):
+        one.execute("print(kept)")
+    assert one["kept"] == [5]
+
+
+def test_at_the_end_of_a_rebuild_what_is_lost_is_said_later(one, monkeypatch, capsys):
+    one.execute("pair = dist.new_group([0])")
+    one.execute("dist.destroy_process_group()")
+    once_and_press(monkeypatch, "_join")
+    with pytest.raises(KeyboardInterrupt):
+        one.execute("pass")
+    capsys.readouterr()
+    one.execute("pass")
+    assert "create again: pair" in capsys.readouterr().out
+
+
+PLAIN = """
+import torch
+print(torch.get_num_threads())
+"""
+
+
+def test_the_notebooks_own_torch_keeps_its_threads():
+    """Whose first import a World makes, beside processes that have one thread each."""
+    environment = {name: v for name, v in os.environ.items() if name != "OMP_NUM_THREADS"}
+
+    def threads(program):
+        ran = subprocess.run(
+            [sys.executable, "-c", program], env=environment, capture_output=True, text=True
+        )
+        return int(ran.stdout.split()[-1])
+
+    with_world = "import naranhi\nworld = naranhi.World(1)\n" + PLAIN
+    assert threads(with_world) == threads(PLAIN)

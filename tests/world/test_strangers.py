@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import naranhi
 from naranhi.world import World, leftovers, server
-from naranhi.world.lifeline import Lifelines
+from naranhi.world.lifeline import SEVER, Lifelines
 from naranhi.world.store import Store
 
 
@@ -139,6 +139,97 @@ def test_a_busy_interpreter_takes_nobody_for_a_stranger(monkeypatch):
         busy.join()
         own.close()
     assert known, "each was connected, and its first line had been sent"
+
+
+def test_what_no_parser_reads_is_a_strangers():
+    """Brackets nested deeper than Python recurses."""
+    with serving() as (own, lifelines):
+        connect_to(own).sendall(b"[" * 1023 + b"\n")
+        assert reached(own, lifelines)
+
+
+def test_a_stranger_that_is_closed_may_have_spoken(monkeypatch):
+    """It was found ready to read together with the one for which it was closed."""
+    monkeypatch.setattr(server, "STRANGERS", 1)
+    waiting, over = threading.Event(), threading.Event()
+
+    class Slow:
+        """Stands for whatever keeps the server's thread from the interpreter."""
+
+        def tick(self):
+            if waiting.is_set():
+                over.wait(20)
+
+    with serving(slow=Slow()) as (own, lifelines):
+        first = connect_to(own)
+        time.sleep(0.5)
+        waiting.set()
+        time.sleep(0.5)
+        second = connect_to(own)
+        time.sleep(0.2)
+        first.sendall(b"x")
+        time.sleep(0.2)
+        waiting.clear()
+        over.set()
+        time.sleep(1.0)
+        monkeypatch.undo()
+        assert reached(own, lifelines)
+        second.close()
+
+
+@contextlib.contextmanager
+def serving(**services):
+    lifelines = Lifelines()
+    own = server.Server("127.0.0.1", lifeline=lifelines, **services)
+    yield own, lifelines
+    own.close()
+
+
+def connect_to(own):
+    return socket.create_connection(("127.0.0.1", int(own.address.split(":")[1])), timeout=20)
+
+
+def reached(own, lifelines):
+    """Whether the server still lets in a process of ours."""
+    environment = os.environ | {server.ADDRESS: own.address}
+    with subprocess.Popen([sys.executable, "-c", PROCESS], env=environment):
+        end = time.monotonic() + 10
+        while time.monotonic() < end:
+            if all(lifelines.alive(("here", pid)) for pid in range(8)):
+                own.close()
+                return True
+            time.sleep(0.05)
+        own.forget()
+    return False
+
+
+DEAF = """
+import time
+from naranhi.world import lifeline
+
+def sever():
+    raise OSError("no descriptor is left")
+
+lifeline.hold({lifeline.SEVER: sever})
+time.sleep(60)
+"""
+
+
+def test_a_process_that_cannot_obey_says_nothing_and_still_ends():
+    with serving() as (own, lifelines):
+        environment = os.environ | {server.ADDRESS: own.address}
+        command = [sys.executable, "-c", DEAF]
+        with subprocess.Popen(command, env=environment, start_new_session=True) as process:
+            try:
+                who = (socket.gethostname(), process.pid)
+                end = time.monotonic() + 20
+                while not lifelines.alive(who) and time.monotonic() < end:
+                    time.sleep(0.05)
+                assert lifelines.tell([who], SEVER, 1.0) == [who]
+                own.close()
+                assert process.wait(20) == -signal.SIGKILL
+            finally:
+                process.kill()
 
 
 HOLD = """

@@ -54,13 +54,14 @@ def join(timeout: float = 300.0, folder: str | Path | None = None) -> torch.devi
     dist.distributed_c10d.default_pg_timeout = deadline
     dist.distributed_c10d.default_pg_nccl_timeout = deadline
     if "RANK" in os.environ:
-        if "WORLD_SIZE" not in os.environ:
-            raise RuntimeError(
-                "RANK is in the environment and WORLD_SIZE is not; a launcher sets both: torchrun "
-                "--standalone --nproc-per-node 4 PROGRAM"
-            )
-        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        local_rank = int(os.environ.get("LOCAL_RANK", rank))
+        for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            if name not in os.environ:
+                raise RuntimeError(
+                    f"RANK is in the environment and {name} is not; a launcher sets both: torchrun "
+                    "--standalone --nproc-per-node 4 PROGRAM"
+                )
+        rank, world_size, _ = map(_number, ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+        local_rank = _number("LOCAL_RANK") if "LOCAL_RANK" in os.environ else rank
         if "TORCHELASTIC_RUN_ID" in os.environ:
             processes.die_with_parent(os.getppid())
             if int(os.environ["LOCAL_WORLD_SIZE"]) == world_size:
@@ -92,6 +93,14 @@ def join(timeout: float = 300.0, folder: str | Path | None = None) -> torch.devi
         timeout=deadline,
     )
     return device
+
+
+def _number(name):
+    """Return a whole number from the environment."""
+    value = os.environ[name]
+    if not value.isdecimal():
+        raise RuntimeError(f"{name} is {value!r} in the environment, and not a whole number")
+    return int(value)
 
 
 def _own_gpu(store, rank, world_size, local_rank):

@@ -71,15 +71,19 @@ def paced(alpha: float, beta: float, peers: Container[int] | None = None) -> Ite
         return unpaced_message({send: isend, receive: irecv}.get(op, op), *arguments, **options)
 
     # One worker sends, so that messages stay in order.
-    with ThreadPoolExecutor(WAITING) as inward, ThreadPoolExecutor(1) as outward:
-        link = Link(unpaced, outward)
-        dist.batch_isend_irecv, dist.P2POp = start, message
-        dist.isend, dist.irecv = send, receive
-        try:
-            yield
-        finally:
-            dist.batch_isend_irecv, dist.P2POp = unpaced, unpaced_message
-            dist.isend, dist.irecv = unpaced_send, unpaced_receive
+    inward, outward = ThreadPoolExecutor(WAITING), ThreadPoolExecutor(1)
+    link = Link(unpaced, outward)
+    dist.batch_isend_irecv, dist.P2POp = start, message
+    dist.isend, dist.irecv = send, receive
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        dist.batch_isend_irecv, dist.P2POp = unpaced, unpaced_message
+        dist.isend, dist.irecv = unpaced_send, unpaced_receive
+        for workers in (inward, outward):  # an error does not wait for messages that may not come
+            workers.shutdown(wait=not failed, cancel_futures=failed)
 
 
 class Link:

@@ -133,14 +133,16 @@ def on_signals(numbers: Iterable[int], function: Callable[[], object]) -> None:
         numbers: the signals.
         function: what to do before this process ends.
     """
+    wanted = set(numbers)
     receiver, sender = socket.socketpair()
     sender.setblocking(False)
     signal.set_wakeup_fd(sender.detach(), warn_on_full_buffer=False)
-    for number in numbers:
+    for number in wanted:
         signal.signal(number, lambda *_: None)  # without a handler, no byte is written
 
     def wait():
-        receiver.recv(1)
+        while receiver.recv(1)[0] not in wanted:  # other handlers' signals are written as well
+            pass
         try:
             function()
         finally:

@@ -6,6 +6,7 @@ should move (on paper, or for readers who ask their system for less motion) the 
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
@@ -54,7 +55,9 @@ def _moving(fig, alt, seconds):
     # matplotlib clips everything inside the axes by one rectangle: the one to move.
     clip = next(root.iter(f"{{{SVG}}}clipPath"))
     window = clip[0]
-    name = clip.get("id").partition("-")[0]
+    picture = clip.get("id").partition("-")[0]
+    # At another pace it has another name, or one style would set both.
+    name = "n" + hashlib.sha256(f"{picture}{seconds:g}".encode()).hexdigest()[:8]
     left, top, wide, high = (float(window.get(key)) for key in ("x", "y", "width", "height"))
     window.set("class", "window")
     now = {
@@ -69,7 +72,7 @@ def _moving(fig, alt, seconds):
     }
     ElementTree.SubElement(root, f"{{{SVG}}}line", now)
     root.set("style", f"display:block;width:100%;max-width:{width:.0f}px;height:auto;{ROOT_COLOR}")
-    drawn = ElementTree.tostring(root, encoding="unicode")
+    drawn = ElementTree.tostring(root, encoding="unicode").replace(picture, name)
     stop = f"{100 * (1 - HOLD):g}%"
     return f"""<div class="{name}"><style>
 .{name}>input,.{name}>label{{display:none;font-size:.85em;vertical-align:middle}}

@@ -268,7 +268,10 @@ def _sockets():
 
 
 def sever() -> None:
-    """Shut down every connection that process groups opened, so that all waits on them fail.
+    """Shut down the connections that process groups opened, so that all waits on them fail.
+
+    That is every TCP connection since the first group was made, also the user's own: which of them
+    are a group's nobody can tell.
 
     gloo cannot abort a collective that waits for a peer (`ProcessGroup.abort` does nothing there in
     torch 2.13). Only the operating system can end such a wait early.

@@ -141,7 +141,7 @@ def _cause(errors, of, where, died, stuck, timeout, outcomes):
     """Return the first sentence, the single rank at fault or None, and the ranks it mentions."""
     if died:
         parts = [f"rank {r} died ({how})" for r, how in sorted(died.items())]
-        return ", ".join(parts), min(died), []
+        return ", ".join(parts), min(died) if len(died) == 1 else None, []
     if "cause" in of:
         ranks = of["cause"]
         first = errors[ranks[0]]
@@ -208,8 +208,9 @@ def _mismatch(calls, where):
     for rank, call in sorted(calls.items()):
         groups.setdefault(call, []).append(rank)
     ordered = sorted(groups.items(), key=lambda item: (len(item[1]), item[1]))
-    # If only two ranks differ, neither of them is the odd one.
-    alone = ordered[0][1][0] if len(ordered[0][1]) == 1 and len(calls) > 2 else None
+    # Of two ranks, or among three calls or more, none is the odd one.
+    odd = len(ordered) == 2 and len(ordered[0][1]) == 1 and len(calls) > 2
+    alone = ordered[0][1][0] if odd else None
     text = "the ranks called different collectives:" + "".join(
         f"\n  {named(group)} called {call}{where.get(group[0], '')}" for call, group in ordered
     )
@@ -227,8 +228,11 @@ def interruption(
     """Return the message for a user who interrupted a cell; arguments as for `diagnose`."""
     text = "the cell was interrupted"
     for rank, outcome in sorted(outcomes.items()):
-        if outcome["error"]:
-            text += f"\n  rank {rank} was stopped{place(outcome['error'], cell)}"
+        error = outcome["error"]
+        if error:
+            raised = f"raised {error['type']}: {error['message']}"
+            what = raised if kind(error) == "cause" else "was stopped"
+            text += f"\n  rank {rank} {what}{place(error, cell)}"
     for rank in sorted({*died, *stuck} - set(outcomes)):
         state = f" ({stuck[rank]})" if stuck.get(rank, BUSY) != BUSY else ""
         text += f"\n  rank {rank} did not stop{state} and was ended"

@@ -50,9 +50,9 @@ class Launched:
 
     def __init__(self, size: int, backend: str | None, check: Callable[[], None]):
         self.in_slurm: bool = slurm.is_here()
-        self._several_nodes = slurm.several_nodes()
-        self.host: str = addresses.own_address() if self._several_nodes else "127.0.0.1"
-        if not self._several_nodes:
+        self._on_other_hosts = slurm.on_other_hosts()
+        self.host: str = addresses.own_address() if self._on_other_hosts else "127.0.0.1"
+        if not self._on_other_hosts:
             requirements.loopback()
         requirements.current_folder()
         requirements.open_files(size)
@@ -92,11 +92,12 @@ class Launched:
             self._check()
             pids = self._cluster.controller.pid, self._cluster.engine_set.pid
             Path(self.folder, leftovers.PIDS).write_text("{} {}".format(*pids))
-            import torch.distributed  # noqa: F401  (slow: import it while the ranks do)
+        # Slow, so while the ranks do it; and not in their environment, of one thread.
+        import torch.distributed  # noqa: F401
 
-            self._client = self._cluster.connect_client_sync(
-                ipython_dir=self.folder, timeout=START_SECONDS
-            )
+        self._client = self._cluster.connect_client_sync(
+            ipython_dir=self.folder, timeout=START_SECONDS
+        )
 
     def _environment(self):
         values = {
@@ -110,7 +111,7 @@ class Launched:
             # Warnings of torch's C++ contain the time of day and would be shown below the cells.
             "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
         }
-        if not self._several_nodes:  # gloo and NCCL open their sockets on this interface
+        if not self._on_other_hosts:  # gloo and NCCL open their sockets on this interface
             values |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
         return values
 

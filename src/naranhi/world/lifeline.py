@@ -169,7 +169,10 @@ def hold(
             except OSError:
                 command = b""
             if command in handlers:
-                handlers[command]()
+                try:
+                    handlers[command]()
+                except Exception:  # no descriptor is left, say: it has not obeyed, but goes on
+                    continue
                 with contextlib.suppress(OSError):  # the notebook is gone, which `recv` says next
                     connection.sendall(DONE)
             else:  # KILL, or the end of file from a notebook that is gone

@@ -84,6 +84,8 @@ class Server:
             self._close_stranger()
 
     def _greet(self, connection):
+        if connection not in self._strangers:  # closed since it was found ready
+            return
         sent, deadline = self._strangers[connection]
         try:
             data = connection.recv(HELLO_BYTES)
@@ -112,7 +114,7 @@ class Server:
         try:
             hello = json.loads(line)
             ours = secrets.compare_digest(hello.pop("secret"), self._secret)
-        except (ValueError, TypeError, KeyError, AttributeError):
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return None
         return hello if ours and hello.get("service") in self._services else None
 

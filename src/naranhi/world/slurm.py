@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -16,9 +17,13 @@ def is_here() -> bool:
     return "SLURM_JOB_ID" in os.environ and shutil.which("srun") is not None
 
 
-def several_nodes() -> bool:
-    """Return whether the allocation has more than one node."""
-    return is_here() and int(os.environ.get("SLURM_JOB_NUM_NODES", 1)) > 1
+def on_other_hosts() -> bool:
+    """Return whether ranks of the allocation may be on another host than this process.
+
+    The shell of `salloc` is on no node, unless the cluster is set up so.
+    """
+    several = int(os.environ.get("SLURM_JOB_NUM_NODES", 1)) > 1
+    return is_here() and (several or "SLURMD_NODENAME" not in os.environ)
 
 
 def srun_launcher() -> type[EngineLauncher]:
@@ -41,4 +46,6 @@ def srun_launcher() -> type[EngineLauncher]:
 def kill_step(step: str) -> None:
     """Make Slurm kill the tasks of a step, including tasks that obey no command."""
     command = ["scancel", "--signal=KILL", f"{os.environ['SLURM_JOB_ID']}.{step}"]
-    subprocess.run(command, capture_output=True, timeout=30)
+    # Without it Slurm ends them with the allocation.
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        subprocess.run(command, capture_output=True, timeout=30)

@@ -145,16 +145,16 @@ class World:
     # ---- starting and recovering -------------------------------------------------------------
 
     def _start(self):
-        with interrupts.deferred() as check:
-            self._ranks = Launched(self.size, self._wanted, check)
-            self.backend: str = self._ranks.backend
-            self._epoch = 0
-            try:
+        try:
+            with interrupts.deferred() as check:
+                self._ranks = Launched(self.size, self._wanted, check)
+                self.backend: str = self._ranks.backend
+                self._epoch = 0
                 self._join()
-            except BaseException:
-                self._end()
-                raise
-        self._dead, self._broken = False, None
+        except BaseException:  # also Ctrl-C, which the block raises at its end
+            self._end()
+            raise
+        self._dead, self._broken, self._lost = False, None, set()
 
     def _end(self):
         if self._ranks is not None:
@@ -195,16 +195,16 @@ class World:
 
     def _rebuild(self):
         try:
-            with interrupts.deferred():
-                lost = sorted(set(itertools.chain(*self._join())))
+            with interrupts.deferred():  # which may raise at its end
+                self._lost |= set(itertools.chain(*self._join()))
         except Exception as failure:  # the group is beyond repair: say so, restart the ranks
             print(f"the process group could not be rebuilt ({type(failure).__name__})")
             self._restart()
             return
-        again = f"; create again: {', '.join(lost)}" if lost else ""
+        again = f"; create again: {', '.join(sorted(self._lost))}" if self._lost else ""
         if again or self._broken:
             print(f"the process group was rebuilt{self._broken}{again}")
-        self._broken = None
+        self._broken, self._lost = None, set()
 
     def _restart(self):
         self._dead = True
@@ -226,27 +226,29 @@ class World:
 
     def _call(self, function, args, cell):
         self._ready()
-        self._dead = True  # until the end: an interruption of this method leaves ranks busy
-        run = Cell(self._ranks, self.timeout)
+        self._dead = True  # until all have answered: an interruption before leaves ranks busy
+        ranks = self._ranks  # which another thread's `close` may take away
+        run = Cell(ranks, self.timeout)
         run.run(function, args)
-        output.show(run.printed())
         outcomes = run.outcomes
         errors = [outcome["error"] for outcome in outcomes.values() if outcome["error"]]
         exhausted = [rank for rank, outcome in outcomes.items() if outcome.get("exhausted")]
+        fine = not (errors or run.died or run.pending or run.interrupted)
         self._dead = bool(run.died or run.pending or exhausted)
-        _say_put_back(outcomes)
         if any(outcome.get("left_group") for outcome in outcomes.values()):
             self._broken = ", because a cell had left it (destroy_process_group)"
-        if not (errors or run.died or run.pending or run.interrupted):
-            return [outcomes[rank] for rank in range(self.size)]
         # An error that all ranks raise alike, before any message was late, leaves no rank ahead of
         # another, and the process group intact.
         alike = len(errors) == self.size and len({_what(e) for e in errors}) == 1
         alike = alike and kind(errors[0]) == "cause"
-        if self._broken is None and (run.severed or not alike):
+        if self._broken is None and not fine and (run.severed or not alike):
             self._broken = ""
+        output.show(run.printed())
+        _say_put_back(outcomes)
+        if fine:
+            return [outcomes[rank] for rank in range(self.size)]
         if run.controller_died:
-            raise RankError(self._ranks.how_controller_ended()) from None
+            raise RankError(ranks.how_controller_ended()) from None
         if run.interrupted:
             raise RankInterrupt(interruption(outcomes, run.died, run.stuck, cell)) from None
         raise diagnose(outcomes, run.died, run.stuck, self.timeout, cell) from None
