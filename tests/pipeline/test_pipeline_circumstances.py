@@ -407,3 +407,45 @@ def test_the_others_hear_of_a_rank_that_has_closed_the_pipeline(five):
     for rank, (message, seconds) in enumerate(five.call(closed_by_one)[:3]):
         assert message.startswith("this Pipeline is closed" if rank == 1 else "another rank has")
         assert seconds < 20, "not the deadline of a message"
+
+
+class Stopping:
+    """A recorder that raises at an action."""
+
+    def __init__(self, action):
+        self.action = action
+
+    def begin(self):
+        pass
+
+    def end(self, action):
+        if str(action) == self.action:
+            raise ArithmeticError(f"stop at {action}")
+
+
+def after_a_failure():
+    """The words of a step after one that failed midway, and its seconds."""
+    group = first_ranks(2)
+    if (rank := dist.get_rank()) >= 2:
+        return pipeline.join_group_creation()
+    x = torch.ones(8, 8)
+    with pipeline.Pipeline(
+        [nn.Linear(8, 8), nn.Linear(8, 8)],
+        schedules.gpipe(2, 4),
+        lambda output, target: (output - target).square().sum(),
+        group=group,
+        timeout=8.0,
+    ) as pipe:
+        pipe.step(x, x, 8)
+        with pytest.raises(ArithmeticError):
+            pipe.step(x, x, 8, Stopping(("0F3", "1F0")[rank]))
+        start = time.monotonic()
+        with pytest.raises(RuntimeError) as error:
+            pipe.step(x, x, 8)
+        return str(error.value), time.monotonic() - start
+
+
+def test_after_an_error_midway_a_pipeline_takes_no_step(five):
+    for words, seconds in five.call(after_a_failure)[:2]:
+        assert words == "an earlier step has failed midway: close this Pipeline"
+        assert seconds < 4.0

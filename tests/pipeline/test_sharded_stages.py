@@ -318,3 +318,27 @@ def test_torchs_runtime_and_fully_shard_run_ours(four, tmp_path, order, way):
     assert schedules.read_csv(tmp_path / "ours.csv", sharding=True) == schedule
     for gap in four.call(on_torch, str(tmp_path / "ours.csv"), schedule):
         assert gap <= 1e-6
+
+
+def evaluated_inside_of_gathered(stage):
+    """The words of a step inside the block, and the shapes of what is read in it after that."""
+    along, across = grid()
+    schedule = with_sharding(schedules.gpipe(2, M), stage)
+    layers, loss, inputs, targets, count = work("mlp", schedule)
+    with pipeline.Pipeline(
+        layers, schedule, loss, group=along, replicas=across, sharding=ZeroStages
+    ) as pipe:
+        with pipe.sharded.gathered():
+            with torch.no_grad(), pytest.raises(RuntimeError) as error:
+                pipe.step(inputs, targets, count)
+            shapes = [tuple(value.shape) for value in pipe.parameters()]
+        with torch.no_grad():
+            pipe.step(inputs, targets, count)
+    return str(error.value), shapes
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_step_inside_of_gathered_is_refused(four, stage):
+    for words, shapes in four.call(evaluated_inside_of_gathered, stage):
+        assert words == "Pipeline.step() inside of a gathered() block: leave the block first"
+        assert (0,) not in shapes

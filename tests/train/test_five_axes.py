@@ -10,7 +10,7 @@ import torch
 from naranhi import train
 from naranhi.context_parallel import partial_attention, ring, split_sequence
 from naranhi.expert_parallel import expert_parameters, gpt2, gradients, moe, sum_over_copies
-from naranhi.pipeline import pipeline
+from naranhi.pipeline import gradient_sums
 from naranhi.train import build, trainer
 
 STEPS, RATE = 20, 0.5
@@ -184,7 +184,7 @@ WRONG = {
         build, "split_sequence", lambda x, group, order: split_sequence(x, group)
     ),
     "layers summed over nothing": lambda patch: patch.setattr(
-        pipeline, "sum_over_copies", lambda model, _: sum_over_copies(model, None)
+        gradient_sums, "sum_over_copies", lambda model, _: sum_over_copies(model, None)
     ),
     "stale blocks": stale_blocks,
     "no merge by log-sum-exp": no_merge,

@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from naranhi.data_parallel import all_reduce_bucketed, broadcast_buffers
+from naranhi.data_parallel import broadcast_buffers
 from naranhi.distributed import device_of
-from naranhi.expert_parallel import expert_parameters, sum_over_copies
+from naranhi.expert_parallel import expert_parameters
+from naranhi.pipeline.gradient_sums import sum_gradients
 from naranhi.pipeline.groups import AGREEMENT, key_of, let_go, new_groups
 from naranhi.pipeline.messages import Messages
 from naranhi.pipeline.microbatches import Microbatches
@@ -134,6 +135,7 @@ class Pipeline:
         local, parts, tied = prepared(
             layers,
             schedule,
+            loss_fn,
             self.group,
             balance=balance,
             optimizer=optimizer,
@@ -146,7 +148,7 @@ class Pipeline:
         self._let_go = weakref.finalize(self, let_go, users, groups)
         self._let_go.atexit = False  # at exit, the process and its groups end anyway
 
-        self.last = len(parts) - 1
+        self.last, self._midway = len(parts) - 1, False
         self.stages = {
             stage: Stage(
                 part, sum(map(len, parts[:stage])), loss_fn if stage == self.last else None
@@ -154,7 +156,8 @@ class Pipeline:
             for stage, part in enumerate(parts)
             if schedule.placement[stage] == self.rank
         }
-        self._experts = expert_parameters(nn.ModuleList(self.stages.values()))
+        self._model = nn.ModuleList(self.stages.values())
+        self._experts = expert_parameters(self._model)
         if any(action.kind == "U" for action in schedule[self.rank]):
             for stage in self.stages.values():
                 stage.weights = WeightStash(stage, optimizer, stash)
@@ -188,7 +191,7 @@ class Pipeline:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Return this rank's parameters, each once, for an optimizer."""
-        return nn.ModuleList(self.stages.values()).parameters()
+        return self._model.parameters()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Scale the gradients to a norm of at most `max_norm`, and return the norm before.
@@ -207,9 +210,8 @@ class Pipeline:
         if self.sharded:
             return self.sharded.clip_grad_norm_(max_norm, norm_type, [self.group])
         later_copies = [tied.parameter for tied in self.tied if dist.get_rank(tied.group)]
-        model = nn.ModuleList(self.stages.values())
         return clip_grad_norm_(
-            model, max_norm, norm_type, groups=[self.group], counted_elsewhere=later_copies
+            self._model, max_norm, norm_type, groups=[self.group], counted_elsewhere=later_copies
         )
 
     def step(
@@ -226,9 +228,9 @@ class Pipeline:
         `no_grad` or `inference_mode` only the loss is computed.
 
         The errors below are raised on every rank of the pipeline, before anything of the batch is
-        sent. A layer that returns something else than in its trial, or a loss that is not a scalar,
-        raises an error on its own rank only, and the other ranks lose their connection to that
-        rank. After an error in the middle of a step the pipeline can only be closed.
+        sent. A layer that returns something else than in its trial, or a loss that is no scalar,
+        raises on its rank only, and the others lose their connection to it. After an error midway
+        in a step the pipeline can only be closed.
 
         Args:
             inputs: on every rank, a tensor or tuple of tensors whose first dimension is the batch,
@@ -253,28 +255,24 @@ class Pipeline:
                 circumstances; a layer does not take what the previous one returns, or cannot be
                 tried.
             TypeError: inputs, targets or what a layer returns are not tensors or tuples of tensors.
-            RuntimeError: with replicas or copies of experts, a parameter has a gradient already; a
-                parameter was replaced; or the pipeline is closed, here or on another rank.
+            RuntimeError: with replicas or copies of experts, a parameter has a gradient already;
+                one was replaced; stages are gathered; an earlier step failed; or a rank closed it.
         """
         batch, takes, earlier = self._agree(inputs, targets, count)
+        self._midway = True
         tied = self.tied if torch.is_grad_enabled() else ()
         for part in (*self.stages.values(), *tied):
             part.begin()
         self._messages.expect(takes, earlier)
         self._row.run(batch, takes, recorder)
         self._messages.flush()
-        model = nn.ModuleList(self.stages.values())
         if torch.is_grad_enabled():  # otherwise gradients are an earlier step's, summed already
-            if self.sharded:
-                self.sharded.finish()
-            elif self._experts:
-                sum_over_copies(model, self.replicas)
-            elif self.replicas:
-                all_reduce_bucketed(model, self.replicas)
+            sum_gradients(self._model, self.replicas, self.sharded, bool(self._experts))
         if self.replicas:
-            broadcast_buffers(model, self.replicas)
+            broadcast_buffers(self._model, self.replicas)
         for parameter in tied:  # last: copies are equal, whatever order replicas were summed in
             parameter.sum()
+        self._midway = False
         return self.stages[self.last].total if self.last in self.stages else None
 
     def _agree(self, inputs, targets, count):
@@ -290,11 +288,13 @@ class Pipeline:
                 inputs, targets, count, self.schedule.microbatches, self.last in self.stages
             )
             first = batch.first()
+            if self._midway:
+                raise RuntimeError("an earlier step has failed midway: close this Pipeline")
+            if self.sharded:
+                self.sharded.begin()
             for stage in self.stages.values():
                 stage.require_same_parameters()
-            sums = (self.replicas or any(self._experts.values())) and torch.is_grad_enabled()
-            if sums:
-                refuse_gradients(self.parameters())
+            refuse_gradients(self.parameters(), self.replicas or any(self._experts.values()))
         except Exception as reason:  # agree() raises it on every rank
             error = reason
         return batch, *self._boundaries.agree(first, error)

@@ -26,6 +26,7 @@ Tied = list[tuple[str, nn.Parameter, tuple[int, ...]]]
 def prepared(
     layers: Sequence[nn.Module],
     schedule: Schedule,
+    loss_fn: Callable[..., torch.Tensor],
     group: dist.ProcessGroup,
     *,
     balance: Sequence[int] | None,
@@ -73,15 +74,21 @@ def prepared(
         tied = tied_parameters(parts, schedule.placement)
         purposes = [AGREEMENT, *channels(schedule), *dict.fromkeys(ranks for *_, ranks in tied)]
         local["groups"] = [key_of(purpose, group) for purpose in purposes]
-        local["copies"] = copies(parts, schedule.placement, rank, several)
+        local["copies"] = copies(parts, schedule.placement, rank, several, loss_fn)
     except ValueError as error:
         local["error"] = error
     return local, parts, tied
 
 
-def refuse_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Raise RuntimeError if a parameter has a gradient before a step that sums over replicas."""
-    if any(parameter.grad is not None for parameter in parameters):
+def refuse_gradients(parameters: Iterable[nn.Parameter], copied: object) -> None:
+    """Raise RuntimeError if a parameter has a gradient before a step that sums over replicas.
+
+    Args:
+        parameters: this rank's.
+        copied: whether other ranks have copies of them.
+    """
+    summed = bool(copied) and torch.is_grad_enabled()
+    if summed and any(parameter.grad is not None for parameter in parameters):
         raise RuntimeError(
             "a parameter still has a gradient of an earlier step, and that is a sum over the "
             "replicas already: call zero_grad(set_to_none=True) first"

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 class ShardedStages(Protocol):
     """The stages of a rank, sharded over its replicas, which run the same actions in one order."""
 
+    def begin(self) -> None:
+        """Raise RuntimeError if the stages cannot be run, because something else gathers them."""
+
     def unshard(self, stage: int) -> None:
         """Start to gather a stage's parameters."""
 

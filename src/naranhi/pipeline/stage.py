@@ -127,9 +127,10 @@ class Stage(nn.Module):
             for number, layer in enumerate(self.layers, self.first):
                 value = layer(value)
                 require_values(value, number, layer)
-        takes.note_changes(taken, tensors)
+            takes.note_changes(taken, tensors)
+            if self.loss:  # which may have weights, too
+                value = require_scalar(self.loss(value, target)) / count
         if self.loss:
-            value = require_scalar(self.loss(value, target)) / count
             self.losses[microbatch] = loss = value.detach()
             self.total = loss if self.total is None else self.total + loss
             gives = StageSignature.of(value)

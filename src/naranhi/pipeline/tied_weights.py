@@ -5,7 +5,7 @@ it. Each copy receives the sum of the gradients of all copies, so that copies th
 equal.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 
 import torch
@@ -80,6 +80,7 @@ def copies(
     placement: Sequence[int],
     rank: int,
     replicas: dist.ProcessGroup | None,
+    loss: Callable[..., torch.Tensor],
 ) -> dict[str, dict[str, str]]:
     """Return fingerprints of what must be the same on other ranks.
 
@@ -88,6 +89,7 @@ def copies(
         placement: the rank of each stage.
         rank: this rank, in the pipeline.
         replicas: the process group of the replicas; None without replicas.
+        loss: the loss of the last stage; a module may have parameters.
 
     Returns:
         {among whom: {name: digest}}. "pipeline": parameters and buffers that another rank of the
@@ -107,7 +109,11 @@ def copies(
             and (tensor not in experts or least > 1)
         }
 
-    return {"pipeline": digests(2), "replicas": digests(1) if replicas else {}}
+    whole = digests(1) if replicas else {}
+    if replicas and rank == placement[-1] and isinstance(loss, nn.Module):
+        own = chain(loss.named_parameters(), loss.named_buffers())
+        whole |= {f"loss_fn.{n}": fingerprint(tensor) for n, tensor in own if not tensor.is_meta}
+    return {"pipeline": digests(2), "replicas": whole}
 
 
 def _users(parts, placement):

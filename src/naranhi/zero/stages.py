@@ -57,6 +57,10 @@ class ZeroStages(Zero):
 
     # --- actions ---------------------------------------------------------------------------------
 
+    def begin(self) -> None:
+        """Raise RuntimeError inside a `gathered` block, which a step would end."""
+        self._whole.require_outside("Pipeline.step()")
+
     def unshard(self, stage: int) -> None:
         """Start to gather a stage's parameters."""
         self._parameters.start(self._unit_of[stage])

@@ -1,0 +1,36 @@
+"""Sum the gradients of a step over the pipelines that share its batch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from naranhi.data_parallel import all_reduce_bucketed
+from naranhi.expert_parallel import sum_over_copies
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch import nn
+
+    from naranhi.pipeline.sharding import ShardedStages
+
+
+def sum_gradients(
+    stages: nn.Module,
+    replicas: dist.ProcessGroup | None,
+    sharded: ShardedStages | None,
+    has_experts: bool,
+) -> None:
+    """Sum the gradients of a rank's stages over their replicas, and those of experts over copies.
+
+    Args:
+        stages: this rank's stages.
+        replicas: the ranks that have the same stages; None without replicas.
+        sharded: the shards, if the schedule has reduced the gradients already.
+        has_experts: whether a stage has experts.
+    """
+    if sharded:
+        sharded.finish()
+    elif has_experts:
+        sum_over_copies(stages, replicas)
+    elif replicas:
+        all_reduce_bucketed(stages, replicas)
