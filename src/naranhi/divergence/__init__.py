@@ -6,7 +6,8 @@
 
 `recorder` hooks layers; `reference` says what one process computes and how exactly, which is where
 the tolerance comes from; `axes` and `models` know which part of it a rank holds; `finder` compares,
-phase by phase (`data` for the batch, `random` for masks); `classify` and `report` put it in words.
+phase by phase (`data` for the batch, `random` for masks), what `requirements` lets through;
+`classify` and `report` put it in words.
 
 `gallery` has bugs that make no noise, each as small as it can be, for the finder to find.
 """

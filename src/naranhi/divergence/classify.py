@@ -56,6 +56,8 @@ def factor_between(value: torch.Tensor, expected: torch.Tensor, allowed: float) 
 def classify(held: Mapping[int, Held], axes: Axes) -> tuple[str | None, float | None, str]:
     """Return the axis, the constant factor and a description of what is wrong.
 
+    The description is empty if nothing is: ranks agree up to rounding, and no part is wrong.
+
     Args:
         held: {rank: its part} of the ranks that have a part of the tensor.
         axes: where the ranks are on the mesh.
@@ -64,6 +66,8 @@ def classify(held: Mapping[int, Held], axes: Axes) -> tuple[str | None, float | 
     for axis in axes.sizes:
         if what := _disagreement(held, axes, axis):
             return axis, None, what
+    if not wrong:
+        return None, None, ""
     factors = {
         factor_between(part.value, part.expected, part.allowed)
         for rank, part in held.items()

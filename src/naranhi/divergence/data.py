@@ -3,41 +3,99 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 
 import torch
 
-from naranhi.divergence.axes import ROWS, Axes
+from naranhi.divergence.axes import ROWS, Axes, Part
+from naranhi.divergence.classify import distance
 from naranhi.divergence.recorder import Recorder
 from naranhi.divergence.reference import Reference
 from naranhi.divergence.report import Divergence
 
 Rows = list[list[int | None]]  # of each micro-batch, the rows of the whole batch; None: not there
+Candidates = list[list[tuple[int, ...]]]  # the same, with all rows of the batch that are equal
 
 
-def rows_of(records: Recorder, reference: Reference, axes: Axes) -> Rows | None:
+def rows_of(records: Recorder, reference: Reference, axes: Axes) -> Candidates | None:
     """Return which rows of the batch this rank's first layer took, found by what they contain.
 
-    Rows that are equal count in their order. None if this rank does not run the first layer.
+    Each may be any of the batch's rows that are equal to it; `numbered` says which. None if this
+    rank does not run the first layer.
     """
     if not records.inputs:
         return None
-    known, used, result = {}, Counter(), []
     wholes = [
         _columns(axes, own.shape[1:], whole)
         for whole, own in zip(reference.inputs, records.inputs[0], strict=True)
     ]
+    known = _by_content(wholes)
+    return [
+        [tuple(known.get(digest, ())) for digest in _digests(tensors)] for tensors in records.inputs
+    ]
+
+
+def equal_rows(reference: Reference) -> dict[int, list[int]]:
+    """Return {row: itself and the rows that are equal to it}, of the rows that are not unique."""
+    several = [rows for rows in _by_content(reference.inputs).values() if len(rows) > 1]
+    return {row: rows for rows in several for row in rows}
+
+
+def numbered(candidates: Sequence[Candidates | None], axes: Axes) -> list[Rows | None]:
+    """Return which rows of the batch each rank takes, where equal rows are different ones.
+
+    Equal rows are numbered over the ranks that share the batch, in the order of their coordinates,
+    and on a rank in its own order. So each is taken once, unless there are too few of them.
+
+    Args:
+        candidates: of each rank, what `rows_of` returned there.
+        axes: where the ranks are on the mesh.
+    """
+    rows: list[Rows | None] = [None] * len(candidates)
+    candidates = _narrowed(candidates, axes)
+    for line in axes.neighbours(*ROWS):
+        used = Counter()
+        for rank in sorted(line, key=lambda rank: [axes.places[rank].get(axis) for axis in ROWS]):
+            if candidates[rank] is not None:
+                rows[rank] = [[_next(equal, used) for equal in taken] for taken in candidates[rank]]
+    return rows
+
+
+def _next(equal, used):
+    """Return the next of some equal rows, and the first again after the last."""
+    used[equal] += 1
+    return equal[(used[equal] - 1) % len(equal)] if equal else None
+
+
+def _narrowed(candidates, axes):
+    """Return the candidates that are also those of the ranks that must take the same rows.
+
+    Where sequences are split, a rank sees parts of rows, and different rows may have equal parts.
+    """
+    narrowed = list(candidates)
+    for line in axes.neighbours(*(axis for axis in axes.sizes if axis not in ROWS)):
+        shares = [candidates[rank] for rank in line if candidates[rank] is not None]
+        if len({tuple(map(len, share)) for share in shares}) > 1:
+            continue  # `wrong_rows` reports it
+        for rank in line:
+            if candidates[rank] is not None:
+                narrowed[rank] = [
+                    [
+                        tuple(row for row in own if all(row in other for other in others)) or own
+                        for own, *others in zip(taken, *same, strict=True)
+                    ]
+                    for taken, *same in zip(candidates[rank], *shares, strict=True)
+                ]
+    return narrowed
+
+
+def _by_content(wholes):
+    """Return {digest: rows}."""
+    known = {}
     for row, digest in enumerate(_digests(wholes)):
         known.setdefault(digest, []).append(row)
-    for tensors in records.inputs:
-        rows = []
-        for digest in _digests(tensors):
-            places = known.get(digest)
-            rows.append(places[used[digest] % len(places)] if places else None)
-            used[digest] += 1
-        result.append(rows)
-    return result
+    return known
 
 
 def _columns(axes, shape, whole):
@@ -58,7 +116,7 @@ def wrong_rows(rows: Sequence[Rows | None], reference: Reference, axes: Axes) ->
     """Return how the batch was divided wrongly over the ranks, or None.
 
     Args:
-        rows: of each rank, what `rows_of` returned there.
+        rows: of each rank, its rows, as `numbered` returns them.
         reference: one process's step.
         axes: where the ranks are on the mesh.
     """
@@ -109,3 +167,43 @@ def shared_rows(rows: Sequence[Rows | None], axes: Axes, rank: int) -> Rows:
         for own, other in zip(rows, axes.places, strict=True)
         if own is not None and all(other.get(axis) == place.get(axis) for axis in ROWS)
     )
+
+
+def of_closest_rows(
+    part: Part,
+    part_of: Callable[[Sequence[int]], Part],
+    rows: Sequence[int],
+    equal: Mapping[int, Sequence[int]],
+    whole: torch.Tensor,
+    allowed: float,
+) -> Part:
+    """Return a gradient by rows as the part of those equal rows to which it is closest.
+
+    Nothing in equal rows says which is which, but their targets may differ, and so their gradients.
+    A target that is taken twice shows in the gradients of the parameters.
+
+    Args:
+        part: the gradient, as the part of `rows`.
+        part_of: returns it as the part of other rows.
+        rows: the rows as they are numbered.
+        equal: as `equal_rows` returns it.
+        whole: one process's gradient.
+        allowed: how far the part may be from it.
+    """
+    errors, closest = _errors(part, whole), list(rows)
+    if len(errors) != len(rows) or max(errors) <= allowed:
+        return part
+    for shift in range(1, max(len(equal.get(row, ())) for row in rows)):
+        others = [_next_equal(equal.get(row, [row]), row, shift) for row in rows]
+        for place, error in enumerate(_errors(part_of(others), whole)):
+            if error < errors[place]:
+                errors[place], closest[place] = error, others[place]
+    return part._replace(cut=part_of(closest).cut)  # in the old slot, which other ranks share
+
+
+def _errors(part, whole):
+    return [distance(*pair) for pair in zip(part.value, part.cut(whole), strict=True)]
+
+
+def _next_equal(equal, row, shift):
+    return equal[(equal.index(row) + shift) % len(equal)]

@@ -10,21 +10,30 @@ because of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from naranhi.distributed import Mesh, agree, fingerprint, from_all_ranks, raise_on_all
+from naranhi.distributed import Mesh, fingerprint, from_all_ranks, raise_on_all
 from naranhi.divergence.axes import Axes, Part
 from naranhi.divergence.classify import Held, classify, distance
-from naranhi.divergence.data import rows_of, shared_rows, wrong_rows
-from naranhi.divergence.models import layers_of, parameters_of, recorded_layers
+from naranhi.divergence.data import (
+    equal_rows,
+    numbered,
+    of_closest_rows,
+    rows_of,
+    shared_rows,
+    wrong_rows,
+)
+from naranhi.divergence.models import layers_of, recorded_layers
 from naranhi.divergence.random import wrong_masks
 from naranhi.divergence.recorder import PHASES, Key, Recorder
 from naranhi.divergence.reference import Reference, Update
 from naranhi.divergence.report import Divergence, Report
+from naranhi.divergence.requirements import require_calls, require_same_model
 from naranhi.divergence.tolerance import TOLERANCE
 
 
@@ -70,21 +79,22 @@ def find(
             averages gradients.
 
     Raises:
-        ValueError: raised on every rank. A layer or parameter is not in the reference, or none of
-            the ranks has it; the ranks' references differ; a layer's output has a shape that the
-            mesh does not explain.
+        ValueError: raised on every rank. A parameter, or its shape, is not in the reference, or
+            none of the ranks has it; the ranks' references differ; a layer's output has a shape
+            that the mesh does not explain; a `Zero` computes in bf16; a pipeline's stages are
+            sharded.
         RuntimeError: raised on every rank, if `run` has called no layer, or a reference without
             an update is compared with one.
     """
     axes = raise_on_all(lambda: Axes(mesh), kind=ValueError)
     layers = layers_of(model)
-    _require_same(model, layers, reference, update)
+    require_same_model(model, reference, update)
     with Recorder(recorded_layers(layers), reference.first, masks=reference.draws) as records:
         run(model)
     step = Update(model, update)
-    raise_on_all(lambda: _require_calls(records), kind=RuntimeError)
+    raise_on_all(lambda: require_calls(records), kind=RuntimeError)
     rows = raise_on_all(lambda: rows_of(records, reference, axes), kind=ValueError)
-    rows = from_all_ranks(rows)
+    rows = numbered(from_all_ranks(rows), axes)
     if not any(rows):
         raise RuntimeError(
             f"run(model) has not called {reference.first or 'the model'} on any rank"
@@ -100,7 +110,10 @@ def find(
 
 
 def _with_one_process(parts, records, step, reference, rows, axes):
-    findings = {key: _finding(key, part, reference) for key, part in parts.items()}
+    findings = raise_on_all(
+        lambda: {key: _finding(key, part, reference) for key, part in parts.items()},
+        kind=ValueError,
+    )
     gathered = from_all_ranks(findings)
     wrong = {
         key for own in gathered for key, finding in own.items() if finding.error > finding.allowed
@@ -146,7 +159,8 @@ def _among_ranks(parts, records, step, reference, rows, axes):
             continue
         part = parts.get(key)
         large = part.value.double().abs().max().item() if part and part.value.numel() else 0.0
-        eps = torch.finfo(part.value.dtype).eps if part else 0.0
+        is_rounded = part and part.value.is_floating_point()
+        eps = torch.finfo(part.value.dtype).eps if is_rounded else 0.0
         own = part and Held(part.value, part.slot, None, TOLERANCE * eps * large)
         held = {rank: part for rank, part in enumerate(from_all_ranks(own)) if part}
         axis, _, what = classify(held, axes)
@@ -157,63 +171,48 @@ def _among_ranks(parts, records, step, reference, rows, axes):
     return Report(_wrong_steps(step, reference, axes), sum(map(len, gathered)))
 
 
-def _require_same(model, layers, reference, update):
-    """Raise ValueError on every rank unless the ranks hold the layers of the reference."""
-    agree(
-        layers_of_one_process=sorted(reference.layers),
-        batch_of_one_process=[tensor.shape for tensor in reference.inputs],
-        phases_of_one_process=sorted({key.phase for key in reference.values}),
-    )
-    agree(an_update_is_given=update is not None)
-    agree(values_of_the_batch=torch.cat([x.double().flatten() for x in reference.inputs]))
-    if (update is None) != (reference.stepped is None):
-        has, lacks = ("trace", "find") if update is None else ("find", "trace")
-        raise RuntimeError(f"{has} was given an update, and {lacks} was not: give it to both")
-    params = parameters_of(model)
-    held = from_all_ranks((sorted(layers), sorted(params)))
-    for rank, (_, names) in enumerate(held):
-        for name in names:
-            if name not in reference.parameters:
-                raise ValueError(
-                    f"rank {rank} has a parameter {name}, and the model of one process has none "
-                    f"of this name: trace the unsplit model, whose layers have the same names"
-                )
-    if missing := reference.parameters.keys() - {name for _, names in held for name in names}:
-        raise ValueError(
-            f"no rank has the parameter {min(missing)} of the model of one process: "
-            "is it another model?"
-        )
-
-
-def _require_calls(records):
-    if not records.outputs:
-        raise RuntimeError("run(model) has called no layer of the model: it should run a step")
-
-
 def _parts(layers, records, step, reference, rows, axes, scale) -> Iterator[tuple[Key, Part]]:
     """Yield every tensor of this rank that one process has too, as a part of that."""
-    values = records.values()
+    values, equal = records.values(), equal_rows(reference)
     for key in records.missing():  # where one process has a gradient, autograd was cut
         values[key] = torch.zeros_like(values[key._replace(phase="forward")])
     for key, value in values.items():
-        whole = key._replace(microbatch=0)
-        if whole in reference.values and key.microbatch < len(rows):
-            value = value / scale if key.phase == "backward" else value
-            shape, by_rows = reference.values[whole].shape, reference.by_rows.get(whole, 0)
-            try:
-                yield (
-                    key,
-                    axes.part_of_output(
-                        value, shape, rows[key.microbatch], by_rows, layers[key.layer]
-                    ),
-                )
-            except ValueError as error:
-                raise ValueError(f"{key.layer}, {key.phase}: {error}") from error
+        whole = reference.values.get(key._replace(microbatch=0))
+        if whole is None or key.microbatch >= len(rows):
+            continue
+        taken, by_rows = rows[key.microbatch], reference.by_rows.get(key._replace(microbatch=0), 0)
+        if not by_rows and _grows_with_rows(value, whole, taken, reference):
+            continue
+        value = value / scale if key.phase == "backward" else value
+        part_of = partial(
+            axes.part_of_output, value, whole.shape, by_rows=by_rows, layer=layers[key.layer]
+        )
+        try:
+            part = part_of(taken)
+        except ValueError as error:
+            raise ValueError(f"{key.layer}, {key.phase}: {error}") from error
+        if key.phase == "backward" and not equal.keys().isdisjoint(taken):
+            part = of_closest_rows(part, part_of, taken, equal, whole, reference.allowed(key))
+        yield key, part
     for phase, parts in step.parts.items():
         for name, part in reversed(parts.items()):
             key = Key(phase, reference.parameters[name])
             if key in reference.values:
                 yield key, part
+
+
+def _grows_with_rows(value, whole, taken, reference):
+    """Return whether an output may be rows times something, such as flattened tokens.
+
+    In several micro-batches of one process they differ, and are not in the reference. In a single
+    one nothing tells them from a table of positions.
+    """
+    return (
+        reference.microbatches == 1
+        and value.dim() > 0
+        and len(taken) != reference.rows
+        and len(value) * reference.rows == len(whole) * len(taken)
+    )
 
 
 def _finding(key, part, reference):

@@ -81,6 +81,25 @@ def parameters_of(model: Model) -> dict[str, nn.Parameter]:
     }
 
 
+def shapes_of(model: Model) -> dict[str, torch.Size]:
+    """Return {name in the unsplit model: the parameter's shape there} of this rank's parameters."""
+    flats = [flat for unit in model.units for flat in unit.flats] if isinstance(model, Zero) else []
+    held = {  # by ZeRO-3, whose parameters are empty between two steps
+        param: shape
+        for flat in flats
+        for param, shape in zip(flat.parameters, flat.shapes, strict=True)
+    }
+    shapes = {}
+    for name, layer in layers_of(model).items():
+        splits = getattr(layer, "splits", {})
+        for own, param in layer.named_parameters(recurse=False):
+            shape = list(held.get(param, param.shape))
+            if own in splits:
+                shape[splits[own].dim] = splits[own].size
+            shapes[f"{name}.{own}".lstrip(".")] = torch.Size(shape)
+    return shapes
+
+
 def weights_of(model: Model) -> dict[str, Part]:
     """Return the parameters of this rank as parts of the unsplit model's; collective for ZeRO."""
     if isinstance(model, Zero):

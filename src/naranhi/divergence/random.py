@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from naranhi.distributed import from_all_ranks
+from naranhi.distributed import from_all_ranks, raise_on_all
 from naranhi.divergence.axes import ROWS, Axes
-from naranhi.divergence.recorder import Key, Recorder
+from naranhi.divergence.recorder import Key, Recorder, row_size
 from naranhi.divergence.reference import Reference
 from naranhi.divergence.report import Divergence
 
@@ -29,7 +29,7 @@ def wrong_masks(
         rows: the rows of this rank's micro-batches.
         axes: where the ranks are on the mesh.
     """
-    masks = dict(_masks(records, reference, rows))
+    masks = raise_on_all(lambda: dict(_masks(records, reference, rows)), kind=ValueError)
     gathered = from_all_ranks(masks)
     for key in sorted({key for own in gathered for key in own}, key=lambda key: key[2:] + key[:2]):
         for axis in axes.sizes:
@@ -58,9 +58,11 @@ def _distinct(masks):
 def _masks(records, reference, rows):
     """Yield {key: (layer, whether the mask is of a part of the activations, mask)}."""
     for top, drawn in records.masks.items():
-        each = len(drawn) // len(rows)
+        each, rest = divmod(len(drawn), len(rows))
+        if rest:  # micro-batches that draw different numbers of masks: which is whose is not known
+            continue
         for number, (layer, mask) in enumerate(drawn):
             microbatch, part = divmod(number, each)
             whole = reference.masks.get(Key("mask", top, 0, part))
             if whole is not None:
-                yield Key("mask", top, microbatch, part), (layer, mask[0].numel() < whole, mask)
+                yield Key("mask", top, microbatch, part), (layer, row_size(mask) < whole, mask)

@@ -51,7 +51,8 @@ class Recorder:
         inputs: the tensors that each call of the first layer takes, in order.
         outputs: {layer: the tensors that each of its calls returns}.
         gradients: {layer: {(call, number of the tensor): gradient}}.
-        masks: {first part of the layer's name: [(layer, mask) in the order they are drawn]}.
+        masks: {first part of the layer's name: [(layer, mask) in the order they are drawn]}; what
+            is drawn outside of all layers is left out.
         expects: (layer, call, number of the tensor) of what autograd may give a gradient.
         backward_order: the same of the gradients, in the order in which they were computed.
     """
@@ -158,7 +159,9 @@ class Recorder:
             self.backward_order.append((name, call, number))
 
     def _drawn(self, mask):
-        layer = self._running[-1] if self._running else ""
+        if not self._running:  # such as in a pipeline's trial, which one process does not have
+            return
+        layer = self._running[-1]
         self.masks.setdefault(layer.split(".")[0], []).append((layer, mask))
 
 
@@ -185,6 +188,11 @@ class Draws(TorchDispatchMode):
             mask = result[1] if name == "native_dropout" else result
             self.record(mask.detach().bool().cpu())
         return result
+
+
+def row_size(mask: torch.Tensor) -> int:
+    """Return how many elements of a mask are for one row of the batch."""
+    return mask.shape[1:].numel()
 
 
 def _tensors(value):

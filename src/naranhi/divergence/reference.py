@@ -28,7 +28,7 @@ from naranhi.divergence.models import (
     recorded_layers,
     weights_of,
 )
-from naranhi.divergence.recorder import Key, Recorder
+from naranhi.divergence.recorder import Key, Recorder, row_size
 from naranhi.divergence.tolerance import FLOAT64, bound, largest
 
 
@@ -43,6 +43,7 @@ class Reference:
         first: the name of the layer that takes the batch.
         inputs: the tensors that it takes, all micro-batches concatenated.
         rows: the number of rows of the batch.
+        microbatches: the number of micro-batches of the step.
         values: {key with micro-batch 0: the whole tensor}, in the order of the step.
         noise: {key: the largest distance of this dtype's result from float64's}; of a model in
             float64, that of float32, scaled.
@@ -59,6 +60,7 @@ class Reference:
     first: str
     inputs: list[torch.Tensor]
     rows: int
+    microbatches: int
     values: dict[Key, torch.Tensor]
     noise: dict[Key, float]
     bounds: dict[Key, float]
@@ -226,6 +228,14 @@ def _first_names(params):
     return {name: first.setdefault(param, name) for name, param in params.items()}
 
 
+def _is_constant(parts):
+    """Return whether an output is the same in all micro-batches, such as a table of positions.
+
+    A single number is left out, because with one micro-batch nothing tells a loss from a constant.
+    """
+    return parts[0].numel() > 1 and all(torch.equal(part, parts[0]) for part in parts)
+
+
 def _reference(model, records, own, referee, draws, stepped, slack, scale):
     rows = [len(tensors[0]) for tensors in records.inputs]
     values, noise, bounds, by_rows = {}, {}, {}, {}
@@ -237,6 +247,8 @@ def _reference(model, records, own, referee, draws, stepped, slack, scale):
             by_rows[key] = len(parts[0])
         elif key.phase == "backward":
             continue  # a sum over a micro-batch's rows: its parameters' gradients show it
+        elif key.phase == "forward" and not _is_constant(referee[key]):
+            continue  # of a micro-batch as a whole, such as its loss: ranks have others
         whole = torch.cat(parts) if is_batch else parts[0]
         exact = torch.cat(referee[key]) if is_batch else referee[key][0]
         values[key], noise[key], bounds[key] = whole, 0.0, 0.0
@@ -249,14 +261,16 @@ def _reference(model, records, own, referee, draws, stepped, slack, scale):
             if key.phase == "weights":
                 bounds[key] += slack[key.layer]
     masks = {
-        Key("mask", layer, 0, number): mask[0].numel()
+        Key("mask", layer, 0, number): row_size(mask)
         for layer, drawn in records.masks.items()
+        if len(drawn) % len(rows) == 0
         for number, (_, mask) in enumerate(drawn[: len(drawn) // len(rows)])
     }
     return Reference(
         first=records.first,
         inputs=[torch.cat(tensors) for tensors in zip(*records.inputs, strict=True)],
         rows=sum(rows),
+        microbatches=len(rows),
         values=values,
         noise=noise,
         bounds=bounds,

@@ -268,13 +268,11 @@ def _sockets():
 
 
 def sever() -> None:
-    """Shut down the connections that process groups opened, so that all waits on them fail.
+    """Shut down every TCP connection made since the first group was, so that waits on them fail.
 
-    That is every TCP connection since the first group was made, also the user's own: which of them
-    are a group's nobody can tell.
-
-    gloo cannot abort a collective that waits for a peer (`ProcessGroup.abort` does nothing there in
-    torch 2.13). Only the operating system can end such a wait early.
+    Also the user's own, because nobody can tell which are a group's. gloo cannot abort a collective
+    that waits for a peer (`ProcessGroup.abort` does nothing there in torch 2.13). Only the
+    operating system can end such a wait early.
     """
     if _store is not None:
         _store.severed = True

@@ -23,9 +23,9 @@ from naranhi.world.errors import (
     interruption,
     kind,
     named,
-    numbered,
 )
 from naranhi.world.launch import Launched
+from naranhi.world.places import numbered
 
 LONGEST = 1e6  # seconds, the longest deadline: eleven days
 
