@@ -674,6 +674,61 @@ def test_compiled_layers(five, stage, how):
 # --- other backwards -----------------------------------------------------------------------------
 
 
+def under_autocast(stage, backwards):
+    """Two micro-batches in one block of autocast, which keeps casts of weights until its end. The
+    norms of two steps, and those in one process."""
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return None
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
+    one = copy.deepcopy(model)
+    zero = Zero(model, stage, group=group)
+    optimizer = torch.optim.SGD(zero.param_groups, lr=0.1)
+    optimizer_of_one = torch.optim.SGD(one.parameters(), lr=0.1)
+
+    def loss(model, x):
+        return model(x).float().square().sum()
+
+    def accumulate(model, no_sync, ranks, step):
+        """One block for the forwards of a rank, and perhaps its backwards."""
+        for place in ranks:
+            first, second = rows(place, step), rows(place, step + 10)
+            if backwards == "inside":
+                with torch.autocast("cpu", torch.bfloat16):
+                    with no_sync():
+                        loss(model, first).backward()
+                    loss(model, second).backward()
+            else:
+                with torch.autocast("cpu", torch.bfloat16):
+                    losses = loss(model, first), loss(model, second)
+                with no_sync():
+                    losses[0].backward()
+                losses[1].backward()
+
+    norms = []
+    for number in range(2):
+        accumulate(model, zero.no_sync, [rank], number)
+        accumulate(one, contextlib.nullcontext, [0, 1], number)
+        expected = nn.utils.get_total_norm([param.grad for param in one.parameters()]).item()
+        norms.append((zero.clip_grad_norm_(1e9), expected))
+        zero.step(optimizer)
+        optimizer_of_one.step()
+        optimizer_of_one.zero_grad()
+    with zero.gathered():
+        for param, other in zip(model.parameters(), one.parameters(), strict=True):
+            torch.testing.assert_close(param, other, rtol=0.02, atol=0.01)
+    return norms
+
+
+@pytest.mark.parametrize("backwards", ["inside", "outside"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_micro_batches_in_one_block_of_autocast(five, stage, backwards):
+    for norms in five.call(under_autocast, stage, backwards)[:2]:
+        for norm, expected in norms:
+            assert norm == pytest.approx(expected, rel=0.01)
+
+
 def input_gradients(stage):
     """torch.autograd.grad through the model, before a step's backward and after it."""
     group, rank = first_ranks(2), dist.get_rank()

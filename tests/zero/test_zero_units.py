@@ -298,6 +298,88 @@ def test_shared_children_named_parameters_and_units_that_nothing_calls(five, sta
         assert bare == "unit layers has no forward to be called: make its children units"
 
 
+class Tied(nn.Module):
+    """A head that is a unit, and has the weight of an embedding that is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.wte, self.block, self.head = nn.Embedding(5, 4), linear(), nn.Linear(4, 5, bias=False)
+        self.head.weight = self.wte.weight
+        self.units = [self.block, self.head]
+
+    def forward(self, x):
+        return self.head(self.block(self.wte(x)))
+
+
+class Registers(nn.Module):
+    """A weight of a unit that the model has too, and uses before the unit computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.own, self.units = self.b.weight, None
+
+    def forward(self, x):
+        return self.b(self.a(nn.functional.one_hot(x, 4).to(self.own.dtype)) @ self.own)
+
+
+class Within(nn.Module):
+    """A part of a unit that a module beside the units has too."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = linear(), linear()
+        self.beside = nn.Sequential(self.b[0])
+        self.units = [self.a, self.b]
+
+    def forward(self, x):
+        x = nn.functional.one_hot(x, 4).to(self.b[0].weight.dtype)
+        return self.b(self.a(self.beside(x)))
+
+
+SHARED = {
+    Tied: {"block": ["0.weight", "0.bias"], "root": ["wte.weight"]},
+    Registers: {"a": ["weight", "bias"], "b": ["bias"], "root": ["own"]},
+    Within: {"a": ["0.weight", "0.bias"], "root": ["b.0.weight", "b.0.bias"]},
+}
+
+
+def shared_with_the_root(kind, stage):
+    """The names of each unit's parameters, after steps beside one process."""
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return None
+    torch.manual_seed(0)
+    model = kind().double()
+    units, model.units = model.units, None
+    one = copy.deepcopy(model)
+    zero = Zero(model, stage, units=units, group=group)
+    ours = torch.optim.SGD(zero.param_groups, lr=0.1)
+    theirs = torch.optim.SGD(one.parameters(), lr=0.1)
+    for _ in range(3):
+        theirs.zero_grad()
+        for place in 0, 1:
+            one(torch.arange(3) + place).square().sum().backward()
+        theirs.step()
+        model(torch.arange(3) + rank).square().sum().backward()
+        zero.step(ours)
+    with zero.gathered():
+        for param, expected in zip(model.parameters(), one.parameters(), strict=True):
+            torch.testing.assert_close(param, expected, rtol=0, atol=1e-12)
+    return {
+        unit.name: [
+            name.removeprefix(f"{unit.name}.") for flat in unit.flats for name in flat.names
+        ]
+        for unit in zero.units
+    }
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("kind", SHARED)
+def test_what_a_unit_shares_with_a_module_outside_belongs_to_the_root(five, kind, stage):
+    assert five.call(shared_with_the_root, kind, stage)[:2] == [SHARED[kind]] * 2
+
+
 class Positions(nn.Module):
     """A table of positions, of which it returns the first ones, or a copy of them."""
 

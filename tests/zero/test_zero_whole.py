@@ -1,6 +1,7 @@
 """A sharded model as a whole: what is taken out of a block stays, what is written in one is
 trained, and at other times both are refused."""
 
+import contextlib
 import copy
 import io
 import pickle
@@ -240,6 +241,106 @@ def test_parameters_in_other_memory_are_refused_by_name(five, stage):
     error = "RuntimeError: parameter 0.weight is no longer in the memory that Zero trains"
     for found in five.call(outside, stage)[:2]:
         assert all(text and text.startswith(error) for text in found), found
+
+
+def backward_inside(precision):
+    """A backward in a block, of a forward from before it, at stage 3; then a step of its own."""
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return None
+    found, norms = [], []
+    for nested in False, True:
+        model = layers()
+        zero = Zero(model, 3, precision=precision, group=group)
+        x = torch.randn(4, 4, generator=torch.Generator().manual_seed(rank))
+        loss = model(x).square().sum()
+        with zero.gathered(), zero.gathered() if nested else contextlib.nullcontext():
+            found.append(message(loss.backward))
+        for _ in range(2):
+            zero.zero_grad()
+            model(x).square().sum().backward()
+            norms.append(zero.clip_grad_norm_(1e9))
+    assert len({*norms}) == 1 and norms[0] > 0
+    return found
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_backward_in_a_block_of_a_forward_from_before_it_is_refused(five, precision):
+    for found in five.call(backward_inside, precision)[:2]:
+        assert found == 2 * [
+            "RuntimeError: inside of gathered() a backward cannot go through a forward from before "
+            "the block, whose parameters stage 3 has freed: run the backward outside of the block"
+        ]
+
+
+def written_outside(stage, precision):
+    """Writes in place outside of a block: what the next use says, and what is trained after it."""
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return None
+    model, one = layers(), layers()
+    zero = Zero(model, stage, precision=precision, group=group)
+    optimizer = torch.optim.SGD(zero.param_groups, lr=0.0)
+
+    def clamp():
+        for param in model.parameters():
+            param.clamp_(-0.01, 0.01)
+
+    def fill():
+        nn.init.constant_(model[2].weight, 7.0)
+
+    def scale_together():
+        torch._foreach_mul_([model[1].weight, model[3].bias], 0.5)  # the first is frozen
+
+    def forward():
+        model(torch.ones(2, 4))
+
+    def read():
+        with zero.gathered():
+            pass
+
+    def step():
+        zero.step(optimizer)
+
+    found = {}
+    for write in clamp, fill, scale_together:
+        for use in forward, read, step:
+            model(torch.ones(2, 4)).sum().backward()
+            if use is not step:
+                zero.zero_grad()
+            with torch.no_grad():
+                write()
+            found[write.__name__, use.__name__] = message(use)
+            zero.zero_grad()
+            zero.refresh()
+    with zero.gathered(), torch.no_grad():
+        unchanged = same({name: p.detach() for name, p in model.named_parameters()}, one)
+        clamp()  # lost, as `gathered` says, and no error
+    with zero.gathered(write=True), torch.no_grad():
+        fill()
+    forward()
+    with zero.gathered():
+        assert (model[2].weight == 7).all()
+    return found, unchanged
+
+
+@pytest.mark.parametrize("stage, precision", KINDS)
+def test_a_write_outside_of_a_block_is_refused_where_it_would_be_lost(five, stage, precision):
+    kept = stage < 3 and precision == "fp32"
+    what = (
+        "this model is sharded"
+        if stage == 3
+        else "this model's parameters are copies in bf16 of the masters in fp32"
+    )
+    names = {"clamp": "0.weight", "fill": "2.weight", "scale_together": "1.weight"}
+    for found, unchanged in five.call(written_outside, stage, precision)[:2]:
+        assert unchanged != kept
+        for (write, _), text in found.items():
+            error = (
+                f"RuntimeError: parameter {names[write]} was written while {what}, so the change "
+                "is lost: call refresh() of Zero to go on, and write inside of gathered(write=True)"
+            )
+            assert text == (None if kept else error)
 
 
 def refused(stage, precision):

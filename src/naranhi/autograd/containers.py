@@ -22,7 +22,9 @@ Copies = list[tuple[Any, Any, list[tuple[Any, Any]]]]
 class AfterBackward(torch.autograd.Function):
     """Identity on a unit's inputs that calls `call` when the gradients of all of them are there.
 
-    In autograd's order, that is after everything else in the unit's backward.
+    Autograd runs the newest node first, so that is after everything else in the unit's backward,
+    provided that all its nodes are newer than this one. A cast of a weight that autocast has cached
+    in an earlier forward is older: call `torch.clear_autocast_cache` before each forward.
     """
 
     @staticmethod

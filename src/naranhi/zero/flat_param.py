@@ -43,8 +43,8 @@ class FlatParam:
             same way.
         shard: This rank's slice of `whole`, in `dtype`.
         master: The same slice in the parameters' own dtype.
-        pieces: {group's number: its part of the master, as a parameter for an optimizer}, without
-            the groups that lie in other ranks' shards.
+        pieces: {group's number: its part of the master, as a parameter for an optimizer}, empty if
+            the group lies in other ranks' shards.
         spans: {group's number: where its part lies in the shard}.
         starts: {group's number: where the group begins in the flat parameter}.
         gradient: This rank's shard of the sum over the ranks; None until it is reduced.

@@ -118,6 +118,8 @@ class Hooks:
         return inputs
 
     def _begin_forward(self, recording):
+        # Autograd would run the casts of an earlier forward after the end of this one's backward.
+        torch.clear_autocast_cache()
         self._whole.require_forward(recording)
         self._handles.order()
         self._parameters.order.begin(recording)
@@ -141,7 +143,8 @@ class Hooks:
             require_own_output(unit, output)
         recorded = watched = False
         if torch.is_grad_enabled():
-            before = Hook(self.pre_backward, unit.number, module is unit.modules[-1])
+            last, whole = module is unit.modules[-1], bool(self._whole.state)
+            before = Hook(self.pre_backward, unit.number, last, whole)
             for tensor in tensors_of(output):
                 if tensor.grad_fn is not None:
                     tensor.register_hook(before)
@@ -162,8 +165,9 @@ class Hooks:
 
     # --- backward --------------------------------------------------------------------------------
 
-    def pre_backward(self, number: int, last: bool, gradient: torch.Tensor) -> None:
-        """Unshard a unit for its backward; `last`: of its last module, where that begins."""
+    def pre_backward(self, number: int, last: bool, whole: bool, gradient: torch.Tensor) -> None:
+        """Unshard a unit; `last`: of its last module; `whole`: its forward was in `gathered()`."""
+        self._whole.require_backward(whole)
         self._begin_backward()
         self._parameters.unshard(self.units[number], last, self._whole.state)
 

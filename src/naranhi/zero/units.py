@@ -1,7 +1,7 @@
 """A model split into units for ZeRO: modules whose parameters move together.
 
-Parameters of no unit, or of several (tied embeddings), belong to the root, the last unit, which is
-the model itself.
+Parameters of no unit, and those that a module outside of their unit has too (tied embeddings),
+belong to the root, the last unit, which is the model itself.
 """
 
 from __future__ import annotations
@@ -187,7 +187,8 @@ def children(model: nn.Module) -> list[nn.Module]:
     Args:
         model: The module whose children become units.
     """
-    inside = _inside(unique := _called(model))
+    unique = _called(model)
+    inside = {inner for child in unique for inner in child.modules() if inner is not child}
     return [child for child in unique if child not in inside]
 
 
@@ -223,11 +224,6 @@ def _called(model):
     return unique
 
 
-def _inside(modules):
-    """Return the modules that lie in others."""
-    return {inner for module in modules for inner in module.modules() if inner is not module}
-
-
 def _is_bare(module):
     """Return whether a module has no forward, and so is never called."""
     return type(module).forward is nn.Module.forward
@@ -238,15 +234,19 @@ def _as_run(unit):
 
 
 def _owners(runs, model):
-    """Return {parameter: the run it moves with}: the root, if several have it, or it has it too."""
+    """Return {parameter: the run it moves with}: the root, if a module outside of it has it too."""
     owner, root = {}, (model,)
     for run in runs:
         for param in {param for module in run for param in module.parameters()}:
             owner[param] = root if param in owner else run
-    inside = _inside(module for run in runs for module in run)
-    for child in () if _is_bare(model) else _called(model):  # `ZeroStages`: each is in its stage
-        if child in inside:  # the model may call it when the unit around it is not gathered
-            owner.update(dict.fromkeys(child.parameters(), root))
+    # Modules that are reached without a unit on the way may compute while no unit is gathered.
+    seen, reached = {module for run in runs for module in run}, [model]
+    while reached:
+        module = reached.pop()
+        if module not in seen:
+            seen.add(module)
+            reached += module.children()
+            owner.update(dict.fromkeys(module.parameters(recurse=False), root))
     return owner
 
 

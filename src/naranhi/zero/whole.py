@@ -1,5 +1,8 @@
 """Make a sharded model whole for a while, to read or write it; at other times that is an error.
 
+A write at another time is found by the next forward, step or block, if torch counts it: a write
+through `.data` is not counted, and is lost.
+
 While it is whole, its parameters are views of new memory with the values that the optimizer works
 on (in mixed precision the masters, in fp32). Nobody frees that memory: what is taken out of it, a
 `state_dict` or a detached tensor, keeps it alive for as long as it is needed.
@@ -7,7 +10,7 @@ on (in mixed precision the masters, in fp32). Nobody frees that memory: what is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -39,6 +42,9 @@ class Whole:
 
     def __init__(self, zero: Zero) -> None:
         self.zero, self.state = zero, None
+        self.flats: list[FlatParam] = [flat for unit in zero.units for flat in unit.flats]
+        self._versions = {}
+        self.note_versions(self.flats)
 
     def hooks(self) -> Iterator[RemovableHandle]:
         """Yield the handles of hooks of all modules, since a submodule's state may be read, too."""
@@ -71,6 +77,7 @@ class Whole:
             self.state = None
             for flat in rows:
                 flat.use_sharded()
+            self.note_versions(self.flats)  # writes of the block are kept, or lost on purpose
         if write:
             self.zero.refresh(list(rows))  # frozen parameters, too
 
@@ -80,11 +87,10 @@ class Whole:
         At stages 1 and 2 in fp32 it is whole already.
         """
         self.zero.reshard()
-        flats = [flat for unit in self.zero.units for flat in unit.flats]
         if self._is_itself:
-            return {flat: flat.whole for flat in flats}
+            return {flat: flat.whole for flat in self.flats}
         rows, kernels = {}, []
-        for flat in flats:
+        for flat in self.flats:
             rows[flat] = flat.master.new_empty(flat.ranks * flat.size)
             blocks = rows[flat].view(flat.ranks, -1).unbind()
             blocks[flat.rank].copy_(flat.master)
@@ -150,6 +156,20 @@ class Whole:
                 "block before a forward that is to be trained"
             )
 
+    def require_backward(self, whole: bool) -> None:
+        """Raise RuntimeError inside a block for a forward from before it, whose memory is freed.
+
+        That is so at stage 3.
+
+        Args:
+            whole: Whether the forward was in a block.
+        """
+        if self.state and not whole and self.zero.stage == 3:
+            raise RuntimeError(
+                "inside of gathered() a backward cannot go through a forward from before the "
+                "block, whose parameters stage 3 has freed: run the backward outside of the block"
+            )
+
     def require_outside(self, what: str, moved: bool = False) -> None:
         """Raise RuntimeError inside a `gathered` block, or for parameters in other memory.
 
@@ -163,15 +183,35 @@ class Whole:
             self.require_own_memory()
 
     def require_own_memory(self) -> None:
-        """Raise RuntimeError if a parameter was put into other memory: its values would be lost."""
-        flats = [flat for unit in self.zero.units for flat in unit.flats]
-        name = next((name for flat in flats for name in flat.in_other_memory()), None)
+        """Raise RuntimeError for a parameter in other memory, or written: values would be lost."""
+        name = next((name for flat in self.flats for name in flat.in_other_memory()), None)
         if name is not None:
             raise RuntimeError(
                 f"parameter {name} is no longer in the memory that Zero trains: its .data was "
                 "assigned, or the model was converted after Zero was made; convert it before, and "
                 "write into parameters inside of gathered(write=True)"
             )
+        for flat, versions in self._versions.items():
+            now = _versions(flat)
+            if now != versions:
+                name = next(
+                    name
+                    for name, old, new in zip(flat.names, versions, now, strict=True)
+                    if old != new
+                )
+                raise RuntimeError(
+                    f"parameter {name} was written while {self._what}, so the change is lost: call "
+                    "refresh() of Zero to go on, and write inside of gathered(write=True)"
+                )
+
+    def note_versions(self, flats: Iterable[FlatParam]) -> None:
+        """Accept what has been written into parameters so far: it is kept, or lost on purpose.
+
+        Args:
+            flats: Their flat parameters.
+        """
+        if not self._is_itself:
+            self._versions.update((flat, _versions(flat)) for flat in flats)
 
     def _before_reading(self, module, prefix, keep_vars):
         self.require_readable()
@@ -187,3 +227,8 @@ class Whole:
                 f"{self._what}: load into it inside of Zero.gathered(write=True), "
                 "or load a checkpoint by naranhi.checkpoint"
             )
+
+
+def _versions(flat):
+    """Return how often torch has seen each parameter written in place."""
+    return [param._version for param in flat.parameters]

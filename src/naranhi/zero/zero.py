@@ -36,10 +36,10 @@ class Zero(Hooks):
         model: Built alike on every rank; construction calls `broadcast_parameters`.
         stage: 1, 2 or 3.
         units: Modules that each move as one, none inside another; by default the model's children
-            (and those of its lists of modules). Other parameters, and those that several units
-            share, belong to the root, which at stage 3 stays gathered from the forward to the end
-            of the backward. A unit may be a tuple of modules that run one after the other, none of
-            which calls another: small modules are faster that way (`zero.joined`).
+            (and those of its lists of modules). Other parameters, and those that modules outside
+            of their unit have too, belong to the root, which at stage 3 stays gathered from the
+            forward to the end of the backward. A unit may be a tuple of modules that run one after
+            the other, none calling another: small modules are faster that way (`zero.joined`).
         param_groups: Parameter groups of the model's parameters, as torch optimizers expect them.
         precision: "fp32" computes in the parameters' dtype. "bf16" computes in bf16, and reduces
             gradients in bf16 too, while the optimizer works on a copy in fp32. The model's inputs
@@ -147,8 +147,8 @@ class Zero(Hooks):
     def synchronize(self) -> None:
         """End the step's reductions, unless its last backward has done so.
 
-        That is needed if all its backwards were in `no_sync()` (or a rank had none).
-        `clip_grad_norm_` and `step` call it, on every rank.
+        That is needed if all its backwards were in `no_sync()` (or, at stages 1 and 2, a rank had
+        none: at stage 3 others wait for it). `clip_grad_norm_` and `step` call it, on every rank.
 
         Raises:
             RuntimeError: If no parameter has a gradient in this step, on any rank.
@@ -219,7 +219,7 @@ class Zero(Hooks):
             flat.set_shard_grads()
         optimizer.step()
         self._forget()
-        self.refresh()
+        self.refresh(self.flats)
 
     def zero_grad(self) -> None:
         """Discard the gradients of this step, and what a failed forward or backward left behind.
@@ -243,11 +243,12 @@ class Zero(Hooks):
         """Update the model from the masters of flat parameters, which have changed.
 
         Args:
-            flats: The changed flat parameters; by default all trained ones.
+            flats: The changed flat parameters; by default all, also frozen ones.
         """
-        flats = self.flats if flats is None else flats
+        flats = self._whole.flats if flats is None else flats
         for flat in flats:
             flat.refresh()
+        self._whole.note_versions(flats)
         self.reshard()
         if self.stage < 3:
             overlap(flat.all_gather() for flat in flats)
