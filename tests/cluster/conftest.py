@@ -75,10 +75,13 @@ def slurm(needs):
 
 
 @pytest.fixture
-def two_nodes(needs):
-    """The environment of a cluster of two nodes: this host, and a network namespace beside it."""
+def two_nodes(needs, tmp_path_factory):
+    """The environment of a cluster of two nodes: this host, and a network namespace beside it.
+
+    Each has temporary files of its own, as nodes do.
+    """
     needs("ip", "iproute2", as_root=True)
-    mark = uuid.uuid4().hex[:6]
+    own, mark = tmp_path_factory.mktemp("own"), uuid.uuid4().hex[:6]
     name, device = f"naranhi{mark}", f"v{mark}"  # which is called so at both ends
 
     def ip(*words):
@@ -94,9 +97,10 @@ def two_nodes(needs):
                 ip(*where, "link", "set", device, "up")
         ip("-n", name, "link", "set", "lo", "up")
         enter = ["nsenter", f"--net=/run/netns/{name}"]  # ip would hide the cgroups
+        enter += ["unshare", "--mount", "sh", "-c", f'mount -t tmpfs own {own} && exec "$0" "$@"']
         nodes = {"node1": ("10.78.0.1", []), "node2": ("10.78.0.2", enter)}
         with _cluster(needs, nodes) as environment:
-            yield environment
+            yield environment | {"TMPDIR": str(own)}
     finally:
         # The namespace lasts as long as a process in it; the cable must not last as long.
         with host_network.changing():

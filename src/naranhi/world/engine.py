@@ -15,7 +15,7 @@ import sys
 from typing import Any
 
 from naranhi.distributed import addresses
-from naranhi.world import capture, event_loop, lifeline, server
+from naranhi.world import capture, event_loop, leftovers, lifeline, server
 
 _own_sockets = set()
 _store = _checks = None
@@ -28,7 +28,8 @@ def main() -> None:
     if os.getpid() != os.getpgid(0):
         os.setpgid(0, 0)
     capture.start(os.environ[server.FOLDER])
-    lifeline.hold({lifeline.INTERRUPT: _interrupt, lifeline.SEVER: sever})
+    on_end = leftovers.folder_elsewhere(os.environ[server.FOLDER])
+    lifeline.hold({lifeline.INTERRUPT: _interrupt, lifeline.SEVER: sever}, on_end)
     import torch.distributed  # noqa: F401  (before the engine registers: ready means ready)
     from ipyparallel.engine.app import IPEngine
 
@@ -270,9 +271,8 @@ def _sockets():
 def sever() -> None:
     """Shut down every TCP connection made since the first group was, so that waits on them fail.
 
-    Also the user's own, because nobody can tell which are a group's. gloo cannot abort a collective
-    that waits for a peer (`ProcessGroup.abort` does nothing there in torch 2.13). Only the
-    operating system can end such a wait early.
+    Also the user's own: nobody can tell them apart. gloo cannot abort a collective that waits for a
+    peer (`ProcessGroup.abort` does nothing there in torch 2.13). Only the operating system can.
     """
     if _store is not None:
         _store.severed = True

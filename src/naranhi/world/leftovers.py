@@ -8,10 +8,11 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from naranhi.distributed import processes
-from naranhi.world import server
+from naranhi.world import requirements, server
 
 PIDS = "pids"  # the file in the folder with the process ids of these two
 
@@ -30,6 +31,23 @@ def tidy_up(folder: str | Path) -> None:
         if ours and pid != os.getpid() and processes.is_stopped(pid):
             processes.kill(pid)
     remove(folder)
+
+
+def folder_elsewhere(folder: str | Path) -> Callable[[bool], None] | None:
+    """Make a folder for this process's engine if the World's is on another host, as /tmp may be.
+
+    Without one ipyparallel's engine would not start.
+
+    Args:
+        folder: the World's.
+
+    Returns:
+        What removes it, for `lifeline.hold`; None if the World's folder is here.
+    """
+    if os.path.isdir(folder):
+        return None
+    own = os.environ["IPYTHONDIR"] = os.environ["IPP_PROFILE_DIR"] = requirements.folder()
+    return lambda lost: remove(own)
 
 
 def remove(folder: str | Path) -> None:
