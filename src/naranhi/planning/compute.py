@@ -50,7 +50,8 @@ class Arithmetic:
         self.bandwidth: float = sheet.bandwidth * BANDWIDTH
         self.casts: bool = precision == "fp8"
         self.value: int = 4 if precision == "fp32" else 2
-        self.gradient: int = engine.reduced_bytes(precision)
+        # Of the sum to which a weight's gradient is added: FSDP has one of the weight's own dtype.
+        self.gradient: int = self.value if engine.casts_shards else engine.reduced_bytes(precision)
 
     def matmul(self, tokens: float, rows: float, columns: float, more: float = 0.0) -> float:
         """Return the seconds of (tokens x rows) times (rows x columns), with `more` bytes moved."""
