@@ -6,7 +6,7 @@ of GPU and engine is calibrated on one run, which is left out of the errors.
 
 from dataclasses import replace
 from math import exp, log
-from statistics import mean
+from statistics import mean, median
 
 import pytest
 
@@ -133,6 +133,20 @@ def test_nine_of_ten_published_runs_are_inside_their_interval():
     assert len(swept) > 1000 and mean(swept) >= 0.9
 
 
+@pytest.mark.parametrize("tp", [1, 2, 4, 8, 16])
+def test_half_of_the_sweeps_pipelines_are_forecast_within_a_fifth(tp):
+    """On 16 to 128 GPUs: on more, most stalled for a second in each micro-batch, see `Engine`."""
+    errors = [
+        abs(c.seconds_error)
+        for c in accuracy.sweep_comparisons()
+        if c.seconds_error is not None
+        and c.run.plan.pp > 1
+        and c.run.plan.tp == tp
+        and 16 <= c.run.cluster.gpus <= 128
+    ]
+    assert len(errors) > 60 and median(errors) < 0.2
+
+
 def test_an_interval_is_not_so_wide_that_it_says_nothing():
     widths = [c.forecast.high / c.forecast.low for c in accuracy.comparisons() if c.run.seconds]
     assert mean(widths) < 1.4
@@ -224,9 +238,9 @@ def _factor(compared):
 
 def test_pipelines_from_before_the_mend_were_late():
     """On 512 GPUs 99% of them took over half a second longer for each micro-batch than forecast on
-    the network that was built, and 77% than forecast on that which their job measured. Of the two
+    the network that was built, and 75% than forecast on that which their job measured. Of the two
     pipelines from after it, of one micro-batch each, neither did."""
-    for told, flawed, late in ((False, True, 0.99), (True, True, 0.77), (False, False, 0.0)):
+    for told, flawed, late in ((False, True, 0.99), (True, True, 0.75), (False, False, 0.0)):
         runs_512 = [run for run in sweep() if run.cluster.gpus == 512 and run.seconds]
         own = [run for run in runs_512 if run.plan.pp > 1 and run.flawed == flawed]
         seconds = [

@@ -206,8 +206,8 @@ def layer_times(
     forward = work.forward + sum(e.forward for e in messages)
     backward = work.backward + work.recompute + sum(e.backward + e.recompute for e in messages)
     host = cluster.runs.host_seconds
-    if plan.tp > 2 and comm.between_nodes(cluster, plan):
-        host = cluster.runs.pipeline_host_seconds
+    if comm.between_nodes(cluster, plan):
+        host = max(host, plan.tp * cluster.runs.pipeline_rank_seconds)
     # In thirds of a forward and a backward: what is computed again is launched again.
     thirds = 3 + work.recompute / work.forward
     idle = max(0.0, host * thirds / 3 - forward - backward)
