@@ -161,8 +161,13 @@ def site(root: Path) -> bool:
     html.mkdir(parents=True, exist_ok=True)
     for language, (inputs, _) in tasks.items():
         (fresh / language / ".inputs").write_text(inputs)
-        shutil.rmtree(html / language, ignore_errors=True)
+        # Aside first: half of an old site that says it is up to date would be taken for a whole.
+        before = fresh / f"{language} before"
+        shutil.rmtree(before, ignore_errors=True)
+        if (html / language).exists():
+            (html / language).rename(before)
         (fresh / language).rename(html / language)
+        shutil.rmtree(before, ignore_errors=True)
     first = yaml.safe_load((root / "_toc.yml").read_text())["root"]
     execution.write(html / "index.html", render.landing(first))
     execution.write(html / "404.html", render.not_found(first))

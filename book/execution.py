@@ -221,7 +221,8 @@ def commit(root: Path) -> str | None:
     if shutil.which("git") is None:
         return None
     head = git("rev-parse", "--short", "HEAD")
-    if head.returncode:
+    # A copy of the files below another project's repository has no commit.
+    if head.returncode or git("ls-files", "--error-unmatch", "_config.yml").returncode:
         return None
     return head.stdout.strip() + ("+" if git("status", "--porcelain", "--", *inputs).stdout else "")
 
@@ -296,12 +297,19 @@ def execute(source: Path, root: Path, jobs: int = 1):
         [str(root / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
     started = time.monotonic()
-    sockets = tempfile.TemporaryDirectory()
+    # The address of a socket has 107 characters at most.
+    sockets = tempfile.TemporaryDirectory(dir="/tmp" if len(tempfile.gettempdir()) > 60 else None)
     executor = _Executor(name, len(code_cells(notebook)), sockets.name)
     notebook.cells.append(nbformat.v4.new_code_cell(BACKENDS))
     try:
         executor.preprocess(notebook, {"metadata": {"path": str(source.parent)}})
-    except (CellControlSignal, DeadKernelError, TimeoutError) as error:
+    except Exception as error:
+        if executor.cell is None:  # whatever it is: the kernel manager's, a socket's, a disk's
+            raise ExecutionFailed(
+                f"{source.relative_to(root)}: its kernel did not start:\n{error}"
+            ) from error
+        if not isinstance(error, (CellControlSignal, DeadKernelError, TimeoutError)):
+            raise
         del notebook.cells[-1]
         save(notebook, root / "_build" / "failed" / source.name)
         cause = f"{error.ename}: {error.evalue}" if hasattr(error, "ename") else str(error)

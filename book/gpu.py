@@ -259,7 +259,10 @@ class Steps:
                 with self.one:
                     self.running.discard(process)
         text = log.read_text(errors="replace")
-        text = text.replace(str(ROOT), ".").replace(str(Path.home()), "~")
+        text = text.replace(str(ROOT), ".")
+        home = os.environ.get("HOME", "").rstrip("/")
+        if home:
+            text = text.replace(home, "~")
         log.write_text(text[-20_000:])
         return INTERRUPTED if self.interrupted else result
 

@@ -290,6 +290,7 @@ def books(root: Path) -> None:
         if same and all(target.exists() for target in targets):
             print(f"  {language.code}: up to date")
             continue
+        stamp.unlink(missing_ok=True)  # or an interruption would leave two books with one stamp
         with opened(book) as document:
             for make, target in zip((pdf, epub), targets, strict=True):
                 print(f"  {target.relative_to(root)}", flush=True)

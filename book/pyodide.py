@@ -73,7 +73,8 @@ def _pack():
     if npm is None:
         raise FileNotFoundError("npm is not installed")
     with tempfile.TemporaryDirectory() as place:
-        command = [npm, "pack", f"pyodide@{VERSION}", "--fetch-retries=1", "--ignore-scripts"]
+        command = [npm, "pack", f"pyodide@{VERSION}", "--ignore-scripts"]
+        command += ["--fetch-retries=1", "--fetch-timeout=20000"]  # milliseconds, for an answer
         done = subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=300)
         if done.returncode:
             raise OSError((done.stderr.strip().splitlines() or ["npm pack failed"])[0])

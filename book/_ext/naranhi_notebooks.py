@@ -114,7 +114,7 @@ class Resolver:
 
     def _doc(self, content: str) -> str:
         text, page = self._split(content)
-        return f"[{text or self.env.titles[page].astext()}]({page}.ipynb)"
+        return self._page(text or self.env.titles[page].astext(), page)
 
     def _cite_in_text(self, keys: str) -> str:
         return ", ".join(f"{who} [{year}]" for who, year in map(self._work, keys.split(",")))
@@ -137,9 +137,17 @@ class Resolver:
         return f"{names[0]} et al." if len(names) > 2 else " and ".join(names), year
 
     def _link(self, found: re.Match) -> str:
-        text, page, kind, anchor = found.groups()
+        text, page, _, anchor = found.groups()
         text = text or self.env.titles[page].astext()
-        return f"[{text}]({page}.{kind}{anchor or ''})"
+        return self._page(text, page, anchor or "")
+
+    def _page(self, text: str, page: str, anchor: str = "") -> str:
+        """Return a link to a page: to the notebook beside this one, or into the site if there is
+        an address of it; else the words."""
+        if page[0].isdigit():
+            return f"[{text}]({page}.ipynb{anchor})"
+        address = self.config.html_baseurl
+        return f"[{text}]({address}{page}.html{anchor})" if address else text
 
     def _split(self, content: str) -> tuple[str, str]:
         both = re.fullmatch(r"(.+?)\s*<([^>]+)>", content, re.DOTALL)

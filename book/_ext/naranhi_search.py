@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from docutils import nodes
+from naranhi_site import plain
 from sphinx import addnodes
 
 WORDS = (nodes.paragraph, nodes.caption, nodes.entry, nodes.term)
@@ -37,7 +38,7 @@ class Text(nodes.NodeVisitor):
         if isinstance(node, nodes.title | nodes.comment | nodes.substitution_definition):
             raise nodes.SkipNode
         if isinstance(node, WORDS):
-            self.prose.append(" ".join(node.astext().split()))
+            self.prose.append(plain(node))
             raise nodes.SkipNode
 
     def unknown_departure(self, node: nodes.Node) -> None:
@@ -50,19 +51,19 @@ def sections(document: nodes.document) -> Iterator[tuple[str, str, str, str]]:
         text = Text(document)
         for child in section.children:
             child.walkabout(text)
-        title = " ".join(section.next_node(nodes.title).astext().split())
+        title = plain(section.next_node(nodes.title))
         anchor = "" if section.parent is document else section["ids"][0]
         yield anchor, title, "\n".join(filter(None, text.prose)), " ".join(sorted(text.code))
     for glossary in document.findall(addnodes.glossary):
         for entry in glossary.findall(nodes.definition_list_item):
             term = entry.next_node(nodes.term)
-            definition = " ".join(entry.next_node(nodes.definition).astext().split())
+            definition = plain(entry.next_node(nodes.definition))
             yield term["ids"][0], term.astext(), definition, ""
 
 
 def collect(app, doctree: nodes.document, page: str) -> None:
     """Take the sections of a page whose references have been resolved: links have their words."""
-    title = " ".join(app.env.titles[page].astext().split())
+    title = plain(app.env.titles[page])
     app.naranhi_sections[page] = [
         [page, anchor, title, *rest] for anchor, *rest in sections(doctree)
     ]

@@ -286,11 +286,18 @@ def definitions_of(glossary: nodes.document) -> dict[str, str]:
     }
 
 
+def plain(node: nodes.Element) -> str:
+    """The text of a node in one line. Of a formula that takes commands of TeX it has "…" only."""
+    copy = node.deepcopy()
+    for formula in [*copy.findall(nodes.math)]:
+        if "\\" in formula.astext():
+            formula.replace_self(nodes.Text("…"))
+    return " ".join(copy.astext().split())
+
+
 def description(doctree) -> str:
     """The beginning of the first paragraph, for search engines and previews."""
-    text = next(
-        (" ".join(paragraph.astext().split()) for paragraph in doctree.findall(nodes.paragraph)), ""
-    )
+    text = next((plain(paragraph) for paragraph in doctree.findall(nodes.paragraph)), "")
     return text if len(text) <= 160 else text[:157].rpartition(" ")[0] + " …"
 
 
@@ -305,7 +312,6 @@ def mark_ranks(body: str) -> str:
 
 def page_context(app, pagename, templatename, context, doctree) -> None:
     language = app.config.language
-    (twin,) = BY_CODE.keys() - {language}
     metadata = app.env.metadata.get(pagename, {})
     is_notebook = "kernelspec" in metadata
     record = json.loads(metadata.get("naranhi", "{}"))  # MyST-NB hands metadata on as text
@@ -341,9 +347,11 @@ def page_context(app, pagename, templatename, context, doctree) -> None:
         "notebook": f"notebooks/{pagename}.ipynb" if is_notebook else "",
         "repository": repository,
         "source": source,
-        "twin": f"../{twin}/{pagename}.html",
-        "twin_language": twin,
-        "twin_name": BY_CODE[twin].name,
+        "twins": [
+            {"address": f"../{code}/{pagename}.html", "language": code, "name": twin.name}
+            for code, twin in BY_CODE.items()
+            if code != language
+        ],
     }
 
 

@@ -40,12 +40,18 @@
   // ---- what is kept ----
 
   let guesses = {}, stored = true;
-  try {
-    guesses = JSON.parse(localStorage.getItem(KEY)) ?? {};
-  } catch (error) {
-    stored = error instanceof SyntaxError;  // others: the browser allows no storage
+  function read() {  // again before each use: another tab may have written, or deleted all
+    if (!stored) return;
+    try {
+      guesses = JSON.parse(localStorage.getItem(KEY)) ?? {};
+    } catch (error) {
+      stored = error instanceof SyntaxError;  // others: the browser allows no storage
+      guesses = {};
+    }
   }
+  read();
   function keep(chapter, name, entry) {
+    read();
     guesses[chapter] = { ...guesses[chapter], [name]: entry };
     try {
       localStorage.setItem(KEY, JSON.stringify(guesses));
@@ -62,8 +68,11 @@
     if (value && Math.abs(value) < 1e-3) return Number(value.toPrecision(3)).toExponential();
     return (Math.abs(value) < 999.5 ? exact : large).format(value);
   }
-  const parsed = (text) => (/^[-+]?(\d+|\d{1,3}(,\d{3})+)?(\.\d+)?(e[-+]?\d+)?$/i.test(text)
-    ? Number(text.replaceAll(",", "")) : NaN);
+  function parsed(given) {  // also in wide digits, or with a minus that is no hyphen
+    const text = given.normalize("NFKC").trim().replace("\u2212", "-");
+    return /^[-+]?(\d+|\d{1,3}(,\d{3})+)?(\.\d+)?(e[-+]?\d+)?$/i.test(text)
+      ? Number(text.replaceAll(",", "")) : NaN;
+  }
 
   class Prediction {
     constructor(root) {
@@ -76,15 +85,25 @@
       this.form.addEventListener("submit", (event) => { event.preventDefault(); this.guess(); });
       this.form.querySelector("[data-skip]").addEventListener("click", () => this.settle(null));
       this.slider = this.form.querySelector("input[type=range]");
-      this.slider?.addEventListener("input", () => {
-        this.form.elements.guess.value = this.rounded(this.value(Number(this.slider.value)));
-      });
-      this.slider && this.form.elements.guess.addEventListener("input", (event) => {
-        const at = this.at(parsed(event.target.value.trim()));
-        if (at >= 0 && at <= 1) this.slider.value = at;
-      });
+      if (this.slider) this.follow();
       const before = guesses[chapter]?.[predict];
       if (before) this.show(before.guess);
+    }
+
+    follow() {  // the slider and the field say the same, also aloud
+      const field = this.form.elements.guess;
+      const say = (value) => this.slider.setAttribute("aria-valuetext", this.written(value));
+      say(this.low);
+      this.slider.addEventListener("input", () => {
+        field.value = this.rounded(this.value(Number(this.slider.value)));
+        say(Number(field.value));
+      });
+      field.addEventListener("input", () => {
+        const value = parsed(field.value), at = this.at(value);
+        if (!(at >= 0 && at <= 1)) return;
+        this.slider.value = at;
+        say(value);
+      });
     }
 
     get answers() {  // {formula, measured}, in the order of the page
@@ -179,6 +198,7 @@
   // ---- how well, by chapter ----
 
   function overview(root) {
+    read();
     for (const row of root.querySelectorAll("[data-chapter]")) {
       const made = Object.values(guesses[row.dataset.chapter] ?? {})
         .filter(({ guess }) => guess !== null);
@@ -206,6 +226,8 @@
     uncover();
     document.querySelectorAll(".naranhi-predictions").forEach((root) => {
       overview(root);
+      addEventListener("storage", () => overview(root));  // from another tab
+      addEventListener("pageshow", () => overview(root));  // or from before, by the back button
       root.querySelector("[data-clear]").addEventListener("click", () => {
         guesses = {};
         try {

@@ -5,15 +5,22 @@ const SHOWN = 50;
 const SAID = {
   en: { found: (n) => `${n} ${n === 1 ? "section" : "sections"} found`, none: "Nothing found." },
   ko: { found: (n) => `절 ${n}곳을 찾았습니다.`, none: "찾은 것이 없습니다." },
-}[document.documentElement.lang];
+};
+const said = SAID[document.documentElement.lang] ?? SAID.en;
 const escaped = (text) => text.replace(/[.*+?^${}()|[\]\\]/g, "\\$&");
 
 // The English words of the book, by their stems: memory and memories both have memori.
 const stem = (word) => new Stemmer().stemWord(word);
 let stems;
 function ofStem(wanted) {
-  stems ??= Map.groupBy(
-    new Set(SECTIONS.flatMap((one) => one.join(" ").toLowerCase().match(/[a-z]+/g) ?? [])), stem);
+  if (!stems) {
+    stems = new Map();
+    const words = SECTIONS.flatMap((one) => one.join(" ").toLowerCase().match(/[a-z]+/g) ?? []);
+    for (const word of new Set(words)) {
+      const key = stem(word);
+      stems.set(key, [...(stems.get(key) ?? []), word]);
+    }
+  }
   return stems.get(wanted) ?? [];
 }
 
@@ -116,7 +123,7 @@ function show({ section }, wanted) {
 }
 
 addEventListener("DOMContentLoaded", () => {
-  const query = new URLSearchParams(location.search).get("q")?.trim();
+  const query = new URLSearchParams(location.search).get("q")?.normalize("NFKC").trim();
   const results = document.querySelector("#search-results");
   if (!query) return;
   document.querySelectorAll("input[name=q]").forEach((field) => { field.value = query; });
@@ -124,12 +131,14 @@ addEventListener("DOMContentLoaded", () => {
   const hits = wanted.length ? ranked(wanted) : [];
   const status = document.createElement("p");
   status.setAttribute("role", "status");
-  status.textContent = hits.length ? SAID.found(hits.length) : SAID.none;
+  status.textContent = hits.length ? said.found(hits.length) : said.none;
   const list = document.createElement("ol");
   list.className = "search";
   list.append(...hits.slice(0, SHOWN).map((hit) => show(hit, wanted)));
   results.replaceChildren(status, list);
   results.dataset.pages = JSON.stringify([...new Set(hits.map((hit) => hit.section[PAGE]))]);
   // The page that the reader goes to marks these words (Sphinx's sphinx_highlight.js).
-  localStorage.setItem("sphinx_highlight_terms", wanted.map(({ word }) => word).join(" "));
+  // It looks for them anywhere, and letters are everywhere.
+  const telling = wanted.map(({ word }) => word).filter((word) => /[가-힣]|.../.test(word));
+  localStorage.setItem("sphinx_highlight_terms", telling.join(" "));
 });

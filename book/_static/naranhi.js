@@ -16,6 +16,7 @@ document.addEventListener("click", (event) => {
   const sections = [...document.querySelectorAll("article section section[id]")];
   const read = sections.findLast((one) => one.getBoundingClientRect().top < innerHeight / 3);
   twin.hash = read ? read.id : "";
+  twin.search = location.search; // what is looked for
 });
 
 // Paper has no folds to open.

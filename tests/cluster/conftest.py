@@ -32,7 +32,8 @@ SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd-%n.log
 ProctrackType=proctrack/pgid
-TaskPlugin=task/none
+TaskPlugin=task/affinity
+SlurmdParameters=config_overrides
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 MpiDefault=none
@@ -117,7 +118,8 @@ def _cluster(needs, wanted):
     folder = Path(tempfile.mkdtemp(prefix="naranhi-slurm-"))
     folder.chmod(0o755)  # munge's user must reach its socket
     (folder / "state").mkdir()
-    host, cores = socket.gethostname().split(".")[0], os.cpu_count()
+    host = socket.gethostname().split(".")[0]
+    cores = max(4, os.cpu_count())  # as many as a job for four ranks asks for
     nodes = [
         NODE.format(name=name, host=host, address=address, port=_free_port(), cores=cores)
         for name, (address, _) in wanted.items()

@@ -13,6 +13,7 @@ CELLS = [
     "%%ranks\nimport os\nx = torch.ones(1)\ndist.all_reduce(x)\n"
     "print(x.item(), 'SLURM_PROCID' in os.environ)",
     "world.close()",
+    "import os\nprint(os.environ['SLURM_JOB_CPUS_PER_NODE'], os.environ['SLURM_JOB_NUM_NODES'])",
 ]
 
 
@@ -37,15 +38,16 @@ def write(project, cells):
 
 def test_notebooks_executed_in_an_allocation(slurm, project):
     script = ROOT / "book" / "execute.sbatch"
-    printed = batch(slurm, script, project)
+    printed = batch(slurm, script, project, tasks=())
     executed = project / "_build" / "executed" / "tiny.ipynb"
     assert "Executed notebooks:" in printed, printed
     outputs = [c["outputs"] for c in json.loads(executed.read_text())["cells"]]
     assert outputs[1][0]["text"] == ["[ranks 0-1] 2.0 True\n"]
+    assert outputs[3][0]["text"] == ["4 1\n"], "a core for each rank, on one node"
 
     good = executed.read_bytes()
     write(project, [*CELLS[:2], "1 / 0"])
-    printed = batch(slurm, script, project)
+    printed = batch(slurm, script, project, tasks=())
     assert "ZeroDivisionError" in printed
     assert executed.read_bytes() == good
 
@@ -69,5 +71,5 @@ def test_an_execution_that_is_cancelled_leaves_nothing(slurm, project):
     assert not (project / "_build" / "executed").exists()
 
     write(project, CELLS)
-    printed = batch(slurm, script, project)
+    printed = batch(slurm, script, project, tasks=())
     assert "Executed notebooks:" in printed, printed

@@ -10,8 +10,6 @@ from test_launchers import EXPECTED, HERE, batch, run, wait_until_no_ranks
 PROGRAM = """#!{python}
 import os, subprocess
 import naranhi
-from naranhi.world import launch
-launch.START_SECONDS = 180  # of a machine that tests other things as well
 world = naranhi.World(4, timeout=20)
 world.execute("x = torch.ones(1); dist.all_reduce(x); print(x.item())")
 print(world.run(lambda: (os.environ["SLURMD_NODENAME"], int(os.environ["SLURM_PROCID"]))))
@@ -30,6 +28,47 @@ def test_srun_over_two_nodes(two_nodes, tmp_path):
     printed = run(command, env=two_nodes, cwd=tmp_path)
     assert sorted(printed.splitlines()) == EXPECTED
     assert list(tmp_path.iterdir()) == []
+
+
+def test_torchrun_over_two_nodes(two_nodes, tmp_path):
+    """A launcher on each; gloo would listen at the address of the host's name, which is `lo`'s."""
+    launch = f"exec {sys.executable} -m torch.distributed.run --nnodes 2 --nproc-per-node 2"
+    meeting = "--node-rank $SLURM_NODEID --master-addr 10.78.0.1 --master-port 29417"
+    shell = f"{launch} {meeting} {HERE / 'program.py'}"
+    command = ["srun", "-N2", "-n2", "--overcommit", "sh", "-c", shell]
+    printed = run(command, env=two_nodes, cwd=tmp_path)
+    assert sorted(printed.splitlines()) == EXPECTED
+
+
+# What `srun` tells the tasks of a notebook's own step, or a site's settings all jobs. The cores are
+# not of this job, which has the first of each node.
+INHERITED = {
+    "SLURM_EXPORT_ENV": "NONE",
+    "SLURM_CPU_BIND": "quiet,mask_cpu:0x2",
+    "SLURM_CPU_BIND_TYPE": "mask_cpu:",
+    "SLURM_CPU_BIND_LIST": "0x2",
+    "SLURM_DISTRIBUTION": "cyclic",
+}
+NEIGHBOURS = """#!{python}
+import os
+import naranhi
+os.environ.update({inherited})
+world = naranhi.World(4, timeout=20)
+print(world.run(lambda: (os.environ["SLURMD_NODENAME"], int(os.environ["LOCAL_RANK"]))))
+print({inherited}.items() <= os.environ.items())
+world.close()
+"""
+
+
+def test_what_a_notebooks_own_step_inherits_does_not_reach_its_ranks(two_nodes, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(NEIGHBOURS.format(python=sys.executable, inherited=INHERITED))
+    printed = batch(two_nodes, script, tmp_path, "-N2")
+    assert printed.splitlines() == [
+        "[('node1', 0), ('node1', 1), ('node2', 0), ('node2', 1)]",
+        "True",
+    ], printed
+    wait_until_no_ranks()
 
 
 def test_a_world_over_two_nodes_of_which_one_is_drained(two_nodes, tmp_path):

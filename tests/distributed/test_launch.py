@@ -5,8 +5,10 @@ import subprocess
 import sys
 
 import pytest
+import torch.distributed as dist
 
 from naranhi import distributed
+from naranhi.distributed import addresses, launch
 
 LAUNCHED = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 TIMEOUTS = """
@@ -54,6 +56,37 @@ def test_ranks_that_would_share_a_gpu_compute_on_cpus_and_say_so(tmp_path):
     assert said.stdout.splitlines() == ["cpu gloo"] * 2, said.stderr
     warning = "all ranks compute on CPUs, because ranks 0 and 1 would share a GPU"
     assert said.stderr.count(warning) == 1, said.stderr
+
+
+@pytest.mark.parametrize("toward", ["127.0.0.1", "10.1.2.3"])
+def test_on_several_nodes_gloo_listens_toward_another_one(monkeypatch, toward):
+    """Also on the node of `MASTER_ADDR`, where its name may be the loopback's."""
+    store, listens = dist.HashStore(), []
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "first")
+    monkeypatch.setattr(addresses, "toward", lambda host: toward)
+    monkeypatch.setattr(addresses, "use_interface_toward", listens.append)
+    if toward == "127.0.0.1":
+        store.set("another", "10.1.2.3")
+    launch._interface_toward_other_nodes(store)
+    assert listens == ["10.1.2.3"] and store.get("another") == b"10.1.2.3"
+
+
+@pytest.mark.parametrize(
+    "given, local",
+    [
+        ({"LOCAL_RANK": "1", "SLURM_PROCID": "5", "SLURM_LOCALID": "3"}, 1),
+        ({"SLURM_PROCID": "5", "SLURM_LOCALID": "3"}, 3),
+        ({"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, 5),  # of the shell that has started it
+        ({}, 5),
+    ],
+)
+def test_the_local_rank_is_the_launchers_or_slurms(monkeypatch, given, local):
+    for name in ("LOCAL_RANK", "SLURM_PROCID", "SLURM_LOCALID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert launch._local_rank(5) == local
 
 
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])

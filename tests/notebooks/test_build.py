@@ -74,7 +74,7 @@ def write_chapter(root: Path, name: str, source: str) -> None:
         figure = {"mystnb": {"figure": {"name": f"fig-{name}", "caption": caption}}}
         folded = {"tags": ["hide-input"]}
         cells = [
-            new_markdown_cell(f"# {title} {name}\n\n{text}", id="title"),
+            new_markdown_cell(f"# {title} {name}\n\n[Book](welcome.md): {text}", id="title"),
             new_code_cell(source, id="run"),
             new_code_cell(FIGURE, id="figure", metadata={**figure, **folded}),
             new_code_cell(TABLE.format(CAPTIONS[name]), id="rows"),
@@ -359,6 +359,22 @@ def test_a_notebook_that_takes_too_long_fails(book, monkeypatch):
     assert kept(book) == before
 
 
+def test_a_kernel_that_does_not_start_fails_its_chapter(book, monkeypatch):
+    """As where its interpreter is broken; the other chapters are executed."""
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(execution._Executor, "create_kernel_manager", lambda self: 1 / 0)
+    with pytest.raises(execution.ExecutionFailed, match=r"01_ring.ipynb: its kernel did not start"):
+        execution.execute(book / "notebooks/en/01_ring.ipynb", book)
+
+
+def test_a_long_name_of_the_folder_for_temporary_files_is_no_hindrance(book, tmp_path, monkeypatch):
+    long = tmp_path / ("scratch-of-a-job" * 6)
+    long.mkdir()
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(execution.tempfile, "tempdir", str(long))
+    execution.execute(book / "notebooks/en/01_ring.ipynb", book)
+
+
 def test_an_execution_on_gpus_is_taken_as_it_is(book):
     path = book / "_build/executed/01_ring.ipynb"
     elsewhere = nbformat.read(path, as_version=4)
@@ -384,6 +400,42 @@ def test_a_warning_fails_the_build_and_the_old_pages_stay(book):
         assert "nonesuch" not in (book / f"_build/html/{language}/welcome.html").read_text()
     assert "en: FAILED" in result.stdout
     assert build(book).returncode == 1  # a warning does not pass by building again
+
+
+INTERRUPTED = """
+import shutil, sys
+from pathlib import Path
+
+sys.path.insert(0, BOOK)
+import build
+
+remove = shutil.rmtree
+
+def interrupted(folder, *args, **kwargs):
+    if not (Path(folder) / ".inputs").exists():
+        return remove(folder, *args, **kwargs)
+    (Path(folder) / "welcome.html").unlink(missing_ok=True)
+    raise KeyboardInterrupt
+
+build.shutil.rmtree = interrupted
+if __name__ == "__main__":
+    sys.exit(build.main())
+"""
+
+
+def test_half_of_an_old_site_is_not_taken_for_a_whole(book, tmp_path):
+    """Interrupted while the old pages are removed; then what was edited is taken back."""
+    page = book / "book/en/welcome.md"
+    before = page.read_text()
+    page.write_text(before + "\nMore.\n")
+    script = tmp_path / "interrupted.py"
+    script.write_text(INTERRUPTED.replace("BOOK", repr(str(BOOK))))
+    command = [sys.executable, script, "--root", book]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert result.returncode == 130, result.stdout + result.stderr
+    page.write_text(before)
+    assert build(book).returncode == 0
+    assert (book / "_build/html/en/welcome.html").exists()
 
 
 def test_a_broken_bibliography_is_named(book):
@@ -567,6 +619,15 @@ def test_commit_is_unknown_outside_of_git(tmp_path):
     assert execution.commit(tmp_path) is None
 
 
+def test_the_commit_of_a_repository_around_a_copy_is_not_its_own(built, tmp_path):
+    root = shutil.copytree(built, tmp_path / "copy", ignore=shutil.ignore_patterns("_build"))
+    git = ["git", "-C", tmp_path, "-c", "user.name=n", "-c", "user.email=n@example.org"]
+    (tmp_path / ".gitignore").write_text("copy\n")
+    for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "another project"]):
+        subprocess.run([*git, *command], check=True)
+    assert execution.commit(root) is None
+
+
 def test_commit_is_unknown_without_git(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     assert execution.commit(REPOSITORY) is None
@@ -639,7 +700,8 @@ def test_with_addresses_pages_link_to_the_repository_and_name_themselves(book):
         assert f'<link rel="canonical" href="{own}"' in chapter
         assert f'<meta property="og:url" content="{own}"' in chapter
         assert f"<loc>{own}</loc>" in (book / "_build/html" / language / "sitemap.xml").read_text()
-        first, *_ = readers_notebook(book, language).cells
+        first, title, *_ = readers_notebook(book, language).cells
+        assert f"[Book]({own.rpartition('/')[0]}/welcome.html): " in title.source
         assert first.source == '%pip install -q "naranhi[book] @ git+https://github.com/o/r"'
 
 
@@ -654,7 +716,8 @@ def test_a_readers_notebook_has_words_for_roles_captions_and_outputs(built):
         ("ko", "그림 1.1과 표 2.1을 보십시오.", "*그림 1.1. 네모.*"),
     ):
         title, run, figure, below, _, answer, *_ = readers_notebook(built, language).cells
-        assert title.source.endswith(f"\n\n{text}")
+        # No page beside the notebooks is a link, unless the site has an address.
+        assert title.source.endswith(f"\n\nBook: {text}")
         assert below.source == caption and "<svg" in figure.outputs[0]["data"]["text/html"]
         assert run.outputs[0]["text"] == "total 6\n" and answer.outputs[0]["text"] == "answer 42\n"
 

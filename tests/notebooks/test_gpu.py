@@ -196,6 +196,15 @@ def test_each_step_is_written_when_it_ends_and_the_time_is_kept(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("home, said", [("/", "at /a/b"), ("/a", "at ~/b"), (None, "at /a/b")])
+def test_a_log_names_no_home(tmp_path, monkeypatch, home, said):
+    """In a container under any user it may be the root, or unknown."""
+    monkeypatch.delenv("HOME") if home is None else monkeypatch.setenv("HOME", home)
+    steps = gpu.Steps(tmp_path, {"name": "cpu", "commit": "abc1234", "steps": []}, 4.0)
+    steps.run("one", [sys.executable, "-c", "print('at /a/b')"], 0.1)
+    assert (tmp_path / "one.log").read_text() == f"{said}\n"
+
+
 BEFORE = [
     {"step": "a", "result": "passed", "seconds": 1, "commit": "abc1234"},
     {"step": "b", "result": "passed", "seconds": 1, "commit": "0ther00"},

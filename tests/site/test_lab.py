@@ -212,7 +212,8 @@ def test_a_schedule_of_ones_own_hears_the_books_errors(english, own):
     english.change(**PLAIN)
     shown = english.change(schedule="own", own=own)
     assert shown["state"] == "error" and len(shown["boxes"]) == 8, "what was drawn stays"
-    assert shown["message"] == f"{WORDS['en']['texts']['package']} {refused.value}"
+    texts = WORDS["en"]["texts"]
+    assert shown["message"] == f"{texts['package']} {refused.value}{texts['before']}"
     assert english.change(own="0F0 0B0\n1F0 1B0")["outputs"]["cost"] == "6"
 
 
@@ -327,6 +328,71 @@ def test_a_trace_stands_beside_its_simulation(english, tmp_path):
     root.locator(".naranhi-lab-dropped", has_text="own.csv").wait_for()
 
 
+def test_a_file_and_the_fields_are_both_answered(english, tmp_path):
+    """Asked at once: the last of what the fields say, and the file, beside these."""
+    english.change(**PLAIN)
+    shown = english.page.evaluate(
+        """async () => {
+          const root = document.querySelector(".naranhi-lab[data-lab=schedule]");
+          const set = (name, value) => {
+            const input = root.querySelector(`[name="${name}"]`);
+            input.value = value;
+            input.dispatchEvent(new Event("input", { bubbles: true }));
+          };
+          const text = () => Promise.resolve("0F0,0F1,0B0,0B1\\n1F0,1F1,1B0,1B1");
+          const dataTransfer = { files: [{ name: "own.csv", size: 40, text }] };
+          set("microbatches", "64");
+          set("microbatches", "12");
+          const drop = root.querySelector(".naranhi-lab-drop");
+          drop.dispatchEvent(Object.assign(new Event("drop"), { dataTransfer }));
+          await new Promise((next) => setTimeout(next, 0));
+          while (root.dataset.state === "loading") await new Promise((next) => setTimeout(next, 5));
+          const value = (name) => root.querySelector(`[data-output=${name}]`)?.dataset.value;
+          return [root.dataset.state, value("messages"), value("file_cost")];
+        }"""
+    )
+    cost = [schedules.simulate(schedules.gpipe(2, 2), forward, 2).cost for forward in (1, 5)]
+    assert shown[:2] == ["ready", "24"] and float(shown[2]) == cost[0]
+    # The times of the fields are the file's: it is asked again when they change.
+    assert float(english.change(forward="5")["outputs"]["file_cost"]) == cost[1]
+    english.root().locator("input[type=file]").set_input_files([])
+
+
+def test_a_field_that_is_not_shown_does_not_count(english):
+    english.change(**PLAIN)
+    assert english.change(schedule="interleaved", chunks="some")["state"] == "error"
+    shown = english.change(schedule="gpipe")
+    assert shown["state"] == "ready" and shown["message"] == ""
+    assert "chunks" not in english.root().locator(".naranhi-lab-link").get_attribute("href")
+    assert english.change(schedule="interleaved", chunks="2")["state"] == "ready"
+    english.change(**PLAIN)
+
+
+def test_python_that_broke_down_is_started_anew(visit):
+    """A file of too many brackets fills its stack, after which Pyodide answers nothing more."""
+    lab = visit().go().run("planning").run("zero")
+    lab.change("planning", model="config.json")
+    shown = lab.change("planning", config="[" * 100_000)
+    assert shown["state"] == "error"
+    assert WORDS["en"]["errors"]["internal"].partition("{")[0] in shown["message"]
+    assert lab.change("planning", model="config.json", config="{}")["state"] == "error"
+    assert lab.change("zero", ranks="4")["state"] == "ready"
+
+
+def test_who_has_gone_on_meanwhile_stays_there(visit):
+    lab = visit("en/06_gpipe.html").go()
+    lab.page.evaluate(
+        """() => {
+          document.querySelector(".naranhi-lab button[data-run]").click();
+          document.querySelector(".naranhi-twin").focus();
+        }"""
+    )
+    lab.page.wait_for_selector(".naranhi-lab[data-state=ready]", timeout=WAIT)
+    assert lab.page.evaluate("document.activeElement.className").endswith("naranhi-twin")
+    again = visit("en/06_gpipe.html").go().run()
+    assert again.page.evaluate("document.activeElement.name") == "schedule"
+
+
 # --- both languages ------------------------------------------------------------------------------
 
 
@@ -374,9 +440,15 @@ def test_bad_input_has_a_message_in_the_readers_language(live, name):
     fixed = max(re.split(r"\{\w+\}", begin), key=len)
     assert shown["state"] == "error" and fixed.strip() in shown["message"]
     assert len(shown["boxes"]) == 64, "the picture stays"
+    assert words["texts"]["before"] in shown["message"]
+    invalid = "[aria-invalid=true]"
+    marked = live.root().locator(invalid).evaluate_all("(all) => all.map((one) => one.name)")
+    assert marked == ([] if code is None else [name])
     before = len(live.requests)
     assert live.change(**{name: "4" if name == "stages" else "1"})["state"] == "ready"
     assert live.requests[before:] == [], "nothing is sent anywhere"
+    assert live.root().locator(invalid).count() == 0
+    assert live.root().locator("[role=status]").inner_text() == words["texts"]["updated"]
 
 
 def test_ten_thousand_actions_are_too_many(live):
@@ -458,6 +530,21 @@ def test_dark_pages_and_less_motion(visit):
     assert lines[0] == lines[1], "it goes from action to action"
 
 
+def test_with_less_motion_it_plays_on_from_where_it_is(visit):
+    lab = visit("en/06_gpipe.html", reduced_motion="reduce").go().run()
+    lab.change(**PLAIN)
+    root, words = lab.root(), WORDS["en"]["texts"]
+    scrub = root.get_by_label(words["scrub"])
+    scrub.fill("3")
+    root.get_by_role("button", name=words["play"], exact=True).click()
+    lab.page.wait_for_function("scrub => scrub.value === '4'", arg=scrub.element_handle())
+    root.get_by_role("button", name=words["pause"]).click()
+    place = int(scrub.input_value())
+    line = schedules.simulate(schedules.gpipe(2, 2), 1, 2)
+    moments = sorted({time for row in line for _, *times in row for time in times})
+    assert place >= 4 and scrub.get_attribute("aria-valuetext") == f"{moments[place]:g}"
+
+
 # --- without it ----------------------------------------------------------------------------------
 
 
@@ -500,7 +587,9 @@ def test_what_is_missing_is_said_and_the_page_stays(visit, language, what):
     fixed = max(re.split(r"\{\w+\}", WORDS[language]["errors"][code]), key=len)
     assert fixed.strip() in said
     assert lab.root().locator(".naranhi-lab-picture svg").is_visible()
-    assert lab.root().locator("button[data-run]").is_enabled(), "it can be tried again"
+    button = lab.root().locator("button[data-run]")
+    assert button.is_enabled() and button.get_attribute("aria-disabled") is None, "try again"
+    assert button.evaluate("(button) => button === document.activeElement")
 
 
 # What fails for a moment, after a look at the files has found them there.

@@ -1,5 +1,6 @@
 """Questions that the reader answers first, in headless Chromium: guess, formula, measurement."""
 
+import json
 import re
 from functools import cache
 
@@ -149,6 +150,33 @@ def test_the_browser_keeps_guesses_and_the_map_counts_them_by_chapter(page, site
     assert row.evaluate(MARKS)["guessed"] == "0"
     assert page.evaluate(KEPT) is None
     assert question(page, site).get_attribute("data-state") == "asking"
+
+
+def test_guesses_of_two_tabs_are_all_kept(page, site):
+    first = question(page, site)
+    tab = page.context.new_page()
+    second = question(tab, site, "gpipe-recomputed")
+    for root, guess in ((second, "399"), (first, "−\uff11\uff12.5"), (first, "12.5")):
+        root.locator("input[name=guess]").fill(guess)
+        root.locator("button[data-show]").click()
+        if guess[0] == "−":  # it is a number, in wide digits with a minus, and out of range
+            assert "between 0 and 100" in root.locator("[role=status]").inner_text()
+    kept = page.evaluate(KEPT)
+    assert {"gpipe-larger", "gpipe-recomputed"} <= {*json.loads(kept)["06_gpipe"]}
+    # And who deletes all does so for all tabs.
+    overview = page.context.new_page()
+    overview.goto(f"{site}/en/map.html")
+    overview.click("button[data-clear]")
+    root = tab.locator(".naranhi-predict[data-predict=gpipe-padding]")
+    root.locator("button[data-skip]").click()
+    assert [*json.loads(page.evaluate(KEPT))["06_gpipe"]] == ["gpipe-padding"]
+
+
+def test_the_slider_says_what_it_means(page, site):
+    slider = question(page, site).locator("input[type=range]")
+    assert slider.get_attribute("aria-valuetext") == "0%"
+    slider.fill("0.25")
+    assert slider.get_attribute("aria-valuetext") == "25%"
 
 
 BAD = {

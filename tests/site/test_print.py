@@ -3,7 +3,9 @@
 import re
 import subprocess
 import zipfile
+from contextlib import nullcontext
 from pathlib import PurePosixPath
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import nbformat
@@ -148,6 +150,40 @@ def test_formulas_of_an_epub_are_in_mathml(trees):
     assert not {f"{XHTML}{name}" for name in ("script", "button", "input", "style")} & {
         one.tag for one in chapter.iter()
     }
+
+
+def test_an_interruption_leaves_no_two_books_with_one_stamp(tmp_path, monkeypatch):
+    """The inputs are changed, the PDF is written, and then the change is taken back."""
+
+    def book(language, root):
+        return SimpleNamespace(language=language, site=root / "_build/html" / language.code)
+
+    def made(kind, interrupted):
+        def make(book, document, target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text((book.site / ".inputs").read_text())
+            if interrupted:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(printed, kind, make)
+
+    def print_of(inputs, *, interrupted=False):
+        for language in printed.LANGUAGES:
+            site = tmp_path / "_build/html" / language.code
+            site.mkdir(parents=True, exist_ok=True)
+            (site / ".inputs").write_text(inputs)
+        made("epub", False)
+        made("pdf", interrupted)
+        with pytest.raises(KeyboardInterrupt) if interrupted else nullcontext():
+            printed.books(tmp_path)
+
+    monkeypatch.setattr(printed, "Book", book)
+    monkeypatch.setattr(printed, "opened", nullcontext)
+    print_of("as it was")
+    print_of("changed", interrupted=True)
+    print_of("as it was")
+    found = {file.read_text() for file in (tmp_path / "_build/print").glob("naranhi-*")}
+    assert found == {"as it was"}
 
 
 def test_a_link_to_nowhere_is_named(built, tmp_path):

@@ -3,6 +3,7 @@
 import fcntl
 import json
 import re
+import unicodedata
 from pathlib import Path
 
 import execution
@@ -333,6 +334,38 @@ def test_search_finds_nothing_where_nothing_is(site, chromium):
     for word in ("뷁쀍", "xyzzyplugh"):
         assert search(page, site, "ko", word) == set()
     context.close()
+
+
+def test_search_reads_hangul_in_parts_and_needs_no_new_browser(site, chromium):
+    """As a name pasted from macOS has it; `Map.groupBy` is of 2024."""
+    page = chromium.new_page()
+    page.add_init_script("delete Map.groupBy")
+    for query in (unicodedata.normalize("NFD", "통신"), "bandwidth"):
+        page.goto(f"{site}/ko/search.html?q={query}")
+        page.wait_for_selector("#search-results ol a")
+    page.click(".naranhi-twin")
+    assert page.url == f"{site}/en/search.html?q=bandwidth"
+    page.close()
+
+
+def test_no_hit_shows_commands_of_tex(site, chromium):
+    page = chromium.new_page()
+    for language in TWIN:
+        page.goto(f"{site}/{language}/search.html")
+        prose = page.evaluate("SECTIONS.map((one) => one.slice(2, 5).join(' '))")
+        assert len(prose) > 300 and [text for text in prose if re.search(r"\\[a-z]+\{", text)] == []
+    page.close()
+
+
+def test_letters_of_a_query_are_not_marked_all_over_a_page(site, chromium):
+    page = chromium.new_page()
+    page.goto(f"{site}/en/search.html?q=bubble p")
+    page.wait_for_selector("#search-results [role=status]")
+    page.goto(f"{site}/en/06_gpipe.html")
+    page.wait_for_selector("article .highlighted")
+    words = page.locator("article .highlighted").all_text_contents()
+    assert {word.lower() for word in words if word} == {"bubble"}  # in a picture, without text
+    page.close()
 
 
 def test_a_page_marks_the_word_that_led_to_it(site, chromium):

@@ -1,11 +1,13 @@
 """World as a reader uses it: output, results, arguments, what it leaves and what it opens."""
 
+import os
 import subprocess
 import threading
 import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import naranhi
 from naranhi.world import World, launch
@@ -100,6 +102,25 @@ def test_run_returns_results_in_rank_order(world, capsys):
 
     assert world.run(add, 10, b=5) == [15, 16, 17, 18]
     assert capsys.readouterr().out == "[ranks 0-3] adding\n"
+
+
+GPU_OF_A_RANK = """
+import torch.serialization as of
+of.register_package(0, lambda storage: f"cuda:{rank}", lambda storage, location: None);
+x = {"weight": torch.full((2,), float(rank))}
+"""
+
+
+def test_tensors_come_to_the_cpu_of_the_notebook(world):
+    """It may see other GPUs than the ranks, or none."""
+    world.execute(GPU_OF_A_RANK)
+    try:
+        twos = world.run(lambda: {"weight": torch.full((2,), float(os.environ["RANK"]))})
+        for values in (world["x"], twos):
+            assert [x["weight"].tolist() for x in values] == [2 * [float(r)] for r in range(4)]
+            assert {x["weight"].device.type for x in values} == {"cpu"}
+    finally:
+        world.execute("of._package_registry.pop(0)")
 
 
 def test_a_call_from_another_thread_is_refused_while_the_ranks_are_busy(world):

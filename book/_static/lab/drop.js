@@ -13,12 +13,24 @@ export function make(lab, form) {
   const place = element("div", { class: "naranhi-lab-drop" },
     element("label", { for: name }, catalogue.texts.drop), input, shown);
 
+  let kept; // the file that is shown, and whether the times of the fields count for it
+
+  function ask(file, text) {
+    lab.ask("trace", { ...form.values, file: text, file_name: file.name }, (answer) => {
+      kept = { file, text, counts: !answer.unit };
+      shown.replaceChildren(...drawn(answer, file.name, catalogue));
+    });
+  }
+
   async function take(file) {
     shown.replaceChildren();
-    if (!file) return;
+    kept = undefined;
+    if (!file) {
+      lab.refuse("trace");
+      return;
+    }
     const refuse = (code, values) => {
-      lab.root.dataset.state = "error";
-      lab.complain({ code, values: { name: file.name, ...values } });
+      lab.refuse("trace", { code, values: { name: file.name, ...values } });
     };
     if (file.size > MOST) {
       refuse("too_large", { size: written(file.size / 1e6) });
@@ -31,9 +43,7 @@ export function make(lab, form) {
       refuse("no_trace", { why: error.message });
       return;
     }
-    lab.ask("trace", { ...form.values, file: text, file_name: file.name }, (answer) => {
-      shown.replaceChildren(...drawn(answer, file.name, catalogue));
-    });
+    ask(file, text);
   }
 
   input.addEventListener("change", () => take(input.files[0]));
@@ -42,7 +52,8 @@ export function make(lab, form) {
     event.preventDefault();
     take(event.dataTransfer.files[0]);
   });
-  return place;
+  const again = () => kept?.counts && ask(kept.file, kept.text);
+  return { place, again };
 }
 
 function drawn(answer, name, catalogue) {

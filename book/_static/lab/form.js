@@ -82,8 +82,20 @@ export class Form {
     }
   }
 
+  // What counts: a field that is not shown is as it is by default.
   get values() {
-    return Object.fromEntries(Object.entries(this.inputs).map(([name, input]) => [name, input.value]));
+    const shown = Object.entries(this.inputs).filter(([, input]) => !input.parentElement.hidden);
+    return Object.fromEntries(shown.map(([name, input]) => [name, input.value]));
+  }
+
+  // Mark the fields that a message is about, and no others.
+  mark(names, message) {
+    for (const [name, input] of Object.entries(this.inputs)) {
+      const wrong = names.includes(name);
+      input.setAttribute("aria-invalid", wrong);
+      if (wrong) input.setAttribute("aria-errormessage", message);
+      else input.removeAttribute("aria-errormessage");
+    }
   }
 
   set(values) {

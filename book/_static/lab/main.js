@@ -31,50 +31,76 @@ function inLink(root) {
   return name === root.id ? Object.fromEntries(new URLSearchParams(pairs.join("&"))) : {};
 }
 
-// Asks one question at a time, and of those that come meanwhile only the last.
+// Asks one question at a time, and of those that come meanwhile only the last of each kind: what
+// the fields say, and what a file has.
 class Lab {
   constructor(root, catalogue) {
-    Object.assign(this, { root, catalogue, kind: root.dataset.lab, busy: false, next: undefined });
-    this.message = element("div", { class: "naranhi-lab-message", "aria-live": "polite" });
+    Object.assign(this, { root, catalogue, kind: root.dataset.lab, busy: false, shown: false });
+    this.questions = new Map();
+    this.errors = new Map();
+    const id = `${root.id}-message`;
+    this.message = element("div", { id, class: "naranhi-lab-message", "aria-live": "polite" });
+    this.told = element("p", { class: "naranhi-lab-told", role: "status" });
   }
 
   ask(kind, values, show) {
     this.root.dataset.state = "loading";
-    this.next = { kind, values, show };
+    this.told.textContent = "";
+    if (kind === this.kind) this.errors.clear(); // who changes a field has read them
+    this.questions.set(kind, { values, show });
     if (!this.busy) this.work();
   }
 
   async work() {
     this.busy = true;
-    while (this.next) {
-      const { kind, values, show } = this.next;
-      this.next = undefined;
-      const slow = setTimeout(() => this.message.replaceChildren(this.catalogue.texts.computing), SLOW);
-      let answer;
+    const { computing } = this.catalogue.texts;
+    while (this.questions.size) {
+      const [[kind, { values, show }]] = this.questions;
+      this.questions.delete(kind);
+      const slow = setTimeout(() => this.message.replaceChildren(computing), SLOW);
+      let error;
       try {
-        answer = await python.ask(kind, values);
-      } catch (error) {
-        answer = { error: { code: "internal", values: { why: error.message } } };
+        const answer = await python.ask(this.catalogue, kind, values);
+        error = answer.error;
+        if (!error && !this.questions.has(kind)) show(answer);
+      } catch (failure) {
+        error = { code: "internal", values: { why: failure.words ?? failure.message } };
       }
       clearTimeout(slow);
-      if (!this.next) this.take(answer, show);
+      if (!this.questions.has(kind)) this.end(kind, error);
     }
     this.busy = false;
+    this.settle();
   }
 
-  take(answer, show) {
-    if (answer.error) this.complain(answer.error);
-    else {
-      this.message.replaceChildren();
-      show(answer);
+  end(kind, error) {
+    if (error) this.errors.set(kind, error);
+    else this.errors.delete(kind);
+    if (error || kind !== this.kind) return;
+    // Who does not see the figures is told that there are others, but for the first ones.
+    if (this.shown) this.told.textContent = this.catalogue.texts.updated;
+    this.shown = true;
+  }
+
+  // Say what is wrong without asking.
+  refuse(kind, error) {
+    this.end(kind, error);
+    this.settle();
+  }
+
+  settle() {
+    const errors = [...this.errors.values()];
+    const said = errors.map((error) => {
+      const { lead, text } = complaint(error, this.catalogue);
+      const own = text === undefined ? [] : [element("code", { lang: "en" }, text)];
+      return element("p", { class: "naranhi-lab-error" }, lead, " ", ...own);
+    });
+    if (this.shown && this.errors.has(this.kind)) {
+      said.push(element("p", {}, this.catalogue.texts.before));
     }
-    this.root.dataset.state = answer.error ? "error" : "ready";
-  }
-
-  complain(error) {
-    const { lead, text } = complaint(error, this.catalogue);
-    const own = text === undefined ? [] : [element("code", { lang: "en" }, text)];
-    this.message.replaceChildren(element("p", { class: "naranhi-lab-error" }, lead, " ", ...own));
+    this.message.replaceChildren(...said);
+    this.wrong?.(errors.map(({ values }) => values?.name), this.message.id);
+    if (!this.busy) this.root.dataset.state = errors.length ? "error" : "ready";
   }
 }
 
@@ -83,7 +109,7 @@ export async function open(root) {
   root.querySelector(".naranhi-lab-failed")?.remove();
   await python.start(catalogue);
   const view = await (VIEWS[root.dataset.lab] ?? (() => import("./calculator.js")))();
-  const fields = await python.fields(root.dataset.lab);
+  const fields = await python.fields(catalogue, root.dataset.lab);
   const lab = new Lab(root, catalogue);
   const body = element("div", { class: "naranhi-lab-live" });
   const link = element("a", { class: "naranhi-lab-link" }, catalogue.texts.link);
@@ -95,19 +121,23 @@ export async function open(root) {
   };
   const form = new Form(root.id, fields, JSON.parse(root.dataset.values), catalogue, asked);
   form.set(inLink(root));
+  lab.wrong = (names, message) => form.mark(names, message);
   addEventListener("hashchange", () => {
     const found = inLink(root);
     if (!Object.keys(found).length) return;
     form.set({ ...form.beginning, ...found });
     asked();
   });
+  // Who has gone on to something else meanwhile stays there.
+  const here = [document.body, null].includes(document.activeElement)
+    || root.contains(document.activeElement);
   root.querySelector(".naranhi-lab-start").remove();
   root.querySelector(".naranhi-lab-picture").classList.add("naranhi-lab-paper");
   const proof = root.querySelector(".naranhi-lab-proof");
-  const parts = [form.element, lab.message, body, element("p", {}, link)];
+  const parts = [form.element, lab.message, lab.told, body, element("p", {}, link)];
   if (proof) proof.before(...parts);
   else root.append(...parts);
   shown.opened?.(form);
   asked();
-  form.element.querySelector("select, input, textarea").focus({ preventScroll: true });
+  if (here) form.element.querySelector("select, input, textarea").focus({ preventScroll: true });
 }

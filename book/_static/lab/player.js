@@ -43,12 +43,16 @@ export class Player {
   }
 
   go(place, told = true) {
-    this.place = place;
+    this.mark(place);
     const time = this.times[place];
-    this.scrub.value = place;
-    this.scrub.setAttribute("aria-valuetext", written(time, this.unit));
     this.show(place === this.times.length - 1 ? Infinity : time);
     this.said.textContent = told ? this.words(time) : "";
+  }
+
+  mark(place) {
+    this.place = place;
+    this.scrub.value = place;
+    this.scrub.setAttribute("aria-valuetext", written(this.times[place], this.unit));
   }
 
   words(time) {
@@ -68,18 +72,18 @@ export class Player {
     this.said.textContent = "";
     const end = this.times.at(-1);
     const begun = performance.now();
-    const from = this.times[this.place];
+    const first = this.place;
+    const from = this.times[first];
     const advance = (moment) => {
-      const beats = Math.floor((moment - begun) / BEAT);
-      const time = still.matches ? this.times[Math.min(this.times.length - 1, beats)]
+      const beats = Math.max(0, Math.floor((moment - begun) / BEAT));
+      const time = still.matches ? this.times[Math.min(this.times.length - 1, first + beats)]
         : from + ((moment - begun) / 1000 / ROUND) * end;
       if (time >= end) {
         this.stop();
         this.go(this.times.length - 1, false);
         return;
       }
-      this.place = this.times.findLastIndex((one) => one <= time);
-      this.scrub.value = this.place;
+      this.mark(this.times.findLastIndex((one) => one <= time));
       this.show(time);
       this.frame = requestAnimationFrame(advance);
     };

@@ -1,10 +1,18 @@
-// One Python for all labs of a page.
+// One Python for all labs of a page, and another one where it has broken down.
 import { failed } from "./words.js";
 
 const here = new URL(".", import.meta.url);
 let worker, ready;
 let last = 0;
 const waiting = new Map();
+
+// What waits fails; who asks next starts Python anew.
+function end(why) {
+  worker.terminate();
+  ready = undefined;
+  for (const { reject } of waiting.values()) reject(new Error(why));
+  waiting.clear();
+}
 
 function send(what, content) {
   return new Promise((resolve, reject) => {
@@ -14,23 +22,22 @@ function send(what, content) {
   });
 }
 
-function receive({ data: { id, answer, failure } }) {
+function receive({ data: { id, answer, failure, broken } }) {
+  if (broken) {
+    end(failure);
+    return;
+  }
   const { resolve, reject } = waiting.get(id);
   waiting.delete(id);
   if (failure === undefined) resolve(JSON.parse(answer));
   else reject(new Error(failure));
 }
 
-function lost(event) {
-  for (const { reject } of waiting.values()) reject(new Error(event.message ?? "worker.js"));
-  waiting.clear();
-}
-
 async function launch(catalogue) {
   if (typeof WebAssembly !== "object") throw failed(catalogue, "no_wasm");
   worker = new Worker(new URL("worker.js", here), { type: "module" });
   worker.addEventListener("message", receive);
-  worker.addEventListener("error", lost);
+  worker.addEventListener("error", (event) => end(event.message ?? "worker.js"));
   try {
     await send("start", {
       runtime: new URL(`../${catalogue.runtime}`, here).href,
@@ -51,5 +58,12 @@ export function start(catalogue) {
   return ready;
 }
 
-export const fields = (kind) => send("fields", kind);
-export const ask = (lab, values) => send("ask", JSON.stringify({ lab, values }));
+export async function fields(catalogue, kind) {
+  await start(catalogue);
+  return send("fields", kind);
+}
+
+export async function ask(catalogue, lab, values) {
+  await start(catalogue);
+  return send("ask", JSON.stringify({ lab, values }));
+}

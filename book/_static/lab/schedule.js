@@ -43,14 +43,17 @@ export function make(lab, body) {
   const numbers = element("div");
   body.append(beside.element, numbers);
   let csv = "";
+  let dropped;
   return {
     // Who begins to write a schedule begins with the one that is drawn.
     changed(form, name) {
       const { own } = form.inputs;
       if (name === "schedule" && form.values.schedule === "own" && !own.value.trim()) own.value = csv;
+      dropped?.again();
     },
     opened(form) {
-      body.append(drop.make(lab, form));
+      dropped = drop.make(lab, form);
+      body.append(dropped.place);
     },
     show(answer) {
       csv = answer.csv;

@@ -4,8 +4,9 @@ const labs = [...document.querySelectorAll(".naranhi-lab")];
 const named = () => labs.find((root) => location.hash.slice(1).split("&")[0] === root.id);
 
 async function run(root, button) {
+  if (root.dataset.state === "loading") return;
   root.dataset.state = "loading";
-  button.disabled = true;
+  button.setAttribute("aria-disabled", true); // and not disabled, or the focus would be lost
   const size = button.nextElementSibling;
   const said = size.textContent;
   size.textContent = root.dataset.loading;
@@ -15,7 +16,7 @@ async function run(root, button) {
   } catch (error) {
     console.warn(error);
     root.dataset.state = "error";
-    button.disabled = false;
+    button.removeAttribute("aria-disabled");
     size.textContent = said;
     const note = root.querySelector(".naranhi-lab-failed") ?? document.createElement("p");
     note.className = "naranhi-lab-failed";

@@ -1,5 +1,6 @@
 // Python, in a thread of its own: requests come in, the book's code answers.
 let answer;
+let fromPython; // whether an error is one of Python's
 
 const SCRIPTS = ["pyodide.mjs", "pyodide.asm.mjs"];
 const FILES = ["pyodide.asm.wasm", "python_stdlib.zip"];
@@ -40,6 +41,8 @@ async function start({ runtime, modules }) {
   python.unpackArchive(archive, "zip", { extractDir: "/home/naranhi" });
   python.runPython("import sys; sys.path.insert(0, '/home/naranhi'); import lab");
   const lab = python.pyimport("lab");
+  const { PythonError } = python.ffi; // which it no longer tells when it has broken down
+  fromPython = (error) => error instanceof PythonError;
   answer = { ask: (text) => lab.answer(text), fields: (kind) => lab.describe(kind) };
 }
 
@@ -52,6 +55,9 @@ self.addEventListener("message", async ({ data: { id, what, content } }) => {
       self.postMessage({ id, answer: answer[what](content) });
     }
   } catch (error) {
-    self.postMessage({ id, failure: String(error.message ?? error).trim().split("\n").at(-1) });
+    // After an error of another kind, of a stack or a memory that is full, Pyodide answers no more.
+    const broken = what !== "start" && !fromPython(error);
+    const failure = String(error.message ?? error).trim().split("\n").at(-1);
+    self.postMessage({ id, failure, broken });
   }
 });

@@ -2,8 +2,8 @@
 
 A token is predicted from the tokens before it, so a passage of n tokens has n - 1 targets. Where
 there is nothing to predict the target is -100, which the loss ignores. Padding never counts,
-whatever token it consists of. `count` is the number of valid targets, by which the summed loss is
-divided.
+whatever token it consists of, but for a mixture of experts, whose routers are given it like other
+tokens. `count` is the number of valid targets, by which the summed loss is divided.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def collate(
         rows: fill up to this number of rows, so that micro-batches divide the last batch of an
             epoch as well. An added row is one token, which sees itself (a softmax over nothing is
             NaN), and no target. By default no row is added.
-        pad: the token that padding consists of; it has no effect on results.
+        pad: the token that padding consists of; it has no effect on results without experts.
         multiple: the length is rounded up to a multiple of this. With 8, say, there are an eighth
             as many shapes, if something has to be prepared for each shape, at the price of some
             padding.

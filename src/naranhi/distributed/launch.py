@@ -61,7 +61,7 @@ def join(timeout: float = 300.0, folder: str | Path | None = None) -> torch.devi
                     "--standalone --nproc-per-node 4 PROGRAM"
                 )
         rank, world_size, _ = map(_number, ("RANK", "WORLD_SIZE", "MASTER_PORT"))
-        local_rank = _number("LOCAL_RANK") if "LOCAL_RANK" in os.environ else rank
+        local_rank = _local_rank(rank)
         if "TORCHELASTIC_RUN_ID" in os.environ:
             processes.die_with_parent(os.getppid())
             if int(os.environ["LOCAL_WORLD_SIZE"]) == world_size:
@@ -70,6 +70,8 @@ def join(timeout: float = 300.0, folder: str | Path | None = None) -> torch.devi
                 _loopback_only()
         store, _, _ = next(dist.rendezvous("env://", timeout=deadline))
         store.set_timeout(deadline)
+        if _number_or("LOCAL_WORLD_SIZE", world_size) < world_size:
+            _interface_toward_other_nodes(dist.PrefixStore("nodes", store))
     elif "SLURM_STEP_ID" in os.environ:
         rank, world_size = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
         local_rank = int(os.environ["SLURM_LOCALID"])
@@ -103,6 +105,36 @@ def _number(name):
     return int(value)
 
 
+def _number_or(name, other):
+    return _number(name) if name in os.environ else other
+
+
+def _local_rank(rank):
+    """Return the rank among those of this host, as far as the environment tells."""
+    # In the step of a rank's own; the tasks of others, such as a shell's, have other numbers.
+    of_slurm = _number_or("SLURM_PROCID", None) == rank
+    return _number_or("LOCAL_RANK", _number_or("SLURM_LOCALID", rank) if of_slurm else rank)
+
+
+def _interface_toward_other_nodes(store):
+    """Let gloo listen where the other nodes reach this one.
+
+    It would listen at the address of the host's own name, which is the loopback's on Debian. On the
+    node of `MASTER_ADDR` that name may lead there too: its ranks look toward another node.
+    """
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    try:
+        own = addresses.toward(os.environ["MASTER_ADDR"])
+    except RuntimeError:  # by IPv6 only, for example: gloo has to find its way
+        return
+    if own.startswith("127."):
+        addresses.use_interface_toward(store.get("another").decode())
+    else:
+        store.set("another", own)
+        addresses.use_interface_toward(own)
+
+
 def _own_gpu(store, rank, world_size, local_rank):
     """Return the index of this rank's GPU among those it sees, or None if all take the CPU."""
     store.set(str(rank), json.dumps([gpus.visible(), local_rank]))
@@ -124,7 +156,9 @@ def _loopback_only():
 
 def _slurm_store(rank, world_size, deadline, folder):
     """Return rank 0's store; the other ranks read its address from a short-lived file."""
-    file = folder / "naranhi-{SLURM_JOB_ID}-{SLURM_STEP_ID}.address".format(**os.environ)
+    # A job that was requeued has the same number, and its steps begin at 0 again.
+    step = "{SLURM_JOB_ID}-{SLURM_STEP_ID}".format(**os.environ)
+    file = folder / f"naranhi-{step}-{os.environ.get('SLURM_RESTART_COUNT', 0)}.address"
     alone = int(os.environ["SLURM_STEP_NUM_NODES"]) == 1
     if rank > 0:
         host, port = _read(file, deadline)

@@ -195,5 +195,5 @@ def share_of(batch: data.Batch, options: argparse.Namespace, mesh: Mesh) -> tupl
     share = data.Batch(*(tensor[rows] for tensor in batch))
     if mesh.sizes.context == 1 and options.experts is None:
         return share.inputs, share.targets
-    # No mask: padding is on the right, where no token sees it.
+    # No mask: padding is on the right, where no token sees it. (Routers see it, and balance it.)
     return share.tokens, split_sequence(share.targets, mesh.context, order=ORDER)

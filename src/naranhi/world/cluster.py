@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from ipyparallel import Cluster
     from ipyparallel.cluster.launcher import EngineLauncher, LocalProcessLauncher
 
-START_SECONDS = 60
+START_SECONDS = 60  # on this machine, where one process imports for all ranks
+START_SECONDS_IN_SLURM = 300  # where each rank imports by itself, perhaps from a slow file system
 HEARTBEAT_MS = 500
 CONTROLLER_ARGS = [
     "--IPController.use_threads=True",
@@ -28,7 +29,6 @@ ENGINE_ARGS = [
     # The lifeline reports a death sooner than one nanny process per rank would.
     "--IPEngine.enable_nanny=False",
     "--IPEngine.max_heartbeat_misses=0",
-    f"--IPEngine.timeout={START_SECONDS}",  # ipyparallel's 5 s are short for a busy machine
     "--log-level=30",
 ]
 
@@ -40,6 +40,7 @@ def make(
     launcher: type[EngineLauncher],
     controller_cmd: list[str],
     engine_cmd: list[str],
+    timeout: float,
 ) -> Cluster:
     """Return an `ipyparallel.Cluster` that is not yet started.
 
@@ -50,6 +51,7 @@ def make(
         launcher: the class that starts the engines.
         controller_cmd: the command that starts the controller.
         engine_cmd: the command that starts an engine, or with `fork_launcher` all engines.
+        timeout: how long an engine waits for the controller, in seconds.
     """
     import ipyparallel
     from traitlets.config import Config
@@ -57,7 +59,8 @@ def make(
     config = Config()
     config.ControllerLauncher.controller_cmd = controller_cmd
     config.EngineLauncher.engine_cmd = engine_cmd
-    config.EngineLauncher.engine_args = ENGINE_ARGS
+    # ipyparallel's 5 s are short for a busy machine.
+    config.EngineLauncher.engine_args = [*ENGINE_ARGS, f"--IPEngine.timeout={timeout}"]
     quiet = logging.getLogger("naranhi.ipyparallel")
     quiet.setLevel(logging.CRITICAL)
     return ipyparallel.Cluster(
@@ -103,19 +106,24 @@ class environment:
     """Set environment variables for the processes started inside the block.
 
     Args:
-        values: the variables; their old values are restored at the end of the block.
+        values: the variables, None for one that is not to be set; their old values are restored at
+            the end of the block.
     """
 
-    def __init__(self, values: Mapping[str, str]):
+    def __init__(self, values: Mapping[str, str | None]):
         self._values = values
 
     def __enter__(self) -> None:
         self._before = {k: os.environ.get(k) for k in self._values}
-        os.environ.update(self._values)
+        self._set(self._values)
 
     def __exit__(self, *raised: object) -> None:
-        for key, value in self._before.items():
+        self._set(self._before)
+
+    @staticmethod
+    def _set(values):
+        for key, value in values.items():
             if value is None:
-                del os.environ[key]
+                os.environ.pop(key, None)
             else:
                 os.environ[key] = value

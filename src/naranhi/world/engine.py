@@ -41,11 +41,12 @@ def main() -> None:
 
 
 def introduce() -> dict[str, str | int]:
-    """Return this process's host, pid, Slurm task and step (if any), visible GPUs, and cores."""
+    """Return this process's host, node, pid, Slurm task and step (if any), GPUs, and cores."""
     import torch
 
     return {
         "host": socket.gethostname(),
+        "node": os.environ.get("SLURMD_NODENAME", socket.gethostname()),
         "pid": os.getpid(),
         "task": int(os.environ.get("SLURM_PROCID", -1)),
         "step": os.environ.get("SLURM_STEP_ID", ""),
@@ -58,7 +59,6 @@ def join(
     rank: int,
     world_size: int,
     local_rank: int,
-    gpu: int,
     threads: int,
     epoch: int,
     backend: str,
@@ -69,8 +69,8 @@ def join(
     Args:
         rank: this process's rank.
         world_size: the number of ranks.
-        local_rank: the rank among the processes of this host.
-        gpu: with NCCL, the index of its GPU among those it sees.
+        local_rank: the rank among the processes of this host; with NCCL the index of its GPU among
+            those it sees, for which programs take it.
         threads: the number of threads that torch may use.
         epoch: the number of the process group, 1 for the World's first.
         backend: `"nccl"` or `"gloo"`.
@@ -107,7 +107,7 @@ def join(
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(local_rank))
     device = torch.device("cpu")
     if backend == "nccl":
-        device = torch.device("cuda", gpu)
+        device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     _checks.renew(timeout)
     dist.init_process_group(

@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from naranhi.world import (
     server,
     slurm,
 )
-from naranhi.world.cluster import START_SECONDS
+from naranhi.world.cluster import START_SECONDS, START_SECONDS_IN_SLURM
 from naranhi.world.errors import RankError, named, unknown
 from naranhi.world.keys import Keys
 from naranhi.world.member import Member
@@ -50,6 +51,7 @@ class Launched:
 
     def __init__(self, size: int, backend: str | None, check: Callable[[], None]):
         self.in_slurm: bool = slurm.is_here()
+        self._limit = START_SECONDS_IN_SLURM if self.in_slurm else START_SECONDS
         self._on_other_hosts = slurm.on_other_hosts()
         self.host: str = addresses.own_address() if self._on_other_hosts else "127.0.0.1"
         if not self._on_other_hosts:
@@ -84,7 +86,13 @@ class Launched:
         launcher = slurm.srun_launcher() if self.in_slurm else cluster.fork_launcher()
         with cluster.environment(self._environment()):
             self._cluster = cluster.make(
-                size, self.host, self.folder, launcher, [*python, controller.__name__], ranks
+                size,
+                self.host,
+                self.folder,
+                launcher,
+                [*python, controller.__name__],
+                ranks,
+                self._limit,
             )
             self._cluster.start_cluster_sync()
             # As its lifeline names it; a laptop's host name may change later.
@@ -96,7 +104,7 @@ class Launched:
         import torch.distributed  # noqa: F401
 
         self._client = self._cluster.connect_client_sync(
-            ipython_dir=self.folder, timeout=START_SECONDS
+            ipython_dir=self.folder, timeout=self._limit
         )
 
     def _environment(self):
@@ -113,6 +121,8 @@ class Launched:
         }
         if not self._on_other_hosts:  # gloo and NCCL open their sockets on this interface
             values |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+        if self.in_slurm:
+            values |= dict.fromkeys(slurm.OF_OTHER_TASKS)
         return values
 
     def _introduce(self, size):
@@ -120,7 +130,7 @@ class Launched:
         while len(ids := self._client.ids) < size:
             self._check()
             seconds = time.monotonic() - start
-            if seconds > START_SECONDS or not self._cluster.engine_set.process.is_running():
+            if seconds > self._limit or not self._cluster.engine_set.process.is_running():
                 text = f"{len(ids)} of {size} ranks were up after {seconds:.0f} s. They said:\n"
                 raise RankError(text + self._said())
             time.sleep(0.02)
@@ -128,12 +138,12 @@ class Launched:
         members = [Member(engine=i, **s.get(timeout=30)) for i, s in zip(ids, said, strict=True)]
         # Slurm numbers tasks node by node; ipyparallel numbers engines in order of arrival.
         members.sort(key=lambda m: (m.task, m.pid))
-        hosts = {}
+        ranks = Counter()
         for member in members:
-            member.local_rank = member.gpu = hosts.setdefault(member.host, 0)
-            hosts[member.host] += 1
+            member.local_rank = member.gpu = ranks[member.node]
+            ranks[member.node] += 1
         for member in members:
-            member.threads = max(1, member.cores // hosts[member.host])
+            member.threads = max(1, member.cores // ranks[member.node])
         return members
 
     def _choose(self, backend, size):
@@ -141,7 +151,7 @@ class Launched:
         if not enough and self.in_slurm and backend != "gloo":
             enough = self._one_each()
         if backend == "nccl" and not enough:
-            counts = {m.host: m.gpus for m in self.members}
+            counts = {m.node: m.gpus for m in self.members}
             raise ValueError(requirements.gpus_short(size, sum(counts.values())))
         return backend or ("nccl" if enough else "gloo")
 
@@ -190,7 +200,7 @@ class Launched:
             The results in rank order.
 
         Raises:
-            RankError: a rank failed or died, or the calls took longer than `START_SECONDS`.
+            RankError: a rank failed or died, or the calls took longer than ranks may take to start.
         """
         pending = [
             self.submit(member, function, *own)
@@ -198,7 +208,7 @@ class Launched:
         ]
         from ipyparallel.error import RemoteError
 
-        end = time.monotonic() + START_SECONDS
+        end = time.monotonic() + self._limit
         waiting = dict(enumerate(pending))
         while waiting:
             self._check()
@@ -206,7 +216,7 @@ class Launched:
                 raise RankError(f"{gone} died while the process group was formed")
             if time.monotonic() > end:
                 late = named(waiting)
-                raise RankError(f"{late} joined no process group within {START_SECONDS} s")
+                raise RankError(f"{late} joined no process group within {self._limit} s")
             for rank in [rank for rank, result in waiting.items() if result.ready()]:
                 try:
                     waiting.pop(rank).get()

@@ -10,6 +10,7 @@ class Member:
     """Describe one rank process: its host, its ipyparallel id, its place among the host's ranks."""
 
     host: str
+    node: str  # Slurm's name of the host, or the host's
     pid: int
     task: int
     step: str

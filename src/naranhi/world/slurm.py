@@ -12,6 +12,23 @@ if TYPE_CHECKING:
     from ipyparallel.cluster.launcher import EngineLauncher
 
 
+# What the notebook's own step, or the allocation, says of its tasks: `srun` would take it for the
+# ranks as well. Of several GPUs to a task, two ranks would get the same ones; a notebook that
+# `srun` started on one core would keep all ranks there, or on cores that other nodes do not have.
+OF_OTHER_TASKS = (
+    "SLURM_CPU_BIND",
+    "SLURM_CPU_BIND_LIST",
+    "SLURM_CPU_BIND_TYPE",
+    "SLURM_CPU_BIND_VERBOSE",
+    "SLURM_DISTRIBUTION",
+    "SLURM_EXPORT_ENV",
+    "SLURM_GPUS_PER_TASK",
+    "SLURM_GPU_BIND",
+    "SLURM_NTASKS_PER_GPU",
+    "SLURM_TRES_PER_TASK",
+)
+
+
 def is_here() -> bool:
     """Return whether this process runs in an allocation that can start tasks."""
     return "SLURM_JOB_ID" in os.environ and shutil.which("srun") is not None
@@ -38,6 +55,8 @@ def srun_launcher() -> type[EngineLauncher]:
         def find_args(self):
             # The ranks share the allocation's cores with the notebook's own step and each other.
             command = ["srun", "--overlap", "--overcommit", "--kill-on-bad-exit=0"]
+            # Each sees all cores of its node, and neighbours are on one node, whatever is usual.
+            command += ["--export=ALL", "--cpu-bind=none", "--distribution=block"]
             return [*command, f"--ntasks={self.n}", *self.program, *self.program_args]
 
     return SrunEngineSetLauncher

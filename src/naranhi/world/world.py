@@ -26,6 +26,7 @@ from naranhi.world.errors import (
 )
 from naranhi.world.launch import Launched
 from naranhi.world.places import numbered
+from naranhi.world.values import received
 
 LONGEST = 1e6  # seconds, the longest deadline: eleven days
 
@@ -103,7 +104,7 @@ class World:
             kwargs: its keyword arguments.
 
         Returns:
-            The list of results, in rank order.
+            The list of results, in rank order; their tensors are on the CPU.
 
         Raises:
             RankError: a rank failed, or the ranks are busy with a call from another thread.
@@ -112,7 +113,7 @@ class World:
 
         pickled = cloudpickle.dumps((function, args, kwargs))
         outcomes = self._everywhere(engine.call, pickled)
-        return [cloudpickle.loads(outcome.pop("value")) for outcome in outcomes]
+        return [received(outcome.pop("value")) for outcome in outcomes]
 
     def execute(self, source: str) -> None:
         """Run a cell's source on every rank, in the namespace that its cells share.
@@ -125,13 +126,13 @@ class World:
     def __getitem__(self, name: str) -> list[Any]:
         """Return the variable `name` of every rank's namespace, as a list in rank order.
 
+        Tensors are copies on the CPU.
+
         Raises:
             RankError: a rank has no variable of that name.
         """
-        import cloudpickle
-
         outcomes = self._everywhere(engine.get, name)
-        return [cloudpickle.loads(outcome.pop("value")) for outcome in outcomes]
+        return [received(outcome.pop("value")) for outcome in outcomes]
 
     def close(self) -> None:
         """End every process of this World; does nothing if it is closed, or in a forked child."""
@@ -165,17 +166,9 @@ class World:
         """Form a process group; return the names of variables that held old groups, by rank."""
         self._epoch += 1
         self._ranks.keys.clear()
+        common = self._epoch, self.backend, self.timeout
         arguments = [
-            (
-                rank,
-                self.size,
-                m.local_rank,
-                m.gpu,
-                m.threads,
-                self._epoch,
-                self.backend,
-                self.timeout,
-            )
+            (rank, self.size, m.gpu if self.backend == "nccl" else m.local_rank, m.threads, *common)
             for rank, m in enumerate(self._ranks.members)
         ]
         return self._ranks.call(engine.join, arguments)

@@ -144,9 +144,9 @@ class FlatParam:
     def all_gather(self) -> Iterator[None]:
         """Return a kernel (see `collectives`) that all-gathers `whole`, which is valid at its end.
 
-        Each rank sends its shard to every other: as many bytes as on a ring, and nothing to forward
-        while a unit computes. Messages carry this flat parameter's own tag, if the backend supports
-        tags: ranks that gather different ones hang, and never mistake one for another.
+        Each rank sends its shard to every other: as many bytes as on a ring (though more between
+        nodes), and nothing to forward while a unit computes. Messages carry this flat parameter's
+        own tag, if the backend has tags: ranks that gather different ones hang, with no mix-up.
         """
         if self.stage == 3:
             _allocate(self.whole)
