@@ -4,6 +4,9 @@ deepspeed --num_gpus 4 deepspeed_pipeline.py                    on a node of GPU
 torchrun --standalone --nproc-per-node 4 deepspeed_pipeline.py  anywhere; on CPUs DS_ACCELERATOR=cpu
 """
 
+import sys
+from functools import partial
+
 import deepspeed
 import torch
 import torch.distributed as dist
@@ -47,19 +50,9 @@ class Embedding(torch.nn.Module):
 
 def layers(model):
     """GPT-2 as a list, of which the engine keeps those of its stage."""
-    head = TiedLayerSpec(
-        "embedding",
-        Embedding,
-        model,
-        tied_weight_attr="wte.weight",
-        forward_fn=lambda layer, x: x @ layer.wte.weight.t(),
-    )
-    return [
-        TiedLayerSpec("embedding", Embedding, model, tied_weight_attr="wte.weight"),
-        *model.transformer.h,
-        model.transformer.ln_f,
-        head,
-    ]
+    tied = partial(TiedLayerSpec, "embedding", Embedding, model, tied_weight_attr="wte.weight")
+    head = tied(forward_fn=lambda layer, x: x @ layer.wte.weight.t())
+    return [tied(), *model.transformer.h, model.transformer.ln_f, head]
 
 
 def main():
@@ -67,13 +60,16 @@ def main():
     deepspeed.init_distributed()
     ranks, pieces = dist.get_world_size(), options.microbatches
     model = load_model(options)
+    cut = layers(model)
+    if ranks > len(cut):
+        sys.exit(f"{ranks} ranks: each needs a layer, and the model has {len(cut)}")
 
     def loss_fn(logits, labels):  # of a micro-batch; DeepSpeed divides by the number of these
         targets, count = labels
         return pieces * summed_cross_entropy(logits, targets) / count[0]
 
     module = PipelineModule(
-        layers(model),
+        cut,
         num_stages=ranks,
         loss_fn=loss_fn,
         partition_method="uniform",

@@ -1,12 +1,14 @@
-"""Train a small network with DeepSpeed; after a crash, resume from the last checkpoint.
+"""Train a small network with DeepSpeed; started again after a crash, it goes on by itself.
 
 deepspeed --num_gpus 2 deepspeed_resume.py --deepspeed_config config.json --save state
 torchrun --standalone --nproc-per-node 2 deepspeed_resume.py ...  (the same options)
-On CPUs both need DS_ACCELERATOR=cpu.
+If --save has a checkpoint, it resumes from the last one; with --resume, it insists on one. On CPUs
+both commands need DS_ACCELERATOR=cpu.
 """
 
 import argparse
 from itertools import islice
+from pathlib import Path
 
 import deepspeed
 import torch
@@ -20,8 +22,8 @@ def arguments():
     options = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    options.add_argument("--steps", type=int, default=8, help="default: 8")
-    options.add_argument("--save", required=True, help="a folder for checkpoints")
+    options.add_argument("--steps", type=int, default=8, help="in all; default: 8")
+    options.add_argument("--save", required=True, help="a folder that all nodes share")
     options.add_argument("--interval", type=int, default=2, help="steps between them; default: 2")
     options.add_argument("--resume", action="store_true", help="stop if --save has no checkpoint")
     options.add_argument("--crash-at", type=int, help="a step in which the last rank fails")
@@ -54,6 +56,14 @@ def train_step(engine, batches):
     return total.item() / engine.gradient_accumulation_steps() / dist.get_world_size()
 
 
+def check_shared(folder):
+    """Raise unless all ranks see the same last checkpoint, or they would resume at other steps."""
+    latest, seen = Path(folder, "latest"), [None] * dist.get_world_size()
+    dist.all_gather_object(seen, latest.read_text() if latest.exists() else "none")
+    if len(set(seen)) > 1:
+        raise RuntimeError(f"--save has to be a folder that all nodes share: the ranks see {seen}")
+
+
 def main():
     options = arguments()
     if not torch.cuda.is_available():  # or DeepSpeed compiles a collective for CPUs: minutes
@@ -62,10 +72,13 @@ def main():
     engine, _, loader, _ = deepspeed.initialize(
         args=options, model=model, model_parameters=model.parameters(), training_data=dataset()
     )
+    check_shared(options.save)
     path, client_state = engine.load_checkpoint(options.save)  # (None, None): no checkpoint
     if options.resume and path is None:
         raise FileNotFoundError(f"no checkpoint in {options.save}")
     start = client_state["step"] if client_state else 0
+    if start >= options.steps and dist.get_rank() == 0:
+        print(f"already at step {start}")
     accumulated = engine.gradient_accumulation_steps()
     batches = islice(RepeatingLoader(loader), start * accumulated, None)
     for step in range(start, options.steps):

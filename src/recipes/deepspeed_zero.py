@@ -4,6 +4,7 @@ deepspeed --num_gpus 4 deepspeed_zero.py --stage 3          on a node of GPUs
 torchrun --standalone --nproc-per-node 4 deepspeed_zero.py  anywhere; on CPUs DS_ACCELERATOR=cpu
 """
 
+import sys
 from itertools import islice
 
 import deepspeed
@@ -16,8 +17,10 @@ from model_and_data import (
     load_passages,
     make_optimizer,
     parser,
+    rows_per_rank,
     summed_loss,
 )
+from saving import check_settings, check_shared, parse, set_new_lr, settings, write_settings
 from torch.utils.data import DataLoader, DistributedSampler
 
 if not torch.cuda.is_available():  # or DeepSpeed compiles a collective for CPUs: minutes
@@ -28,10 +31,8 @@ def arguments():
     options = parser(__doc__)
     options.add_argument("--stage", type=int, default=3, help="of ZeRO: 0 to 3")
     options.add_argument("--bf16", action="store_true", help="parameters in bfloat16")
-    options.add_argument("--save", help="a folder for the state after the last step")
-    options.add_argument("--resume", action="store_true", help="begin with what is saved there")
     options.add_argument("--local_rank", type=int, help="given by DeepSpeed's launcher")
-    return options.parse_args()
+    return parse(options)
 
 
 def main():
@@ -57,20 +58,27 @@ def main():
     sampler = DistributedSampler(data, seed=options.seed)
     loader = DataLoader(
         data,
-        options.batch // ranks,
+        rows_per_rank(options, ranks),
         sampler=sampler,
         drop_last=True,
         num_workers=1,
         collate_fn=Collate(options, model.config.n_positions),
     )
 
-    start = 0
+    start, kept = 0, settings(options) | {"--stage": options.stage, "WORLD_SIZE": ranks}
+    if options.save:
+        check_shared(options.save)  # before the first step, and not after the last
     if options.resume:
-        path, client_state = engine.load_checkpoint(options.save)
-        if path is None:
-            raise FileNotFoundError(f"no checkpoint in {options.save}")
+        latest = options.save / "latest"  # has the name of the last checkpoint
+        if not latest.exists():
+            sys.exit(f"no checkpoint in {options.save}")
+        check_settings(options.save / latest.read_text(), kept)
+        _, client_state = engine.load_checkpoint(options.save)
+        set_new_lr(engine.optimizer, options)
         start = client_state["step"]
         torch.manual_seed(options.seed + 1 + rank + ranks * start)  # no mask of the first steps
+    if rank == 0 and start >= options.steps:
+        print(f"already at step {start}")
     for step, batch in enumerate(islice(loader, start, options.steps), start):
         batch = batch.to(engine.device)
         count = (batch["targets"] != IGNORE_INDEX).sum()
@@ -82,9 +90,11 @@ def main():
         dist.all_reduce(loss)
         if rank == 0:
             print(f"step {step}: loss {loss.item():.6f}", flush=True)
-        start = step + 1
-    if options.save:
-        engine.save_checkpoint(options.save, client_state={"step": start})  # every rank
+    if options.save and start < options.steps:
+        tag = f"step{options.steps}"
+        write_settings(options.save / tag, kept)
+        state = {"step": options.steps}
+        engine.save_checkpoint(options.save, tag, client_state=state)  # every rank
     dist.destroy_process_group()
 
 

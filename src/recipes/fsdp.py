@@ -4,8 +4,6 @@ torchrun --standalone --nproc-per-node 4 fsdp.py --bf16 --save state
 torchrun --standalone --nproc-per-node 2 fsdp.py --bf16 --save state --resume --steps 100
 """
 
-import os
-import shutil
 from itertools import islice
 
 import torch
@@ -23,6 +21,7 @@ from model_and_data import (
     summed_loss,
     without_weights,
 )
+from saving import check_settings, check_shared, finish_save, parse, save, set_new_lr, settings
 from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader, DistributedSampler
@@ -30,17 +29,17 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 def arguments():
     options = parser(__doc__)
-    options.add_argument("--bf16", action="store_true", help="compute and reduce in bfloat16")
-    options.add_argument("--save", help="a folder for the state after the last step")
-    options.add_argument("--resume", action="store_true", help="begin with what is saved there")
-    return options.parse_args()
+    options.add_argument("--bf16", action="store_true", help="compute in bfloat16")
+    return parse(options)
 
 
 def shard(options, device):
     """The model in shards. It is whole on rank 0 only, and there on the CPU."""
     with torch.device("meta"):  # shapes without memory
         model = without_weights(options)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if options.bf16 else None)
+    policy = MixedPrecisionPolicy()
+    if options.bf16:  # but add up gradients in fp32: a sum over many ranks needs more digits
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model.transformer.h:
         fully_shard(block, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
@@ -51,24 +50,14 @@ def shard(options, device):
     return model
 
 
-def save(state, folder):
-    """Save beside the state that is there, then take its place: one of them is always whole."""
-    new, old = f"{folder}.new", f"{folder}.old"
-    if dist.get_rank() == 0:
-        shutil.rmtree(new, ignore_errors=True)  # of a save that was killed
-    dist.barrier()
-    dcp.save(state, checkpoint_id=new)
-    if dist.get_rank() == 0:
-        shutil.rmtree(old, ignore_errors=True)
-        if os.path.exists(folder):
-            os.rename(folder, old)
-        os.rename(new, folder)
-        shutil.rmtree(old, ignore_errors=True)
-
-
 def main():
     options, device = arguments(), join()
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank, ranks, kept = dist.get_rank(), dist.get_world_size(), settings(options)
+    if options.save:
+        check_shared(options.save.parent)  # before the first step, and not after the last
+    if options.resume:
+        finish_save(options.save)
+        check_settings(options.save, kept)
     model = shard(options, device)
     data = load_passages(options)
     sampler = DistributedSampler(data, seed=options.seed)
@@ -89,9 +78,13 @@ def main():
         states.set_state_dict(
             model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
         )
+        set_new_lr(optimizer, options)
+    start = state["step"]
+    if rank == 0 and start >= options.steps:
+        print(f"already at step {start}")
     # For dropout: another mask on each rank, and after a resume.
-    torch.manual_seed(options.seed + 1 + rank + ranks * state["step"])
-    for step, batch in enumerate(islice(loader, state["step"], options.steps), state["step"]):
+    torch.manual_seed(options.seed + 1 + rank + ranks * start)
+    for step, batch in enumerate(islice(loader, start, options.steps), start):
         batch = batch.to(device)
         count = (batch["targets"] != IGNORE_INDEX).sum()
         dist.all_reduce(count)
@@ -103,9 +96,9 @@ def main():
         if rank == 0:
             print(f"step {step}: loss {loss.item():.6f}", flush=True)
         state["step"] = step + 1
-    if options.save:
+    if options.save and state["step"] > start:
         state["model"], state["optimizer"] = states.get_state_dict(model, optimizer)
-        save(state, options.save)
+        save(state, kept, options.save)
     dist.destroy_process_group()
 
 

@@ -24,12 +24,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.data import DataLoader, DistributedSampler
 
 
-def arguments():
-    options = parser(__doc__)
-    options.add_argument("--tp", type=int, default=2, help="ranks that share each layer")
-    return options.parse_args()
-
-
 def as_linear(conv):
     """GPT-2's Conv1D as the nn.Linear that it is, which parallelize_module knows."""
     linear = torch.nn.utils.skip_init(torch.nn.Linear, conv.nx, conv.nf)
@@ -41,44 +35,56 @@ def cut(model, mesh):
     """Attention by heads and the MLP by columns, then rows: one all-reduce after each."""
     ranks = mesh.size()
     for block in model.transformer.h:
-        for parent, name in (
-            (block.attn, "c_attn"),
-            (block.attn, "c_proj"),
-            (block.mlp, "c_fc"),
-            (block.mlp, "c_proj"),
-        ):
-            setattr(parent, name, as_linear(getattr(parent, name)))
+        plan = {
+            "attn.c_attn": ColwiseParallel(),
+            "attn.c_proj": RowwiseParallel(),
+            "mlp.c_fc": ColwiseParallel(),
+            "mlp.c_proj": RowwiseParallel(),
+        }
+        for name in plan:
+            block.set_submodule(name, as_linear(block.get_submodule(name)))
         # The rows are all queries, then all keys, then all values. A rank takes rows in a run, so
         # first put the queries, keys and values of each rank's heads next to each other.
         qkv = block.attn.c_attn
         for tensor in (qkv.weight, qkv.bias):
             tensor.data = tensor.data.unflatten(0, (3, ranks, -1)).transpose(0, 1).flatten(0, 2)
         block.attn.split_size //= ranks
-        parallelize_module(
-            block,
-            mesh,
-            {
-                "attn.c_attn": ColwiseParallel(),
-                "attn.c_proj": RowwiseParallel(),
-                "mlp.c_fc": ColwiseParallel(),
-                "mlp.c_proj": RowwiseParallel(),
-            },
-        )
+        parallelize_module(block, mesh, plan)
+
+
+def draw_for_own_heads(model, device, seed):
+    """Attention is of heads that no other rank has: draw its dropout masks from another seed."""
+    on_gpu = device.type == "cuda"
+    used = torch.cuda.default_generators[device.index] if on_gpu else torch.default_generator
+    aside = torch.Generator(device).manual_seed(seed)
+
+    def swap(*_):
+        state = used.get_state()
+        used.set_state(aside.get_state())
+        aside.set_state(state)
+
+    for block in model.transformer.h:
+        block.attn.c_attn.register_forward_hook(swap)  # between these two layers
+        block.attn.c_proj.register_forward_pre_hook(swap)  # a rank has its own heads
 
 
 def main():
-    options, device = arguments(), join()
+    options = parser(__doc__)
+    options.add_argument("--tp", type=int, default=2, help="ranks that share each layer")
+    options, device = options.parse_args(), join()
     rank, ranks = dist.get_rank(), dist.get_world_size()
     if ranks % options.tp:
         sys.exit(f"--tp {options.tp} has to divide the number of ranks, which is {ranks}")
-    mesh = init_device_mesh(
-        device.type, (ranks // options.tp, options.tp), mesh_dim_names=("dp", "tp")
-    )
+    sizes = ranks // options.tp, options.tp
+    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("dp", "tp"))
     shares, share = mesh["dp"].size(), mesh["dp"].get_local_rank()
     model = load_model(options).to(device)
+    if model.config.n_head % options.tp:
+        sys.exit(f"--tp {options.tp} has to divide the model's {model.config.n_head} heads")
+    cut(model, mesh["tp"])
     # For dropout: another mask on each share of the rows, the same within a tp group.
     torch.manual_seed(options.seed + 1 + share)
-    cut(model, mesh["tp"])
+    draw_for_own_heads(model, device, options.seed + 1 + shares + rank)  # but not of its heads
     for block in model.transformer.h:
         fully_shard(block, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])

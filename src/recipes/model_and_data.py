@@ -17,15 +17,14 @@ IGNORE_INDEX = -100  # the target that a loss leaves out
 
 def parser(description):
     """The options of every recipe; each may add its own."""
-    options = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    as_written = argparse.RawDescriptionHelpFormatter
+    options = argparse.ArgumentParser(description=description, formatter_class=as_written)
     add = options.add_argument
     add("--model", default=SMALL / "gpt2", help="a name on the hub (gpt2), or a folder")
     add("--data", default=SMALL / "text", help="likewise (rajpurkar/squad), with a column context")
-    add("--batch", type=int, default=8, help="passages in a step, over all ranks; default: 8")
-    add("--steps", type=int, default=50, help="of which no two read a passage; default: 50")
-    add("--lr", type=float, default=1e-3, help="learning rate; default: 0.001")
+    add("--batch", type=int, default=8, help="rows in a step, over all ranks; default: 8")
+    add("--steps", type=int, default=50, help="in all; no two read the same row; default: 50")
+    add("--lr", type=float, default=1e-3, help="default: 0.001; for trained weights, such as 3e-5")
     add("--optimizer", choices=["adamw", "sgd"], default="adamw", help="default: adamw")
     add("--seed", type=int, default=0, help="of weights and order; default: 0")
     return options
@@ -73,19 +72,15 @@ class Collate:
     """Passages as a batch of token ids, a mask and targets: for each token, the next one."""
 
     def __init__(self, options, positions, padding=True):
-        self.tokenizer = AutoTokenizer.from_pretrained(options.model)
+        self.tokenizer = AutoTokenizer.from_pretrained(
+            options.model, model_max_length=positions, padding_side="right"
+        )
         self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token
-        self.positions, self.padding = positions, padding
+        self.padding = padding
 
     def __call__(self, rows):
-        batch = self.tokenizer(
-            [row["context"] for row in rows],
-            return_tensors="pt",
-            padding=self.padding,
-            padding_side="right",
-            truncation=True,
-            max_length=self.positions,
-        )
+        texts = [row["context"] for row in rows]
+        batch = self.tokenizer(texts, padding=self.padding, truncation=True, return_tensors="pt")
         tokens = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, IGNORE_INDEX)
         batch["targets"] = pad(tokens[:, 1:], (0, 1), value=IGNORE_INDEX)
         return batch
@@ -107,13 +102,18 @@ def join():
     """Join the other ranks; return this rank's device, a GPU of its own where there are any."""
     if "LOCAL_RANK" not in os.environ:
         sys.exit("no rank: start it with torchrun --standalone --nproc-per-node RANKS SCRIPT")
-    if not torch.cuda.is_available():
-        dist.init_process_group("gloo")
-        return torch.device("cpu")
     number, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
-    if number >= gpus:
+    if 0 < gpus <= number:
         sys.exit(f"no GPU for local rank {number}: start no more than {gpus} ranks on this node")
+    store, rank, ranks = next(dist.rendezvous("env://"))
+    store.set(f"GPUs of {rank}", str(gpus))  # ranks with gloo and with NCCL would wait for ever
+    without = [other for other in range(ranks) if store.get(f"GPUs of {other}") == b"0"]
+    if 0 < len(without) < ranks:
+        sys.exit(f"ranks {without} find no GPU, and the others do: all need one, or none")
+    if not gpus:
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+        return torch.device("cpu")
     device = torch.device("cuda", number)
     torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=ranks, device_id=device)
     return device

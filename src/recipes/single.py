@@ -1,7 +1,7 @@
 """Train GPT-2 on one device: the script that the other recipes distribute.
 
-python single.py                                        a small GPT-2 and the book's own text
-python single.py --model gpt2 --data rajpurkar/squad    both from the Hugging Face hub
+python single.py                     a small GPT-2 with random weights, and the book's own text
+python single.py --model gpt2 --data rajpurkar/squad --lr 3e-5    both from the Hugging Face hub
 """
 
 import torch

@@ -28,6 +28,13 @@ class Print(TrainerCallback):
             print(f"step {state.global_step - 1}: loss {logs['loss']:.6f}", flush=True)
 
 
+class Reseed(TrainerCallback):
+    """The Trainer seeds all ranks alike; for dropout, draw another mask on each."""
+
+    def on_train_begin(self, arguments, state, control, **_):
+        torch.manual_seed(arguments.seed + 1 + arguments.process_index)
+
+
 def main():
     options = parser(__doc__).parse_args()
     if "WORLD_SIZE" not in os.environ and torch.cuda.device_count() > 1:
@@ -69,7 +76,7 @@ def main():
         ),
         data_collator=with_labels,
         train_dataset=data.select(order),
-        callbacks=[Print()],
+        callbacks=[Print(), Reseed()],
     ).train()
     if dist.is_initialized():  # the Trainer leaves the group, whose threads may abort the exit
         dist.destroy_process_group()

@@ -1,5 +1,7 @@
 """What a model may be made of: what is saved, where, and what is refused."""
 
+import pickle
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,6 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from naranhi import models, schedules
 from naranhi.checkpoint import Checkpoints, rest
+from naranhi.checkpoint.state import State
 from naranhi.distributed import Mesh
 from naranhi.pipeline import Pipeline
 from naranhi.zero import Zero, ZeroStages
@@ -248,3 +251,16 @@ def shared_buffers(folder):
 
 def test_a_buffer_of_several_layers_crosses_between_a_list_and_a_pipeline(eight, tmp_path):
     assert eight(2, shared_buffers, str(tmp_path)) == [[1.0, 1.0, 3.0]] * 2
+
+
+def test_what_ranks_tell_each_other_is_small():
+    """All ranks get it from all: a tensor for each parameter's number of steps was half of it."""
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(50)))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    scalars = State(model, optimizer).summary().scalars
+    assert len(scalars) == 100 and len(pickle.dumps(scalars)) < 50 * len(scalars)
+    optimizer.state[model[7].bias]["step"] += 1.0
+    scalars = State(model, optimizer).summary().scalars
+    assert scalars["7.bias"]["step"] == 2.0 and scalars["7.weight"]["step"] == 1.0

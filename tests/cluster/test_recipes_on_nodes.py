@@ -1,6 +1,7 @@
 """A recipe as chapter 17 starts it: by torchrun on two hosts, and by Slurm."""
 
 import os
+import pty
 import re
 import socket
 import subprocess
@@ -120,3 +121,28 @@ def test_deepspeeds_own_slurm_launcher(slurm, tmp_path):
     assert done.returncode, done.stdout
     assert "srun -n 2 " in done.stdout + done.stderr
     assert done.stderr.count("ModuleNotFoundError: No module named 'mpi4py'") == 2, done.stderr
+
+
+TWO_HOSTS = ["unshare", "--map-root-user", "--mount", "--net", "--pid", "--fork", "--kill-child"]
+
+
+@pytest.mark.parametrize("failing", ["0", "1", "none"])
+def test_two_hosts_of_which_one_fails(needs, tmp_path, failing):
+    """The script ends with both commands, though its stdin is a terminal, and fails if one does."""
+    needs("ip", "iproute2", as_root=True)
+    command = ["sh", "-c", f'[ "$PET_NODE_RANK" != {failing} ] || exit 7']
+    terminal, stdin = pty.openpty()
+    try:
+        done = subprocess.run(
+            [*TWO_HOSTS, "sh", RECIPES / "two_hosts.sh", *command],
+            cwd=tmp_path,
+            stdin=stdin,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    finally:
+        os.close(terminal)
+        os.close(stdin)
+    assert done.returncode == (0 if failing == "none" else 7), done.stderr

@@ -46,6 +46,7 @@ VERIFIED = {
     "world/launch.py Launched._choose": ONE_GPU,
     "world/requirements.py gpus": ONE_GPU,
     "world/world.py World.__init__": ONE_GPU,
+    "world/world.py World._join": ONE_GPU,
 }
 # What several GPUs would show, a launcher on a node that has them, or a chapter that is newer than
 # the last record.

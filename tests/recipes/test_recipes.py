@@ -7,78 +7,40 @@ minutes of importing.
 
 import importlib.util
 import json
-import os
 import re
 import subprocess
 import sys
-from pathlib import Path
+import tomllib
 
 import pytest
 import torch
 from datasets import load_dataset
 from forked import Forked
+from started import (
+    ENVIRONMENT,
+    IMPORTED,
+    LINE,
+    RECIPES,
+    ROOT,
+    STEPS,
+    losses,
+    small_gpt2,
+    torchrun,
+)
 
 from naranhi import data
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
-RECIPES = ROOT / "src" / "recipes"
 SCRIPTS = sorted(path.name for path in RECIPES.glob("*.py"))
 # By .ci/run, and not in .venv: transformers would import it wherever it is imported itself.
 ACCELERATE = ROOT / "_build" / "accelerate"
-ENVIRONMENT = {**os.environ, "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 STARTED_HERE = {"deepspeed_pipeline.py", "trainer.py"}
-LINE = re.compile(r"step (\d+): loss ([\d.]+)")
-# AdamW's steps are the same for gradients that are all too large by a factor.
-STEPS = ["--steps", "3", "--optimizer", "sgd", "--lr", "0.1"]
-IMPORTED = [
-    "datasets",
-    "deepspeed",
-    "torch._dynamo",
-    "torch._inductor.compile_fx",
-    "torch.distributed.checkpoint.state_dict",
-    "torch.distributed.fsdp",
-    "torch.distributed.pipelining",
-    "torch.distributed.tensor.parallel",
-    "transformers.models.auto.modeling_auto",
-    "transformers.models.auto.tokenization_auto",
-    "transformers.models.gpt2.modeling_gpt2",
-    "transformers.tokenization_utils_tokenizers",
-]
-
-
-def losses(done):
-    """What a recipe has printed, as {step: loss}."""
-    assert done.returncode == 0, done.stdout + done.stderr
-    return {int(step): float(loss) for step, loss in LINE.findall(done.stdout)}
-
-
-def run(command, folder, **environment):
-    return subprocess.run(
-        command,
-        cwd=folder,
-        env=ENVIRONMENT | environment,
-        capture_output=True,
-        text=True,
-    )
-
-
-def torchrun(ranks, script, *options, folder, **environment):
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*launcher, "--nproc-per-node", str(ranks), str(RECIPES / script), *options]
-    return run(command, folder, **environment)
-
-
-@pytest.fixture(scope="module")
-def forked():
-    """`forked(ranks, script, *options, folder=)`: as `torchrun`, of which it has no process."""
-    with Forked(*IMPORTED, **ENVIRONMENT) as server:
-
-        def start(ranks, script, *options, folder):
-            return server.run(ranks, RECIPES / script, *options, folder=folder)
-
-        yield start
+needs_accelerate = pytest.mark.skipif(
+    not ACCELERATE.is_dir() and not importlib.util.find_spec("accelerate"),
+    reason="the Trainer needs accelerate, which the book does without: "
+    "pip install --no-deps --target _build/accelerate accelerate",
+)
 
 
 @pytest.fixture(scope="module")
@@ -93,16 +55,6 @@ def with_accelerate():
             return server.run(ranks, RECIPES / script, *options, folder=folder)
 
         yield start
-
-
-@pytest.fixture(scope="module")
-def single(tmp_path_factory):
-    """{step: loss} of one process."""
-    folder = tmp_path_factory.mktemp("single")
-    found = losses(run([sys.executable, RECIPES / "single.py", *STEPS], folder))
-    assert list(found) == [0, 1, 2]
-    assert found[0] - found[2] > 0.1, "or the weights' changes would not be told"
-    return found
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -135,6 +87,63 @@ def test_ranks_that_tensor_parallelism_does_not_divide_are_refused(tmp_path, for
     assert "--tp 2 has to divide the number of ranks, which is 1" in done.stderr
 
 
+def test_heads_that_tensor_parallelism_cannot_share_are_refused(tmp_path, forked):
+    done = forked(3, "fsdp_tp.py", "--tp", "3", "--batch", "3", folder=tmp_path)
+    assert done.returncode != 0
+    assert "--tp 3 has to divide the model's 4 heads" in done.stderr
+
+
+# For each tensor that dropout works on: where, on which rank, and what its mask is drawn from.
+MASKS = """
+import hashlib, os, runpy, sys
+import torch
+from torch.nn import functional
+
+def reported(where, function):
+    def report(*arguments, **keywords):
+        state = hashlib.md5(torch.get_rng_state().numpy().tobytes()).hexdigest()
+        print(f"mask {where} {os.environ['RANK']} {state}", flush=True)
+        return function(*arguments, **keywords)
+    return report
+
+functional.dropout = reported("whole", functional.dropout)
+functional.scaled_dot_product_attention = reported("heads", functional.scaled_dot_product_attention)
+sys.argv = sys.argv[1:]
+sys.path.insert(0, os.path.dirname(sys.argv[0]))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.fixture
+def masks(tmp_path):
+    """`masks(start, ranks, script, *options)`: {where: what each rank draws its masks from}."""
+
+    def masks_of(start, ranks, script, *options):
+        (tmp_path / "masks.py").write_text(MASKS)
+        dropout = {"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "n_layer": 2}
+        model = small_gpt2(tmp_path / "model", **dropout)
+        program = [tmp_path / "masks.py", str(RECIPES / script)]
+        done = start(ranks, *program, *model, *options, "--steps", "1", folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+        drawn = {"whole": [[] for _ in range(ranks)], "heads": [[] for _ in range(ranks)]}
+        for where, rank, state in re.findall(r"mask (\w+) (\d+) (\w+)", done.stdout):
+            drawn[where][int(rank)].append(state)
+        assert {len(states) for states in drawn["whole"]} == {5}, "embeddings, and two in a block"
+        assert {len(states) for states in drawn["heads"]} == {2}
+        return drawn
+
+    return masks_of
+
+
+def test_ranks_of_a_tensor_group_drop_the_same_where_they_hold_the_same(masks, forked):
+    """And other weights of attention, which is of other heads on each."""
+    drawn = masks(forked, 4, "fsdp_tp.py", "--tp", "2")
+    first, second, third, fourth = drawn["whole"]
+    assert first == second and third == fourth
+    assert not {*first} & {*third}, "they have other rows"
+    assert len({state for states in drawn["heads"] for state in states}) == 8
+
+
 @pytest.mark.parametrize("microbatches", ["3", "0"])
 @pytest.mark.parametrize("script", ["pipeline.py", "deepspeed_pipeline.py"])
 def test_micro_batches_that_do_not_divide_the_batch_are_refused(
@@ -159,6 +168,34 @@ def test_more_stages_than_micro_batches_are_refused(tmp_path, forked):
     assert done.returncode != 0
     assert "2 ranks: each needs a block" in done.stderr
     assert "as many --microbatches, of which there are 1" in done.stderr
+
+
+def test_more_stages_than_layers_are_refused_by_deepspeeds_pipeline(tmp_path, forked):
+    """The job script has 16 ranks, and the small model 15 layers."""
+    model = small_gpt2(tmp_path / "model", n_layer=1)
+    done = forked(5, "deepspeed_pipeline.py", *model, folder=tmp_path)
+    assert done.returncode != 0
+    assert "5 ranks: each needs a layer, and the model has 4" in done.stderr
+
+
+GPUS_ON_RANK_1 = """
+import os, runpy, sys
+import torch
+
+if os.environ["RANK"] == "1":
+    torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 2
+sys.argv = sys.argv[1:]
+sys.path.insert(0, os.path.dirname(sys.argv[0]))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_gpus_on_some_ranks_only_are_refused(tmp_path, forked):
+    """Ranks that have chosen gloo would wait for those that have chosen NCCL."""
+    (tmp_path / "gpus.py").write_text(GPUS_ON_RANK_1)
+    done = forked(2, tmp_path / "gpus.py", RECIPES / "ddp.py", folder=tmp_path)
+    assert done.returncode != 0
+    assert "ranks [0] find no GPU, and the others do: all need one, or none" in done.stderr
 
 
 @pytest.fixture
@@ -228,14 +265,16 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.skipif(
-    not ACCELERATE.is_dir() and not importlib.util.find_spec("accelerate"),
-    reason="the Trainer needs accelerate, which the book does without: "
-    "pip install --no-deps --target _build/accelerate accelerate",
-)
+@needs_accelerate
 def test_the_trainer_has_the_losses_of_one_process(tmp_path, single, with_accelerate, ranks):
     done = with_accelerate(ranks, "trainer.py", *STEPS, folder=tmp_path)
     assert losses(done) == pytest.approx(single, abs=5e-6)
+
+
+@needs_accelerate
+def test_ranks_of_the_trainer_draw_different_dropout_masks(masks, with_accelerate):
+    first, second = masks(with_accelerate, 2, "trainer.py")["whole"]
+    assert not {*first} & {*second}
 
 
 def test_each_recipe_is_started_by_torchrun():
@@ -244,7 +283,7 @@ def test_each_recipe_is_started_by_torchrun():
     started = re.findall(r'train\(\\"(\w+\.py)\\", \d', chapter)
     resumed = "torchrun --standalone --nproc-per-node 2 {TRAIN} --resume"
     assert resumed in (ROOT / "notebooks/en/18_deepspeed.ipynb").read_text()
-    others = {"single.py", "model_and_data.py", "faults.py", "deepspeed_resume.py"}
+    others = {"single.py", "model_and_data.py", "saving.py", "faults.py", "deepspeed_resume.py"}
     assert {*started, *STARTED_HERE} == {*SCRIPTS} - others
 
 
@@ -328,6 +367,18 @@ def test_a_recipe_is_short_and_needs_nothing_of_ours(script):
     text = (RECIPES / script).read_text()
     assert len(text.splitlines()) < 120
     assert "naranhi" not in text
+
+
+def test_the_readme_has_the_versions_that_are_tested():
+    extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    needed = [one for one in extra["book"] if re.match("transformers|datasets|deepspeed", one)]
+    readme = (RECIPES / "README.md").read_text()
+    assert all(f'"{one}"' in readme for one in [*needed, "torch>=2.11"]), needed
+
+
+def test_trained_weights_are_not_trained_at_the_rate_of_random_ones():
+    for path in (RECIPES / "README.md", RECIPES / "single.py"):
+        assert re.findall(r"--model gpt2.*--lr 3e-5", path.read_text()), path
 
 
 def test_the_text_is_that_of_the_book():

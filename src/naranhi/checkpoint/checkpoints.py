@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from naranhi.checkpoint.parts import Model
+from naranhi.checkpoint.ranks import new_group, on_all
 from naranhi.checkpoint.reading import find, read
 from naranhi.checkpoint.storage import CheckpointError, Storage
 from naranhi.checkpoint.writing import prepare
@@ -37,9 +38,11 @@ class Checkpoints:
     Args:
         folder: the same for all ranks, on a file system that all see; made by the first save.
         keep: how many of the newest checkpoints remain; None for all.
-        group: the ranks that have parts of the model; None for all. A group that is given is used
-            as it is: for `save_async` nothing else may use it meanwhile. It needs a backend for the
-            CPU, such as gloo.
+        group: the ranks that have parts of the model; None for all, in a group of its own that
+            waits for slow disks (`ranks.PATIENCE`). A group that is given is used as it is: for
+            `save_async` nothing else may use it meanwhile, and a rank that reads or writes for
+            longer than the group's timeout ends the save. It needs a backend for the CPU, such as
+            gloo.
 
     Raises:
         ValueError: ranks were given different folders or `keep`; raised on every rank.
@@ -55,16 +58,14 @@ class Checkpoints:
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self.keep, self._storage = keep, Storage(folder)
-        self._own_group = group is None
+        # Note [Where ranks meet]
+        # A rank that does not call what the others call is missed after the timeout of the training
+        # itself. So ranks meet in the training's group, before they wait for disks in their own.
+        self._meets_in = group
+        raise_on_all(lambda: _require_number(keep), group, kind=ValueError)
+        agree(group, folder=os.fspath(folder), keep=keep)
         # Saves in the background exchange messages while the training does: not in one group.
-        self.group = dist.new_group(backend="gloo") if group is None else group
-        try:
-            raise_on_all(lambda: _require_number(keep), self.group, kind=ValueError)
-            agree(self.group, folder=os.fspath(folder), keep=keep)
-        except ValueError:
-            if self._own_group:
-                dist.destroy_process_group(self.group)
-            raise
+        self.group = new_group() if group is None else group
         self._thread, self._error, self._damaged = None, None, set()
 
     def steps(self) -> list[int]:
@@ -77,7 +78,7 @@ class Checkpoints:
         Raises:
             CheckpointError: another run saves into it, or it cannot be written; on every rank.
         """
-        self.wait()
+        self._meet()
         self._on_first(self._storage.claim)
 
     def save(
@@ -95,7 +96,8 @@ class Checkpoints:
             **state: plain values and tensors, the same on every rank.
 
         Raises:
-            CheckpointError: on every rank; the earlier checkpoints are as they were.
+            CheckpointError: on every rank, or, if one is lost, on those that are left; the earlier
+                checkpoints are as they were.
         """
         write = self._prepare(step, model, optimizer, state, copy=False)
         self._run(write)
@@ -155,9 +157,10 @@ class Checkpoints:
 
         Raises:
             CheckpointError: on every rank, before anything is changed on any: there is no such
-                checkpoint, or it is damaged, of another model or optimizer, or of a newer format.
+                checkpoint, or it is damaged, of another model or optimizer, or of a newer format;
+                or a rank cannot read one, which may be whole, so none before it is loaded.
         """
-        self.wait()
+        self._meet(step=step)
         newest = find(self._storage, self.group, step)
         if newest.skipped and dist.get_rank(self.group) == 0:
             damage = "; ".join(newest.skipped.values())
@@ -176,7 +179,7 @@ class Checkpoints:
             self.wait()
         finally:
             self._storage.release()
-            if self._own_group and self.group in dist.distributed_c10d._world.pg_map:
+            if self._meets_in is None and self.group in dist.distributed_c10d._world.pg_map:
                 dist.destroy_process_group(self.group)
 
     def __enter__(self) -> Self:
@@ -190,9 +193,17 @@ class Checkpoints:
                 raise
             error.add_note(f"the save in the background has failed as well: {failed}")
 
+    def _meet(self, **things):
+        """Wait for the save in the background and for the other ranks; all have the same things."""
+        self.wait()
+        try:
+            agree(self._meets_in, **things)  # see Note [Where ranks meet]
+        except ValueError as error:
+            raise CheckpointError(str(error)) from None
+
     def _prepare(self, step, model, optimizer, values, copy):
         """Return what this rank writes, when the folder is this run's and ready for it."""
-        self.wait()
+        self._meet(step=step)
         write = prepare(step, model, optimizer, values, self._storage, self.group, copy)
         self._on_first(lambda: self._storage.begin(step, self._damaged))
         return write
@@ -204,7 +215,7 @@ class Checkpoints:
     def _on_first(self, function):
         """Call `function()` on rank 0; raise CheckpointError on every rank if it fails."""
         first = dist.get_rank(self.group) == 0
-        raise_on_all(lambda: function() if first else None, self.group, kind=CheckpointError)
+        on_all(lambda: function() if first else None, self.group)
 
 
 def _require_number(keep):

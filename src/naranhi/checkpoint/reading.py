@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -9,14 +10,14 @@ import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from naranhi.checkpoint import random_state, rest
+from naranhi.checkpoint import files, random_state, rest
 from naranhi.checkpoint.layout import Layout, compare, from_json, merge
 from naranhi.checkpoint.parts import Model
 from naranhi.checkpoint.planners import LoadBoxes
+from naranhi.checkpoint.ranks import gather, none_lost, on_all
 from naranhi.checkpoint.state import Loading, State
 from naranhi.checkpoint.storage import CheckpointError, DamagedError, Storage
 from naranhi.checkpoint.writing import causes
-from naranhi.distributed import from_all_ranks, raise_on_all
 
 
 class Found(NamedTuple):
@@ -42,10 +43,11 @@ def find(place: Storage, group: dist.ProcessGroup, step: int | None) -> Found:
         step: the step; None for the newest.
 
     Raises:
-        CheckpointError: on every rank: there is none, or it is damaged or of another format.
+        CheckpointError: on every rank: there is none, or it is damaged or of another format, or a
+            rank cannot read it.
     """
-    listed = raise_on_all(place.steps, group, kind=CheckpointError)
-    steps = from_all_ranks(listed, group)[0]  # a network file system may show ranks different ones
+    listed = on_all(place.steps, group)
+    steps = gather(listed, group)[0]  # a network file system may show ranks different ones
     if not steps or step not in (None, *steps):
         which = "checkpoint" if step is None else f"checkpoint of step {step}"
         others = f"it has {', '.join(map(str, steps))}" if steps else "nothing was saved there"
@@ -65,17 +67,37 @@ def find(place: Storage, group: dist.ProcessGroup, step: int | None) -> Found:
 
 
 def _checked(place, group, step):
-    """Return a manifest whose files are as they were written; each rank reads some of them."""
-    manifest = problem = None
-    try:
-        manifest = place.manifest(step)
-        share = slice(dist.get_rank(group), None, dist.get_world_size(group))
-        place.verify(step, manifest, share)
-    except CheckpointError as error:
-        problem = error
-    problems = [error for error in from_all_ranks(problem, group) if error]
-    for error in sorted(problems, key=lambda error: isinstance(error, DamagedError)):
-        raise error
+    """Return a manifest whose files are as they were written; each rank reads some of them.
+
+    Damage is what the files themselves show, and an earlier checkpoint may be loaded instead. When
+    a rank cannot read a file, the checkpoint may be whole: that is an error, which somebody has to
+    look at, or the run would go on from an earlier step and replace a good checkpoint.
+    """
+    share = slice(dist.get_rank(group), None, dist.get_world_size(group))
+
+    def check():
+        """Return the manifest, what is damaged, and which file this rank does not see."""
+        try:
+            manifest = place.manifest(step)
+            place.verify(step, manifest, share)
+        except DamagedError as error:
+            return None, str(error), None
+        except FileNotFoundError as error:
+            return None, f"{error.filename} cannot be read: {error.strerror}", error.filename
+        return manifest, None, None
+
+    manifest, *own = on_all(check, group)
+    of_ranks = gather(own, group)
+    for path in sorted({path for _, path in of_ranks if path}):
+        if any(gather(on_all(lambda: files.is_there(Path(path)), group), group)):  # noqa: B023
+            unseen = [str(rank) for rank, (_, missed) in enumerate(of_ranks) if missed == path]
+            raise CheckpointError(
+                f"{path} is there, but rank {', '.join(unseen)} did not see it within "
+                f"{files.APPEARS:g} s: put the folder on a file system that all ranks see; if it "
+                "is on one, load once more"
+            )
+    if damage := next((damage for damage, _ in of_ranks if damage), None):
+        raise DamagedError(damage)
     return manifest
 
 
@@ -102,22 +124,22 @@ def read(
 
     def begin():
         path = place.path(found.step) / rest.NAME
+        files.wait_for(path)
         return State(model, optimizer), torch.load(path, map_location="cpu", weights_only=True)
 
-    state, content = raise_on_all(begin, group, kind=CheckpointError)
-    layout = merge(from_all_ranks(state.summary(), group))
+    state, content = on_all(begin, group)
+    layout = merge(gather(state.summary(), group))
     saved = Layout.of(from_json(found.manifest["tensors"]), content)
     compare(saved, layout, with_optimizer=bool(layout.kind))
-    loading = raise_on_all(
-        lambda: Loading(state, saved.tensors, saved.scalars), group, kind=CheckpointError
-    )
+    loading = on_all(lambda: Loading(state, saved.tensors, saved.scalars), group)
     try:
-        dcp.load(
-            loading.tensors,
-            storage_reader=dcp.FileSystemReader(place.path(found.step)),
-            planner=LoadBoxes(),
-            process_group=group,
-        )
+        with none_lost():
+            dcp.load(
+                loading.tensors,
+                storage_reader=dcp.FileSystemReader(place.path(found.step)),
+                planner=LoadBoxes(),
+                process_group=group,
+            )
     except CheckpointException as error:  # on every rank
         raise CheckpointError(causes(error)) from error
     loading.apply(saved.options, saved.extra)

@@ -71,6 +71,7 @@ class State:
             for part in parts
         }
         self.scalars: dict[str, dict[str, Any]] = {}
+        self._counts = {}  # of equal tensors one, because all ranks send each other all of them
         for of in self.optimized:
             for key, value in of.optimizer.state.get(of.tensor, {}).items():
                 self._add(of, key, value)
@@ -89,12 +90,12 @@ class State:
                     run = memory[start : start + part.values.numel()]
                     self.tensors[f"optimizer.{key}.{part.name}"] = part.boxes(run)
                 return
+        if torch.is_tensor(value):
+            value = self._counts.setdefault((value.dtype, repr(value.item())), _on_cpu(value))
         for part, _ in of.parts:
             # Of a shard, the ranks that have elements of it say this; of an empty parameter, all.
             if part.values.numel() or not prod(part.shape):
-                self.scalars.setdefault(part.name, {})[key] = (
-                    value.detach().cpu() if torch.is_tensor(value) else value
-                )
+                self.scalars.setdefault(part.name, {})[key] = value
 
     def summary(self) -> RankState:
         """Return what this rank tells the others."""

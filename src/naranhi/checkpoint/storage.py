@@ -30,11 +30,12 @@ import socket
 import time
 import warnings
 import weakref
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
 
 from naranhi.checkpoint.deletion import delete, or_warn, remove
+from naranhi.checkpoint.files import digest_of, entries, sync, wait_for, write
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -73,7 +74,7 @@ class Storage:
 
     def steps(self) -> list[int]:
         """Return the steps of the committed checkpoints, ascending."""
-        names = [COMMITTED.fullmatch(path.name) for path in _entries(self.folder)]
+        names = [COMMITTED.fullmatch(path.name) for path in entries(self.folder)]
         return sorted(int(name[1]) for name in names if name)
 
     def claim(self) -> None:
@@ -143,7 +144,7 @@ class Storage:
                 f"{step}: to go back to an earlier step, save into another folder, or delete the "
                 f"checkpoints from step {later[0]} on"
             )
-        for path in _entries(self.folder):
+        for path in entries(self.folder):
             if UNFINISHED.fullmatch(path.name) and path != self.part(step):
                 or_warn(delete, path)
         if os.path.lexists(self.part(step)):
@@ -160,11 +161,11 @@ class Storage:
         part, path = self.part(step), self.path(step)
         content = {"format": FORMAT, "step": step, **manifest}
         write(part / MANIFEST, json.dumps({"sha256": _digest(content), **content}).encode())
-        _sync(part)
+        sync(part)
         if os.path.lexists(path):  # a damaged one, see `begin`
             remove(path)
         part.rename(path)
-        _sync(self.folder)
+        sync(self.folder)
 
     def abandon(self, step: int) -> None:
         """Delete what a failed save has written: on a full disk the next one needs the room."""
@@ -184,15 +185,16 @@ class Storage:
         """Return the manifest of a committed checkpoint.
 
         Raises:
-            DamagedError: it is missing, or not as it was written.
-            CheckpointError: it is of another format.
+            DamagedError: it is not as it was written.
+            FileNotFoundError: this rank does not see it.
+            CheckpointError: it is of another format, or cannot be read.
         """
         path = self.path(step) / MANIFEST
+        with _reading(path):
+            text = path.read_bytes()
         try:
-            content = json.loads(path.read_text())
+            content = json.loads(text)
             digest, version = content.pop("sha256"), content["format"]
-        except OSError as error:
-            raise DamagedError(f"{path} cannot be read: {error.strerror}") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DamagedError(f"{path} is not as it was written ({error})") from error
         if version != FORMAT:
@@ -216,16 +218,16 @@ class Storage:
             share: which of the files: each rank reads some of them.
 
         Raises:
-            DamagedError: a file is missing, or not as it was written.
+            DamagedError: a file is not as it was written.
+            FileNotFoundError: this rank does not see it.
+            CheckpointError: it cannot be read.
         """
         for name, expected in sorted(manifest["files"].items())[share]:
             path = self.path(step) / Path(name).name
-            try:
+            with _reading(path):
                 is_so = {"bytes": path.stat().st_size}
                 if is_so["bytes"] == expected["bytes"]:
                     is_so = digest_of(path)
-            except OSError as error:
-                raise DamagedError(f"{path} cannot be read: {error.strerror}") from error
             if is_so != expected:
                 raise DamagedError(
                     f"{path} is not as it was written: {is_so['bytes']:,} bytes of "
@@ -233,26 +235,16 @@ class Storage:
                 )
 
 
-def digests(folder: Path, pattern: str) -> dict[str, dict[str, Any]]:
-    """Return {name: size and digest} of the files whose names match a glob pattern."""
-    return {path.name: digest_of(path) for path in sorted(folder.glob(pattern))}
-
-
-def digest_of(path: Path) -> dict[str, Any]:
-    """Return the size of a file, in bytes, and its SHA-256."""
-    with path.open("rb") as file:
-        return {
-            "bytes": os.fstat(file.fileno()).st_size,
-            "sha256": hashlib.file_digest(file, "sha256").hexdigest(),
-        }
-
-
-def write(path: Path, data: bytes) -> None:
-    """Write a file, and wait until it is on disk."""
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+@contextlib.contextmanager
+def _reading(path) -> Iterator[None]:
+    """Wait until a file is there. One that cannot be read may be whole: that is not damage."""
+    try:
+        wait_for(path)
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _closing(file):
@@ -268,17 +260,3 @@ def _closing(file):
 
 def _digest(content):
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _sync(folder):
-    """Wait until the names in a folder are on disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _entries(folder) -> Iterable[Path]:
-    """Return what is in a folder, which may not be there yet."""
-    return folder.iterdir() if folder.exists() else ()

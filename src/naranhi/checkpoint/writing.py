@@ -11,14 +11,14 @@ import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from naranhi.checkpoint import random_state, rest, storage
+from naranhi.checkpoint import files, random_state, rest, storage
 from naranhi.checkpoint.boxes import Boxes
 from naranhi.checkpoint.layout import as_json, merge
 from naranhi.checkpoint.parts import Model
 from naranhi.checkpoint.planners import SaveBoxes
+from naranhi.checkpoint.ranks import gather, none_lost, on_all
 from naranhi.checkpoint.state import State
 from naranhi.checkpoint.storage import CheckpointError, Storage
-from naranhi.distributed import agree, from_all_ranks, raise_on_all
 
 
 @dataclass
@@ -50,14 +50,15 @@ class Write:
 
         Raises:
             CheckpointError: on every rank; nothing is committed, and no other checkpoint deleted.
+            LostRankError: a rank was lost. If that was after the rename, this step is committed.
         """
         first, part = dist.get_rank(self.group) == 0, self.place.part(self.step)
         try:
             self._on_all(lambda: _require_seen(part))
             self._write_shards(part)
-            files = from_all_ranks(self._on_all(lambda: self._finish(part)), self.group)
+            written = gather(self._on_all(lambda: self._finish(part)), self.group)
             manifest = self.manifest | {
-                "files": {name: file for of_rank in files for name, file in of_rank.items()}
+                "files": {name: file for of_rank in written for name, file in of_rank.items()}
             }
             # No rank goes on before the checkpoint is there.
             self._on_all(lambda: self.place.commit(self.step, manifest) if first else None)
@@ -71,26 +72,27 @@ class Write:
 
     def _write_shards(self, part):
         try:
-            dcp.save(
-                self.tensors,
-                storage_writer=dcp.FileSystemWriter(part, overwrite=False),
-                planner=SaveBoxes(),
-                process_group=self.group,
-            )
+            with none_lost():
+                dcp.save(
+                    self.tensors,
+                    storage_writer=dcp.FileSystemWriter(part, overwrite=False),
+                    planner=SaveBoxes(),
+                    process_group=self.group,
+                )
         except CheckpointException as error:  # on every rank
             raise CheckpointError(causes(error)) from error
 
     def _finish(self, part):
         """Write what is not sharded, on rank 0; return the digests of this rank's files."""
         rank = dist.get_rank(self.group)
-        files = storage.digests(part, f"__{rank}_*.distcp")
+        written = files.digests(part, f"__{rank}_*.distcp")
         if rank == 0:
             storage.write(part / rest.NAME, self.rest)
-            files |= storage.digests(part, ".metadata") | storage.digests(part, rest.NAME)
-        return files
+            written |= files.digests(part, ".metadata") | files.digests(part, rest.NAME)
+        return written
 
     def _on_all(self, function):
-        return raise_on_all(function, self.group, kind=CheckpointError)
+        return on_all(function, self.group)
 
 
 def prepare(
@@ -117,26 +119,23 @@ def prepare(
         CheckpointError: on every rank, before anything is written: the ranks differ, or their parts
             of a tensor are not the whole of it, or something is not element-wise or not plain.
     """
-    state, digests = raise_on_all(
-        lambda: (State(model, optimizer), rest.digests(values)), group, kind=CheckpointError
-    )
-    raise_on_all(lambda: agree(group, step=step), group, kind=CheckpointError)
-    of_ranks = from_all_ranks(digests, group)
+    state, digests = on_all(lambda: (State(model, optimizer), rest.digests(values)), group)
+    of_ranks = gather(digests, group)
     for key in dict.fromkeys(key for own in of_ranks for key in own):
         if len({own.get(key) for own in of_ranks}) > 1:
             raise CheckpointError(
                 f"{key} differs between the ranks: save what is the same on all of them"
             )
-    layout = merge(from_all_ranks(state.summary(), group))
+    layout = merge(gather(state.summary(), group))
     content = {
         **layout.not_sharded(),
-        "random": from_all_ranks(random_state.get(), group),
+        "random": gather(random_state.get(), group),
         "state": dict(values),
     }
-    data = raise_on_all(lambda: rest.serialized(content), group, kind=CheckpointError)
+    data = on_all(lambda: rest.serialized(content), group)
     tensors = state.written_by(dist.get_rank(group), layout)
     if copy:
-        tensors = raise_on_all(lambda: _copied(tensors), group, kind=CheckpointError)
+        tensors = on_all(lambda: _copied(tensors), group)
     manifest = {
         "ranks": dist.get_world_size(group),
         "optimizer": layout.kind,
@@ -160,8 +159,10 @@ def _copied(tensors):
 
 
 def _require_seen(folder):
-    if not folder.is_dir():
+    try:
+        files.wait_for(folder)
+    except FileNotFoundError:
         raise CheckpointError(
             f"{folder}, which rank 0 has made, is not there: the folder has to be on a file system "
             "that all ranks see"
-        )
+        ) from None

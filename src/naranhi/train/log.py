@@ -15,7 +15,8 @@ class Log:
 
     Each line is written immediately, by one system call, so nothing is lost if the process dies. If
     the disk is full, the file ends with the last line that fits. A message on stderr says so, and
-    later lines are dropped: a training is worth more than its log.
+    later lines are dropped: a training is worth more than its log. On NFS a full disk may show only
+    when the file is closed; the message then says that the end of the log may be missing.
 
     Args:
         path: the file, replaced if it exists; None for a log that is not written.
@@ -55,18 +56,21 @@ class Log:
             why = "no room for a whole line"
         except OSError as error:
             why = error.strerror
-        print(
-            f"the log {self.path} ends here ({why}); the training goes on",
-            file=sys.stderr,
-            flush=True,
-        )
+        self._give_up(f"ends here ({why})")
         self.close()
 
     def close(self) -> None:
         """Close the file; later lines are dropped."""
-        if self.file is not None:
-            os.close(self.file)
-            self.file = None
+        if self.file is None:
+            return
+        file, self.file = self.file, None  # closed even if that fails
+        try:
+            os.close(file)
+        except OSError as error:
+            self._give_up(f"may lack its last lines ({error.strerror})")
+
+    def _give_up(self, what):
+        print(f"the log {self.path} {what}; the training goes on", file=sys.stderr, flush=True)
 
     def __enter__(self) -> Self:
         return self

@@ -6,8 +6,10 @@ import argparse
 from typing import Any, Self
 
 import torch
+from torch.nn.utils import get_total_norm
 
 from naranhi.checkpoint import CheckpointError, Checkpoints
+from naranhi.checkpoint.ranks import LostRankError
 from naranhi.distributed import from_all_ranks
 from naranhi.pipeline import Pipeline
 from naranhi.train.build import default_top_k
@@ -102,6 +104,16 @@ class Saves:
             f"; skipped step {step}: {why}" for step, why in saved.skipped.items()
         )
 
+    def advice(self) -> str:
+        """Return what may help if numbers of this run are not finite."""
+        if not self.start and self._begun is None:
+            return "a lower --lr may help"
+        return (
+            f"begin another run, with a lower --lr and another --save, because {self.folder} keeps "
+            "its --lr; or, if a rank computes wrong, delete the newest checkpoints and --resume "
+            "from an earlier one on other hardware"
+        )
+
     def after(
         self, steps: int, last: bool, pipeline: Pipeline, optimizer: torch.optim.Optimizer
     ) -> None:
@@ -114,16 +126,34 @@ class Saves:
             optimizer: its optimizer.
 
         Raises:
-            UsageError: on every rank, if this save, or the one before, has failed.
+            UsageError: on every rank: this save, or the one before, has failed; or what would be
+                saved is not finite.
+            LostRankError: a rank was lost.
         """
         if self._checkpoints is not None and (steps % self.every == 0 or last):
             failing = self._begun  # until it is known how that save, in the background, has ended
             try:
                 self._checkpoints.wait()
-                failing = self._begun = steps
+                failing = steps
+                raise_on_all(lambda: self._require_finite(steps, pipeline, optimizer))
+                self._begun = steps
                 self._checkpoints.save_async(steps, pipeline, optimizer, settings=self.settings)
+            except LostRankError:  # this rank alone may know it, so nobody can be told
+                raise
             except CheckpointError as error:
                 raise UsageError(f"step {failing} is not saved: {error}") from None
+
+    def _require_finite(self, steps, pipeline, optimizer):
+        """Raise UsageError if a finite loss was followed by an update that is not finite."""
+        kept = [value for values in optimizer.state.values() for value in values.values()]
+        tensors = [*pipeline.parameters(), *filter(torch.is_tensor, kept)]
+        with torch.no_grad():
+            largest = get_total_norm(tensors, norm_type=torch.inf)
+        if not largest.isfinite():
+            raise UsageError(
+                f"step {steps} is not saved: after its update parameters, or what the optimizer "
+                f"keeps for them, are infinite or NaN: {self.advice()}"
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -133,5 +163,7 @@ class Saves:
         if self._checkpoints is not None:
             try:
                 self._checkpoints.__exit__(kind, error, traceback)
+            except LostRankError:
+                raise
             except CheckpointError as failed:
                 raise UsageError(f"step {self._begun} is not saved: {failed}") from None

@@ -94,7 +94,7 @@ class Training:
 
     Raises:
         UsageError: raised on every rank, before the first step if the options cannot be met, or in
-            a step whose loss, or clipped gradient norm, is not finite.
+            a step whose loss, clipped gradient norm, or update to be saved, is not finite.
     """
 
     options: argparse.Namespace
@@ -180,9 +180,9 @@ class Training:
             try:
                 loss = self._step(batch)
             except FloatingPointError as error:  # from `clip_grad_norm_`, on every rank
-                raise UsageError(f"step {step}: {error}: a lower --lr may help") from None
+                raise UsageError(f"step {step}: {error}: {self._saves.advice()}") from None
             if not math.isfinite(loss):
-                raise UsageError(f"the loss of step {step} is {loss}: a lower --lr may help")
+                raise UsageError(f"the loss of step {step} is {loss}: {self._saves.advice()}")
             yield Step(step, loss, batch.count, batch.padding, round(perf_counter() - start, 6))
             # Now the step is in the log: a run that goes on from here has its line.
             self._saves.after(step + 1, step + 1 == steps, self.pipeline, self.optimizer)

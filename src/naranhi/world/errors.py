@@ -14,7 +14,13 @@ CONSEQUENCE = re.compile(
 )
 DEADLINE = re.compile(r"[Tt]imed out|[Tt]imeout|wait timeout")
 GLOO = re.compile(r"^\[[^\]]*\.(cc|cpp|h):\d+\]|^Application timeout caused pair closure")
-DISTRIBUTED = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError")
+DISTRIBUTED = (
+    "RuntimeError",
+    "DistBackendError",
+    "DistNetworkError",
+    "DistStoreError",
+    "LostRankError",  # of a checkpoint
+)
 
 
 class _Readable:

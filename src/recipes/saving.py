@@ -1,0 +1,95 @@
+"""What fsdp.py and deepspeed_zero.py share: where a state is saved, and what it goes on with."""
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+
+def parse(options):
+    """Parse the command line, to which saving adds two options."""
+    add, lr = options.add_argument, options.get_default("lr")
+    add("--save", type=Path, help="a folder for the last state, on a file system all nodes share")
+    add("--resume", action="store_true", help="begin with the state there; a new --lr holds")
+    options.set_defaults(lr=None)  # to know whether there is a new one
+    given = options.parse_args()
+    if given.resume and not given.save:
+        options.error("--resume needs --save, the folder of the state to begin with")
+    given.new_lr, given.lr = given.lr, lr if given.lr is None else given.lr
+    return given
+
+
+def check_shared(folder):
+    """Exit on all ranks unless all of them see what rank 0 writes into the folder."""
+    rank, seen = dist.get_rank(), [None] * dist.get_world_size()
+    if rank == 0:
+        os.makedirs(folder, exist_ok=True)
+    mark = [Path(tempfile.mkdtemp(dir=folder)).name if rank == 0 else None]  # in no one's cache
+    dist.broadcast_object_list(mark)
+    dist.all_gather_object(seen, Path(folder, mark[0]).exists())
+    if rank == 0:
+        os.rmdir(Path(folder, mark[0]))
+    if not all(seen):
+        unseen = f"rank {seen.index(False)} does not see what rank 0 writes to {folder}"
+        sys.exit(f"--save needs a folder on a file system that all nodes share: {unseen}")
+
+
+def settings(options):
+    """Return what must not change: a step would read other rows, or the optimizer not fit."""
+    return {f"--{name}": getattr(options, name) for name in ("batch", "seed", "optimizer")}
+
+
+def write_settings(folder, settings):
+    if dist.get_rank() == 0:
+        os.makedirs(folder, exist_ok=True)
+        Path(folder, "settings.json").write_text(json.dumps(settings))
+
+
+def check_settings(folder, settings):
+    """Exit unless the folder has a state, saved with the same settings."""
+    file = Path(folder, "settings.json")
+    if not file.exists():
+        sys.exit(f"no checkpoint in {folder}")
+    for name, saved in json.loads(file.read_text()).items():
+        if settings[name] != saved:
+            sys.exit(f"{folder} was saved with {name} {saved}, and this is {name} {settings[name]}")
+
+
+def set_new_lr(optimizer, options):
+    """Let the --lr of the command line take the place of the saved one."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"] if options.new_lr is None else options.new_lr
+
+
+def save(state, settings, folder):
+    """Save beside the state that is there, then take its place: one of them is always whole."""
+    new, old = f"{folder}.new", f"{folder}.old"
+    if dist.get_rank() == 0:
+        shutil.rmtree(new, ignore_errors=True)  # of a save that was killed
+    write_settings(new, settings)
+    dist.barrier()
+    dcp.save(state, checkpoint_id=new)
+    if dist.get_rank() == 0:
+        shutil.rmtree(old, ignore_errors=True)
+        if is_whole(folder):
+            os.rename(folder, old)
+        os.rename(new, folder)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def is_whole(folder):
+    return os.path.exists(f"{folder}/.metadata")  # which dcp.save writes last
+
+
+def finish_save(folder):
+    """If `save` was killed between its two renames, do the second, or take the first back."""
+    if dist.get_rank() == 0 and not is_whole(folder):
+        left = [path for path in (f"{folder}.new", f"{folder}.old") if is_whole(path)]
+        if left:
+            os.rename(left[0], folder)
+    dist.barrier()
