@@ -48,6 +48,7 @@ INHERITED = {
     "SLURM_CPU_BIND_TYPE": "mask_cpu:",
     "SLURM_CPU_BIND_LIST": "0x2",
     "SLURM_DISTRIBUTION": "cyclic",
+    "SLURM_GPUS_PER_TASK": "4",
 }
 NEIGHBOURS = """#!{python}
 import os

@@ -12,16 +12,9 @@ if TYPE_CHECKING:
     from ipyparallel.cluster.launcher import EngineLauncher
 
 
-# What the notebook's own step, or the allocation, says of its tasks: `srun` would take it for the
-# ranks as well. Of several GPUs to a task, two ranks would get the same ones; a notebook that
-# `srun` started on one core would keep all ranks there, or on cores that other nodes do not have.
+# What the allocation says of the GPUs of its tasks. `srun` would take it for the ranks as well, and
+# of several GPUs to a task, two ranks would get the same ones.
 OF_OTHER_TASKS = (
-    "SLURM_CPU_BIND",
-    "SLURM_CPU_BIND_LIST",
-    "SLURM_CPU_BIND_TYPE",
-    "SLURM_CPU_BIND_VERBOSE",
-    "SLURM_DISTRIBUTION",
-    "SLURM_EXPORT_ENV",
     "SLURM_GPUS_PER_TASK",
     "SLURM_GPU_BIND",
     "SLURM_NTASKS_PER_GPU",
@@ -55,7 +48,8 @@ def srun_launcher() -> type[EngineLauncher]:
         def find_args(self):
             # The ranks share the allocation's cores with the notebook's own step and each other.
             command = ["srun", "--overlap", "--overcommit", "--kill-on-bad-exit=0"]
-            # Each sees all cores of its node, and neighbours are on one node, whatever is usual.
+            # Whatever the site, or `srun` that started the notebook, says of other tasks: each rank
+            # has the notebook's environment and all cores of its node, and neighbours are on one.
             command += ["--export=ALL", "--cpu-bind=none", "--distribution=block"]
             return [*command, f"--ntasks={self.n}", *self.program, *self.program_args]
 
