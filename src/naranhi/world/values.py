@@ -8,10 +8,10 @@ from typing import Any
 
 
 def received(pickled: bytes) -> Any:
-    """Return a rank's value. Of tensors on a GPU it has copies on the CPU.
+    """Return a rank's value; tensors on a GPU become copies on the CPU.
 
-    The notebook may see other GPUs than the rank, or none; and where it sees the same one, a copy
-    there would take of it the memory that the ranks compute with.
+    The notebook may see other GPUs than the rank, or none. Where it sees the same one, a copy there
+    would take memory that the ranks compute with.
     """
     return _Unpickler(io.BytesIO(pickled)).load()
 
