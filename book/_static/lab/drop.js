@@ -26,11 +26,11 @@ export function make(lab, form) {
     shown.replaceChildren();
     kept = undefined;
     if (!file) {
-      lab.refuse("trace");
+      lab.fail("trace");
       return;
     }
     const refuse = (code, values) => {
-      lab.refuse("trace", { code, values: { name: file.name, ...values } });
+      lab.fail("trace", { code, values: { name: file.name, ...values } });
     };
     if (file.size > MOST) {
       refuse("too_large", { size: written(file.size / 1e6) });

@@ -83,7 +83,7 @@ class Lab {
   }
 
   // Say what is wrong without asking.
-  refuse(kind, error) {
+  fail(kind, error) {
     this.end(kind, error);
     this.settle();
   }
