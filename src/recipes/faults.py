@@ -44,7 +44,7 @@ def other_shape(group, deadline):
 def frozen(group, deadline):
     os.system(f"(sleep {1.5 * deadline}; kill -CONT {os.getpid()}) &")
     os.kill(os.getpid(), signal.SIGSTOP)
-    time.sleep(0.1 * deadline)  # awake again; its stack, which was due long ago, is written now
+    time.sleep(0.5 * deadline)  # awake again; its stack, which was due long ago, is written now
 
 
 def exception(group, deadline):

@@ -9,10 +9,12 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import nbformat
 import pytest
+from kernels import without_tcp
 from nbclient import NotebookClient
 from particles import misfits
 
@@ -87,7 +89,9 @@ def test_cells_show_what_the_page_says(page):
             cells.append(nbformat.v4.new_code_cell(text.rstrip("\n")))
             expected.append(following[1].rstrip("\n") if following[0] == "text" else "")
     notebook = nbformat.v4.new_notebook(cells=cells)
-    NotebookClient(notebook, kernel_name="python3", timeout=90, allow_errors=True).execute()
+    with tempfile.TemporaryDirectory() as sockets:
+        options = {"kernel_name": "python3", "timeout": 90, "allow_errors": True}
+        NotebookClient(notebook, config=without_tcp(sockets), **options).execute()
     assert expected
     assert [shown(cell) for cell in cells] == expected
 

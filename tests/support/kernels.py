@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from jupyter_client.manager import KernelManager
+from traitlets.config import Config
 
 from naranhi.distributed import processes
 
@@ -23,13 +24,17 @@ class CellError(Exception):
         self.text = text
 
 
+def without_tcp(folder):
+    """Configure a kernel: ports are chosen before it binds them, and another may be quicker."""
+    return Config(KernelManager={"transport": "ipc", "ip": f"{folder}/kernel"})
+
+
 class Notebook:
     """Runs cells; ``run`` returns what they print, and raises CellError where they fail."""
 
     def __init__(self):
-        # Not by TCP: ports are chosen before the kernel binds them, and another may be quicker.
-        self.sockets = tempfile.TemporaryDirectory()
-        self.manager = KernelManager(transport="ipc", ip=f"{self.sockets.name}/kernel")
+        self.sockets = tempfile.TemporaryDirectory()  # its name is short, as a socket's has to be
+        self.manager = KernelManager(config=without_tcp(self.sockets.name))
         self.manager.start_kernel()
         self.client = self.manager.client()
         self.client.start_channels()
