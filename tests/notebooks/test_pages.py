@@ -73,6 +73,20 @@ def test_particles_fit_the_sound_before_them():
                 assert misfits(cell.source) == [], (chapter.stem, cell.id)
 
 
+@pytest.mark.parametrize("language", ["en", "ko"])
+def test_links_can_be_followed_in_the_folder_of_the_notebooks(language):
+    """As in JupyterLab: there, each page of `book` is beside the chapters, by a symbolic link."""
+    folder = ROOT / "notebooks" / language
+    pages = [page.name for page in (ROOT / "book" / language).glob("*.md")]
+    texts = [(folder / page).read_text() for page in pages]
+    for chapter in folder.glob("*.ipynb"):
+        cells = nbformat.read(chapter, as_version=4).cells
+        texts += [cell.source for cell in cells if cell.cell_type == "markdown"]
+    linked = {link for text in texts for link in re.findall(r"\]\(([\w.-]+\.(?:md|ipynb))\b", text)}
+    assert linked & set(pages)
+    assert [link for link in linked if not (folder / link).is_file()] == []
+
+
 @pytest.mark.parametrize("page", PAIRS)
 def test_examples_are_the_same_in_both_languages(page):
     english, korean = (blocks(path) for path in PAIRS[page])
