@@ -20,7 +20,15 @@ from model_and_data import (
     rows_per_rank,
     summed_loss,
 )
-from saving import check_settings, check_shared, parse, set_new_lr, settings, write_settings
+from saving import (
+    check_new,
+    check_settings,
+    check_shared,
+    parse,
+    set_new_lr,
+    settings,
+    write_settings,
+)
 from torch.utils.data import DataLoader, DistributedSampler
 
 if not torch.cuda.is_available():  # or DeepSpeed compiles a collective for CPUs: minutes
@@ -68,6 +76,8 @@ def main():
     start, kept = 0, settings(options) | {"--stage": options.stage, "WORLD_SIZE": ranks}
     if options.save:
         check_shared(options.save)  # before the first step, and not after the last
+        if not options.resume:
+            check_new(options.save)
     if options.resume:
         latest = options.save / "latest"  # has the name of the last checkpoint
         if not latest.exists():

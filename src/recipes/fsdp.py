@@ -21,7 +21,16 @@ from model_and_data import (
     summed_loss,
     without_weights,
 )
-from saving import check_settings, check_shared, finish_save, parse, save, set_new_lr, settings
+from saving import (
+    check_new,
+    check_settings,
+    check_shared,
+    finish_save,
+    parse,
+    save,
+    set_new_lr,
+    settings,
+)
 from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader, DistributedSampler
@@ -55,9 +64,11 @@ def main():
     rank, ranks, kept = dist.get_rank(), dist.get_world_size(), settings(options)
     if options.save:
         check_shared(options.save.parent)  # before the first step, and not after the last
-    if options.resume:
         finish_save(options.save)
+    if options.resume:
         check_settings(options.save, kept)
+    elif options.save:
+        check_new(options.save)
     model = shard(options, device)
     data = load_passages(options)
     sampler = DistributedSampler(data, seed=options.seed)

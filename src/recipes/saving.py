@@ -39,6 +39,14 @@ def check_shared(folder):
         sys.exit(f"--save needs a folder on a file system that all nodes share: {unseen}")
 
 
+def check_new(folder):
+    """Exit on all ranks unless the folder is empty or missing: a state there would be lost."""
+    taken = [dist.get_rank() == 0 and folder.exists() and any(folder.iterdir())]
+    dist.broadcast_object_list(taken)
+    if taken[0]:
+        sys.exit(f"{folder} is not empty: --resume goes on with its state; begin in another folder")
+
+
 def settings(options):
     """Return what must not change: a step would read other rows, or the optimizer not fit."""
     return {f"--{name}": getattr(options, name) for name in ("batch", "seed", "optimizer")}

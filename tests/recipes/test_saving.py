@@ -178,15 +178,20 @@ def test_fsdp_says_that_there_is_nothing_to_resume(tmp_path, forked):
     assert done.returncode != 0 and "no checkpoint in state\n" in done.stderr
 
 
-def test_a_folder_may_end_with_a_slash_and_loses_no_files_of_others(tmp_path, forked):
-    first = ["fsdp.py", *STEPS, "--steps", "1"]
-    losses(forked(1, *first, "--save", "state/", folder=tmp_path))
+def test_a_folder_may_end_with_a_slash(tmp_path, forked):
+    losses(forked(1, "fsdp.py", *STEPS, "--steps", "1", "--save", "state/", folder=tmp_path))
     assert (tmp_path / "state" / ".metadata").exists()
-    (tmp_path / "results").mkdir()
-    (tmp_path / "results" / "mine").touch()
-    done = forked(1, *first, "--save", "results", folder=tmp_path)
-    assert done.returncode != 0 and "Directory not empty" in done.stderr
-    assert (tmp_path / "results" / "mine").exists()
+
+
+@pytest.mark.parametrize("script", SAVING)
+def test_a_new_run_takes_no_other_runs_place(saved, forked, script):
+    """It is refused before the first step, and not when there is something to save."""
+    written = files(saved[script])
+    done = forked(2, script, *STEPS, "--save", "state", folder=saved[script])
+    assert done.returncode != 0 and "loss" not in done.stdout
+    said = "state is not empty: --resume goes on with its state; begin in another folder\n"
+    assert said in done.stderr
+    assert files(saved[script]) == written
 
 
 REDUCED = """
