@@ -4,6 +4,9 @@ import os
 # that other tests want: tests of one process took 2.5 times the processor's time beside others. It
 # is read when torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Where it is set, `print` writes each of its arguments by itself, and then lines that two ranks
+# print into one pipe run into each other.
+os.environ.pop("PYTHONUNBUFFERED", None)
 
 import contextlib
 import gc
