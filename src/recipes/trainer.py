@@ -3,7 +3,7 @@
 python trainer.py                                           one device
 torchrun --standalone --nproc-per-node 4 trainer.py         DistributedDataParallel
 accelerate launch --num_processes 4 --use_fsdp --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP \\
-    --fsdp_transformer_layer_cls_to_wrap GPT2Block trainer.py   FSDP
+    --fsdp_transformer_layer_cls_to_wrap GPT2Block trainer.py   FSDP, on GPUs only
 """
 
 import os
