@@ -360,6 +360,38 @@ def test_a_gradient_on_some_ranks_only_is_named(five, way):
         ]
 
 
+def other_frozen(way):
+    """Each rank freezes another layer; then the last rank alone freezes one."""
+    group, rank = first_ranks(3), dist.get_rank()
+    if rank >= 3:
+        return None
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(4)))
+    _, after = WAYS[way](model, group)
+    found = []
+    for frozen in rank, 1 if rank == 2 else None:
+        model.zero_grad()
+        for number, layer in enumerate(model):
+            layer.requires_grad_(number != frozen)
+
+        def step():
+            model(torch.ones(2, 3)).square().sum().backward()
+            after()
+
+        found.append(message(step))
+    return found
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_that_freeze_other_parameters_are_named(five, way):
+    """They were summed with one another."""
+    for found in five.call(other_frozen, way)[:3]:
+        assert found == [
+            "RuntimeError: parameter 0.weight has a gradient on rank 1, 2, but none on rank 0",
+            "RuntimeError: parameter 1.weight has a gradient on rank 0, 1, but none on rank 2",
+        ]
+
+
 def other_models():
     group, rank = first_ranks(3), dist.get_rank()
     if rank >= 3:

@@ -56,7 +56,9 @@ class DDP:
       not at construction;
     - by a backward, on every rank, if a parameter has a gradient on some ranks only;
     - by a backward, if another rank's backward has failed: it waits until that rank begins its next
-      backward, which sends what is missing, marked as failed;
+      backward, which sends what is missing, marked as failed. (A rank that leaves a step out, say
+      after an error in its forward, is not noticed: from then on it sums with later steps of the
+      others.);
     - by the step of a torch optimizer, before it changes anything, if a gradient is this rank's
       alone because all backwards were in `no_sync()`.
 
@@ -231,6 +233,7 @@ class DDP:
             raise RuntimeError("the backward of another rank has failed in this step")
         if not alike:
             with_gradient(self.model, self.group)  # raises, naming the ranks
+            raise RuntimeError("a parameter has a gradient on some ranks only")
         self._summed = {p for p in self.names if p.grad is not None}
         self._local.clear()
         # Not after torch.autograd.grad, whose graph may need them.

@@ -122,17 +122,16 @@ def with_gradient(model: nn.Module, group: dist.ProcessGroup | None) -> list[nn.
             parameter and the ranks.
         TypeError: On every rank, if a gradient is sparse; it names the parameter and the ranks.
     """
-    named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
-    same_on_all_ranks(
-        {name: _flag(param.grad) for name, param in named},
-        group,
-        next((param.device for _, param in named), "cpu"),
-    )
-    return [param for _, param in named if param.grad is not None]
+    # Frozen ones too: ranks that freeze different parameters would list them in other places.
+    flags = {name: _flag(param) for name, param in model.named_parameters()}
+    same_on_all_ranks(flags, group, next((p.device for p in model.parameters()), "cpu"))
+    return [param for name, param in model.named_parameters() if flags[name] != ABSENT]
 
 
-def _flag(gradient):
-    return ABSENT if gradient is None else DENSE if gradient.layout is torch.strided else SPARSE
+def _flag(param):
+    if not param.requires_grad or param.grad is None:
+        return ABSENT
+    return DENSE if param.grad.layout is torch.strided else SPARSE
 
 
 def same_on_all_ranks(
