@@ -10,6 +10,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+from checkpointed import refusal
 from torch import nn
 
 from naranhi.checkpoint import Checkpoints, storage
@@ -44,6 +45,27 @@ def after_damage(folder, method):
 @pytest.mark.filterwarnings("ignore:loading step")
 def test_a_damaged_checkpoint_does_not_count_among_the_newest(one, tmp_path, method):
     assert one(after_damage, str(tmp_path), method) == [[12, 20], [14, 20], [20], [22]]
+
+
+def in_a_folder_with_a_lock(folder):
+    with Checkpoints(folder) as checkpoints:
+        return refusal(lambda: checkpoints.save(1, nn.Linear(2, 2)))
+
+
+@pytest.mark.parametrize("linked", [True, False])
+def test_a_lock_that_is_not_the_runs_keeps_what_is_in_it(one, tmp_path, linked):
+    folder, theirs = tmp_path / "run", tmp_path / "theirs"
+    folder.mkdir()
+    theirs.write_text("process of cooking")
+    lock = folder / ".lock"
+    if linked:
+        lock.symlink_to(theirs)
+    else:
+        lock.write_text("thesis")
+    said = one(in_a_folder_with_a_lock, str(folder))
+    words = "Too many levels of symbolic links" if linked else "is another program's, and a save"
+    assert words in said and str(lock) in said
+    assert lock.read_text() == ("process of cooking" if linked else "thesis")
 
 
 def symlinked(folder):

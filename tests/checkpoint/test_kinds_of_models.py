@@ -253,6 +253,83 @@ def test_a_buffer_of_several_layers_crosses_between_a_list_and_a_pipeline(eight,
     assert eight(2, shared_buffers, str(tmp_path)) == [[1.0, 1.0, 3.0]] * 2
 
 
+class Mixed(torch.optim.Optimizer):
+    """Keeps a weight in fp32, and something in 8 bits."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    def step(self):
+        for param in self.param_groups[0]["params"]:
+            kept = self.state[param]
+            kept.setdefault("master", param.detach().float() + 1e-4)
+            kept.setdefault("coded", torch.full_like(param, 200, dtype=torch.uint8))
+
+
+def kept_in_other_formats(folder):
+    """What an optimizer of bf16 parameters keeps, before and after a checkpoint."""
+    kept = []
+    for resumed in False, True:
+        model = nn.Linear(3, 2, dtype=torch.bfloat16)
+        optimizer = Mixed(model.parameters())
+        with Checkpoints(folder) as checkpoints:
+            if resumed:
+                checkpoints.load(model, optimizer)
+            else:
+                optimizer.step()
+                checkpoints.save(1, model, optimizer)
+        kept.append([*optimizer.state[model.weight].values()])
+    return kept
+
+
+def test_what_an_optimizer_keeps_has_its_own_format(one, tmp_path):
+    """Torch casts it to the parameter's."""
+    saved, loaded = one(kept_in_other_formats, str(tmp_path))
+    for one_of, other in zip(saved, loaded, strict=True):
+        assert torch.equal(one_of, other) and one_of.dtype == other.dtype
+
+
+def statistics(folder):
+    """Of batch norms that no rank's forward shares: each rank's, and what all load."""
+    rank = dist.get_rank()
+    model = nn.Sequential(*(nn.BatchNorm1d(2) for _ in range(3)))
+    for norm in model:
+        norm.running_mean.fill_(rank)
+        norm.running_var.fill_(10 + rank)
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(1, model)
+        checkpoints.load(model)
+    return [(norm.running_mean[0].item(), norm.running_var[0].item()) for norm in model]
+
+
+def test_statistics_are_those_of_one_rank(eight, tmp_path):
+    assert eight(2, statistics, str(tmp_path)) == [[(0.0, 10.0)] * 3] * 2
+
+
+def compiled(folder):
+    """From a compiled model, and one with a compiled layer, into the others."""
+    found = []
+
+    def made(kind):
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        if kind == "layer":
+            model[0] = torch.compile(model[0], backend="eager")
+        return torch.compile(model, backend="eager") if kind == "whole" else model
+
+    for step, kinds in enumerate((("whole", "plain"), ("plain", "layer"), ("layer", "whole")), 1):
+        saved, loaded = map(made, kinds)
+        with Checkpoints(folder) as checkpoints:
+            checkpoints.save(step, saved)
+            checkpoints.load(loaded)
+        pairs = zip(saved.parameters(), loaded.parameters(), strict=True)
+        found.append(all(torch.equal(a, b) for a, b in pairs))
+    return found
+
+
+def test_a_compiled_model_is_the_same_model(one, tmp_path):
+    assert one(compiled, str(tmp_path)) == [True] * 3
+
+
 def test_what_ranks_tell_each_other_is_small():
     """All ranks get it from all: a tensor for each parameter's number of steps was half of it."""
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(50)))

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from checkpointed import refusal
 from torch import nn
@@ -71,3 +72,43 @@ def test_what_a_rank_cannot_read_is_not_damage(eight, tmp_path, failing):
 @pytest.mark.filterwarnings("ignore:loading step")
 def test_a_file_may_appear_later_on_another_node(eight, tmp_path):
     assert eight(2, read_by, str(tmp_path), "see", 1.5) == [(None, [3], {})] * 2
+
+
+def taken_by_some(folder):
+    """What load says where one rank has no room for the optimizer's state."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(1, model, optimizer)
+        if dist.get_rank():
+            optimizer.load_state_dict = no_room
+        return refusal(lambda: checkpoints.load(model, optimizer))
+
+
+def no_room(state):
+    raise MemoryError("no room")
+
+
+def test_what_one_rank_cannot_take_is_told_to_all(eight, tmp_path):
+    said = eight(2, taken_by_some, str(tmp_path))
+    assert said == ["on rank 1: MemoryError: no room"] * 2
+
+
+def listed_by_each(folder):
+    """The steps where ranks see different folders under one name."""
+    before = os.getcwd()
+    here = Path(folder, str(dist.get_rank()))
+    here.mkdir()
+    os.chdir(here)
+    try:
+        with Checkpoints("run") as checkpoints:
+            if dist.get_rank() == 0:
+                Path("run", "step-00000001").mkdir(parents=True)
+            return checkpoints.steps()
+    finally:
+        os.chdir(before)
+
+
+def test_all_ranks_list_the_same_steps(eight, tmp_path):
+    """Or some would load and others begin."""
+    assert eight(2, listed_by_each, str(tmp_path)) == [[1], [1]]

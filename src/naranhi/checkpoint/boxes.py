@@ -164,7 +164,8 @@ def writers(
 ) -> dict[tuple[str, Box], int]:
     """Return {(tensor, box): the rank that writes it}: of its replicas, the least busy so far.
 
-    Every rank computes the same, so nobody has to be told.
+    Every rank computes the same, so nobody has to be told. Buffers are the first replica's: each
+    may have statistics of its own, and a mean of one with a variance of another would be nobody's.
 
     Args:
         owners: {tensor: {box: the ranks that have it}}.
@@ -173,7 +174,10 @@ def writers(
     busy, chosen = {}, {}
     for name in sorted(owners):
         for box, ranks in sorted(owners[name].items()):
-            rank = min(ranks, key=lambda rank: (busy.get(rank, 0), rank))
+            if name.startswith("buffers."):
+                rank = min(ranks)
+            else:
+                rank = min(ranks, key=lambda rank: (busy.get(rank, 0), rank))
             busy[rank] = busy.get(rank, 0) + prod(box.sizes) * itemsize[name]
             chosen[name, box] = rank
     return chosen

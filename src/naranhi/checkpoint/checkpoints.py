@@ -15,7 +15,7 @@ from naranhi.checkpoint.ranks import new_group, on_all
 from naranhi.checkpoint.reading import find, read
 from naranhi.checkpoint.storage import CheckpointError, Storage
 from naranhi.checkpoint.writing import prepare
-from naranhi.distributed import agree, raise_on_all
+from naranhi.distributed import agree, from_all_ranks, raise_on_all
 
 
 class Saved(NamedTuple):
@@ -69,8 +69,15 @@ class Checkpoints:
         self._thread, self._error, self._damaged = None, None, set()
 
     def steps(self) -> list[int]:
-        """Return the steps of the committed checkpoints, ascending."""
-        return self._storage.steps()
+        """Return the steps of the committed checkpoints, ascending, as rank 0 sees them.
+
+        Ranks may see different ones on a network file system, and must not go different ways.
+
+        Raises:
+            CheckpointError: a rank cannot read the folder; on every rank.
+        """
+        listed = raise_on_all(self._storage.steps, self._meets_in, kind=CheckpointError)
+        return from_all_ranks(listed, self._meets_in)[0]
 
     def claim(self) -> None:
         """Take the folder for this run, so that no other saves into it; the first save does it.

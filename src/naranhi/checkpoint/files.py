@@ -6,7 +6,7 @@ import hashlib
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 # Seconds. On a network file system, what one node has made or renamed appears on others later.
 APPEARS = 5.0
@@ -41,6 +41,15 @@ def is_there(path: Path) -> bool:
     except FileNotFoundError:
         return False
     return True
+
+
+def open_no_link(path: Path) -> TextIO:
+    """Open a file to append to it and read it; make it if it is not there.
+
+    Raises:
+        OSError: it is a symbolic link, which may lead to anything.
+    """
+    return open(path, "a+", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
 
 
 def entries(folder: Path) -> list[Path]:

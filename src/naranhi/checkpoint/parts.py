@@ -167,7 +167,7 @@ def optimizer_parts(
             for number, piece in flat.pieces.items():
                 first = max(flat.starts[number], flat.shard_slice.start)
                 parts[id(piece)] = [
-                    (by_name[unwrapped_name(model.model, name)], max(place.start - first, 0))
+                    (by_name[_name(model.model, name)], max(place.start - first, 0))
                     for name, place, param in zip(
                         flat.names, flat.places, flat.parameters, strict=True
                     )
@@ -210,7 +210,7 @@ def _of(flat, model):
         split, group = splits.get(param, (None, None))
         rank = dist.get_rank(group) if split else 0
         yield Part(
-            unwrapped_name(model.model, name),
+            _name(model.model, name),
             flat.master[start:stop],
             tuple(shape),
             max(begin - place.start, 0),
@@ -243,4 +243,9 @@ def _names_in(module, method, prefix) -> Iterator[tuple[str, Any]]:
     options = {"remove_duplicate": False} if method == "named_buffers" else {}
     for name, named in getattr(module, method)(**options):
         # (of modules, the first is the module itself, without a name)
-        yield prefix + (unwrapped_name(module, name) if name else ""), named
+        yield prefix + (_name(module, name) if name else ""), named
+
+
+def _name(module, name):
+    """Return a name as it is in the state_dict of a model that is not compiled."""
+    return ".".join(part for part in unwrapped_name(module, name).split(".") if part != "_orig_mod")

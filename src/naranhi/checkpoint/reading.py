@@ -119,7 +119,7 @@ def read(
 
     Raises:
         CheckpointError: on every rank, before anything is changed: it is of another model or
-            optimizer.
+            optimizer; or, when parts are changed already, a rank could not take what was read.
     """
 
     def begin():
@@ -142,7 +142,7 @@ def read(
             )
     except CheckpointException as error:  # on every rank
         raise CheckpointError(causes(error)) from error
-    loading.apply(saved.options, saved.extra)
+    on_all(lambda: loading.apply(saved.options, saved.extra), group)
     if saved.digests == layout.digests:  # every rank has the elements that it had then
         random_state.put(content["random"][dist.get_rank(group)])
     else:

@@ -196,13 +196,14 @@ class Loading:
                     tensor for group in optimizer.param_groups for tensor in group["params"]
                 )
             }
+            states = {
+                of.tensor: _in_layout_of(of.tensor, kept)
+                for of, kept in self._kept
+                if of.optimizer is optimizer and kept
+            }
             optimizer.load_state_dict(
                 {
-                    "state": {
-                        number_of[of.tensor]: _in_layout_of(of.tensor, kept)
-                        for of, kept in self._kept
-                        if of.optimizer is optimizer and kept
-                    },
+                    "state": {number_of[tensor]: kept for tensor, kept in states.items()},
                     "param_groups": [
                         {
                             **_placed(option, group),
@@ -212,6 +213,12 @@ class Loading:
                     ],
                 }
             )
+            for tensor, kept in states.items():
+                placed = optimizer.state[tensor]
+                for key, value in kept.items():
+                    if torch.is_tensor(value) and placed[key].dtype != value.dtype:
+                        # Torch has cast it to the parameter's, as if it were of another precision.
+                        placed[key] = value.to(placed[key].device)
         for part, memory in self._values:
             part.values.copy_(memory.view(part.values.shape))
         for name, module in self.state.with_extra.items():

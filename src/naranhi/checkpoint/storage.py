@@ -35,12 +35,13 @@ from pathlib import Path
 from typing import Any
 
 from naranhi.checkpoint.deletion import delete, or_warn, remove
-from naranhi.checkpoint.files import digest_of, entries, sync, wait_for, write
+from naranhi.checkpoint.files import digest_of, entries, open_no_link, sync, wait_for, write
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 COMMITTED = re.compile(r"step-(\d{8,})")
 UNFINISHED = re.compile(r"step-\d{8,}\.(part|deleting)")
+OWNER = "process "  # how the text in a run's lock begins
 UNSUPPORTED = errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP  # of a file system without locks
 
 
@@ -86,7 +87,7 @@ class Storage:
         if self._lock is not None:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
-        lock = (self.folder / ".lock").open("a+")
+        lock = open_no_link(self.folder / ".lock")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -106,9 +107,16 @@ class Storage:
                 "stops another run from saving into it",
                 stacklevel=2,
             )
+        lock.seek(0)
+        if not (known := lock.read(len(OWNER))).startswith(OWNER) and known:
+            lock.close()
+            raise CheckpointError(
+                f"{self.folder / '.lock'} is another program's, and a save would empty it: give "
+                "the run a folder of its own"
+            )
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         lock.truncate(0)
-        lock.write(f"process {os.getpid()} on {socket.gethostname()}, since {since}")
+        lock.write(f"{OWNER}{os.getpid()} on {socket.gethostname()}, since {since}")
         lock.flush()
         self._lock = lock
         os.register_at_fork(after_in_child=_closing(lock))
