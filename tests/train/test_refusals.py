@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from naranhi import train
-from naranhi.checkpoint import Checkpoints
+from naranhi.checkpoint.storage import Storage
 from naranhi.train import trainer
 from naranhi.train.saves import Saves
 
@@ -45,18 +45,18 @@ def test_a_refused_training_leaves_no_groups(eight, options, message):
 
 def unseen_by_one_rank(folder):
     options = train.parse(["--save", folder, "--steps", "1"])
-    original = Checkpoints.steps
+    original = Storage.steps
 
-    def steps(checkpoints):
+    def steps(storage):
         raise PermissionError(13, "Permission denied", folder)
 
     if dist.get_rank():
-        Checkpoints.steps = steps
+        Storage.steps = steps
     try:
         with pytest.raises(train.UsageError) as error:
             Saves(options, {})
     finally:
-        Checkpoints.steps = original
+        Storage.steps = original
     return str(error.value)
 
 

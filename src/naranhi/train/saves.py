@@ -10,7 +10,6 @@ from torch.nn.utils import get_total_norm
 
 from naranhi.checkpoint import CheckpointError, Checkpoints
 from naranhi.checkpoint.ranks import LostRankError
-from naranhi.distributed import from_all_ranks
 from naranhi.pipeline import Pipeline
 from naranhi.train.build import default_top_k
 from naranhi.train.usage import UsageError, raise_on_all
@@ -48,9 +47,7 @@ class Saves:
 
     def _begin(self, resume):
         self._checkpoints.claim()
-        # Those of rank 0: a network file system may show the ranks different ones.
-        own = raise_on_all(self._checkpoints.steps)
-        self._steps = from_all_ranks(own, self._checkpoints.group)[0]
+        self._steps = self._checkpoints.steps()
         if self._steps and not resume:
             raise UsageError(
                 f"--save {self.folder} has checkpoints of a run already, up to step "
