@@ -125,6 +125,28 @@ def test_counting_changes_no_gradient():
     assert same_bits(plain, counted)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize(
+    "to_sparse, indices",
+    [
+        (torch.Tensor.to_sparse, 8 * 2 * 4),
+        (torch.Tensor.to_sparse_csr, 8 * (5 + 2 * 4)),  # its columns are a view of both indices
+    ],
+)
+@pytest.mark.parametrize("is_buffer", [False, True])
+def test_a_sparse_tensor_is_its_values_and_indices(to_sparse, indices, is_buffer):
+    x, graph = torch.randn(4, 3, requires_grad=True), nn.Module()
+    adjacency = to_sparse(torch.eye(4))
+    if is_buffer:
+        graph.register_buffer("adjacency", adjacency)
+    with SavedTensors([graph]) as saved:
+        y = adjacency @ x
+    kept = 4 * 4 + indices
+    assert (saved.bytes, saved.parameter_bytes) == ((0, kept) if is_buffer else (kept, 0))
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.ones(4, 3)) and saved.held == 0
+
+
 def test_a_failing_layer_leaves_nothing_behind():
     layers = [nn.Linear(4, 4), nn.Linear(5, 4)]
     saved = SavedTensors(layers)

@@ -1,6 +1,8 @@
 """Layers whose backward is split, and recomputed ones: what is around their arithmetic."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -89,6 +91,20 @@ def test_a_gradient_has_the_strides_of_its_weight():
     for model in (plain, layer):
         torch.optim.AdamW(model.parameters(), lr=0.1, fused=True).step()
     torch.testing.assert_close(layer.weight, plain.weight)
+
+
+def test_layers_without_values_are_split():
+    """On torch's "meta" device, which has no autocast."""
+    with torch.device("meta"):
+        model, x = (
+            nn.Sequential(models.MLPBlock(WIDTH, 8), nn.LayerNorm(WIDTH)),
+            torch.ones(2, WIDTH),
+        )
+    splittable([model])
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(x.requires_grad_()).sum()
+    split_backward_of(loss, model)
+    assert all(grad.is_meta for grad in [x.grad, *gradients_of(model)])
 
 
 # --- a module stays what it is -------------------------------------------------------------------
@@ -290,6 +306,19 @@ def test_hooks_run_again_after_a_backward_that_failed():
     seen.clear()
     model(x.detach()).sum().backward()
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Linear(WIDTH, WIDTH), lambda: nn.LayerNorm(WIDTH)])
+def test_a_split_backward_that_is_given_up_keeps_no_parameter(make):
+    """Its hooks wait for a gradient that does not come."""
+    (layer,), later = splittable([make()]), []
+    layer.weight.register_hook(lambda grad: grad)
+    layer.defer = later.append
+    layer(torch.randn(2, WIDTH, requires_grad=True)).sum().backward()
+    weight = weakref.ref(layer.weight)
+    del layer, later
+    gc.collect()
+    assert weight() is None
 
 
 # --- parameters that layers share -----------------------------------------------------------------

@@ -70,6 +70,33 @@ def test_a_stream_of_nothing_or_from_before_its_beginning_is_refused():
         next(data.stream([[1, 2]], 4, start=-1))
 
 
+@pytest.mark.parametrize("size", [0, -1])
+def test_batches_of_no_sequence_are_refused(size):
+    words = f"size is a number of sequences, at least 1, not {size}"
+    for batching in (data.by_length, data.at_random):
+        with pytest.raises(ValueError, match=words):
+            batching([2, 2], size, random.Random(0))
+    with pytest.raises(ValueError, match=words):
+        next(data.stream([[1, 2]], size, batching=lambda *_: [[0]]))
+
+
+@pytest.mark.parametrize("window", [0, -1])
+def test_a_window_of_no_batch_is_refused(window):
+    with pytest.raises(
+        ValueError, match=f"window is a number of batches, at least 1, not {window}"
+    ):
+        data.by_length([2, 2], 1, random.Random(0), window=window)
+
+
+def test_an_epoch_without_a_batch_is_refused():
+    """A stream would look for one for ever."""
+    epochs = iter([[[0]], []])
+    batches = data.stream([[1, 2]], 1, batching=lambda *_: next(epochs))
+    next(batches)
+    with pytest.raises(ValueError, match="batching made no batch of 1 sequences"):
+        next(batches)
+
+
 def test_another_order_in_each_epoch_and_for_each_seed():
     passages = [[number, number] for number in range(40)]
     first, second = (

@@ -289,6 +289,30 @@ def test_an_untied_head_starts_as_a_copy():
     assert torch.equal(layers[0].wte.weight, layers[-1].lm_head.weight)
 
 
+def test_an_untied_head_of_a_frozen_model_is_frozen():
+    model = GPT2LMHeadModel(tiny()).requires_grad_(False)
+    for tied in (True, False):
+        assert not any(param.requires_grad for param in unique(models.gpt2_layers(model, tied)))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
+def test_tokens_of_any_integers(dtype):
+    embedding = models.gpt2(tiny(), dropout=0.0)[0]
+    tokens = torch.randint(0, 50, (2, 5))
+    assert torch.equal(embedding(tokens.to(dtype)), embedding(tokens))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_loss_of_16_bits_is_summed_in_32(dtype):
+    logits, targets = torch.zeros(8, 2048, 64, dtype=dtype), torch.zeros(8, 2048, dtype=torch.long)
+    logits.requires_grad_()
+    loss = models.loss(logits, targets)
+    torch.testing.assert_close(loss, models.loss(logits.float(), targets), rtol=1e-6, atol=0)
+    loss.backward()
+    assert logits.grad.dtype == dtype and logits.grad.isfinite().all()
+    assert models.loss(logits.double(), targets).dtype == torch.float64
+
+
 def test_the_default_is_small_random_and_learns():
     torch.manual_seed(1)
     layers = models.gpt2()

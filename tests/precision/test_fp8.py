@@ -59,3 +59,9 @@ def test_one_scale_for_a_tensor_of_any_shape():
 def test_blocks_that_do_not_fit_are_refused(block):
     with pytest.raises(ValueError, match=f"24 elements cannot be cut into blocks of {block}"):
         quantize(torch.ones(2, 12), block=block)
+
+
+@pytest.mark.parametrize("block", [None, 4])
+def test_nothing(block):
+    values, scales = quantize(torch.empty(0), block=block)
+    assert values.numel() == scales.numel() == dequantize(values, scales).numel() == 0

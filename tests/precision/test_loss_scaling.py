@@ -56,3 +56,26 @@ def test_an_overflow_starts_the_count_again():
 def test_what_cannot_be_is_refused(options):
     with pytest.raises(ValueError, match="expected scale > 0, growth > 1, 0 < backoff < 1"):
         LossScaler(**options)
+
+
+def test_a_scale_grows_no_further_than_fp32():
+    ours = LossScaler(2.0**126, interval=1)
+    theirs = torch.amp.GradScaler("cpu", 2.0**126, growth_interval=1)
+    param = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([param], lr=0.0)
+    for _ in range(3):
+        theirs.scale(torch.zeros(1))
+        param.grad = torch.zeros(1)
+        theirs.step(optimizer)
+        theirs.update()
+        ours.update(True)
+        assert ours.scale == theirs.get_scale()
+    assert ours.scale == 2.0**127
+
+
+def test_a_scale_that_no_gradient_fits_is_refused():
+    scaler = LossScaler(2.0**-125)
+    scaler.update(False)
+    assert scaler.unscale_([torch.tensor([2.0**-126])])
+    with pytest.raises(RuntimeError, match=r"fallen to 5.88e-39, and .* precision.first_nonfinite"):
+        scaler.update(False)

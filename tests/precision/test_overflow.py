@@ -169,3 +169,58 @@ def test_a_module_that_raised_is_left():
 
     found = first_nonfinite(Catches(), torch.zeros(2))
     assert found == NonFinite("", "aten.log.default", "inf", 0)
+
+
+# NaN in fp16, where nothing has been written yet.
+def unwritten(*shape):
+    return torch.empty(shape, dtype=torch.float16)
+
+
+@pytest.fixture
+def filled():
+    torch.use_deterministic_algorithms(True)  # fills what is not written yet with NaN
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    "write, operation, largest",
+    [
+        (lambda x: unwritten(3).copy_(x), "copy_.default", 1e6),
+        (lambda x: torch._foreach_copy_([unwritten(3)], [x]), "_foreach_copy_.default", 1e6),
+        (lambda x: unwritten(3).fill_(x[0]), "fill_.Tensor", 1e6),
+        (lambda x: unwritten(3).normal_(0, 1e38), "normal_.default", 0.0),
+    ],
+)
+def test_what_an_operation_overwrites_is_not_its_input(filled, write, operation, largest):
+    class Writes(nn.Module):
+        def forward(self, x):
+            write(x)
+            return x
+
+    found = first_nonfinite(Writes(), torch.full((3,), 1e6))
+    assert found == NonFinite("", f"aten.{operation}", found.kind, largest)
+
+
+def test_an_operation_that_returns_nothing():
+    class Each(nn.Module):
+        def forward(self, x):
+            both = [x * 1, x * 2]
+            torch._foreach_mul_(both, 2.0**100)
+            torch._foreach_mul_(both, 2.0**100)
+            return both[0]
+
+    found = first_nonfinite(Each(), torch.ones(3))
+    assert found == NonFinite("", "aten._foreach_mul_.Scalar", "inf", 2.0**101)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("to_sparse", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
+def test_sparse_values(to_sparse):
+    class Graph(nn.Module):
+        def forward(self, x):
+            return torch.sparse.mm(to_sparse(torch.eye(3)), x) * 1e30
+
+    assert first_nonfinite(Graph(), torch.ones(3, 3)) is None
+    found = first_nonfinite(Graph(), torch.full((3, 3), 2.0**100))
+    assert found == NonFinite("", "aten.mul.Tensor", "inf", 2.0**100)

@@ -49,3 +49,9 @@ def test_a_seed_decides():
 def test_other_dtypes_are_refused():
     with pytest.raises(TypeError, match=r"takes float32, not torch.float16"):
         stochastic_round(torch.ones(1, dtype=torch.float16))
+
+
+def test_a_parameter_is_rounded_without_a_gradient():
+    """It was one of zeros."""
+    rounded = stochastic_round(torch.nn.Parameter(torch.randn(4)))
+    assert not rounded.requires_grad and rounded.grad_fn is None

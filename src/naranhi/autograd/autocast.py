@@ -7,6 +7,11 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 import torch
 
 
+def has_autocast(kind: str) -> bool:
+    """Return whether autocast is on for devices of this type; "meta", say, has none."""
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
 def without_autocast(*kinds: str) -> AbstractContextManager[object]:
     """Return a context for a backward, which has no autocast on devices of these types.
 
@@ -19,7 +24,7 @@ def without_autocast(*kinds: str) -> AbstractContextManager[object]:
     Source: "Automatic mixed precision package" in torch's documentation: "Backward passes under
     autocast are not recommended."
     """
-    enabled = [kind for kind in kinds if torch.is_autocast_enabled(kind)]
+    enabled = [kind for kind in kinds if has_autocast(kind)]
     if not enabled:
         return nullcontext()
     stack = ExitStack()

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -114,7 +115,8 @@ class _Gate:
     """The first hook of a parameter, which decides whether its other hooks run."""
 
     def __init__(self, parameter):
-        self.parameter, self.later = parameter, None
+        # Weak, as the parameter's C++ half owns its hooks, where no collector sees the cycle.
+        self._parameter, self.later = ref(parameter), None
         self.resting = self.waiting = 0
         self.is_open = True
         own = dict(parameter._backward_hooks or {})
@@ -128,7 +130,10 @@ class _Gate:
             )
 
     def _places(self):
-        places = self.parameter._backward_hooks, self.parameter._post_accumulate_grad_hooks
+        parameter = self._parameter()
+        if parameter is None:
+            return []
+        places = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
         return [hooks for hooks in places if hooks]
 
     def __call__(self, gradient):

@@ -33,6 +33,7 @@ GENERATOR = RLock()
 
 def recompute(
     function: Callable[..., Any],
+    /,
     *inputs: Any,
     parameters: Iterable[torch.Tensor] | None = None,
     **named: Any,
@@ -40,15 +41,16 @@ def recompute(
     """Return `function(*inputs, **named)`, and keep only the inputs for the backward.
 
     The backward calls `function` again. Random numbers are the same: the state of torch's
-    generators is restored (5,056 bytes on a CPU and 16 on a GPU, kept beside the inputs). A module
-    may change its buffers: the second call works on copies of what the first call found, and does
-    not see the changes. Anything else that a function changes, it changes twice, and hooks of
-    modules in it run twice, as with torch's own. Without any tensor that requires a gradient,
-    `function` is just called.
+    generators is restored (5,056 bytes on a CPU and 16 on a GPU, kept beside the inputs), and so is
+    whether a module trains or evaluates. A function may change inputs that need no gradient, and a
+    module its buffers: the second call works on copies of what the first call found, and does not
+    see the changes. Anything else that a function changes, it changes twice, and hooks of modules
+    in it run twice, as with torch's own. Without any tensor that requires a gradient, `function` is
+    just called.
 
     Args:
         function: returns tensors, also in tuples, lists, dicts and dataclasses; every call returns
-            the same.
+            the same. Buffers and modes are noticed if it is a module or a module's method.
         *inputs: tensors, also in tuples, lists, dicts and dataclasses; anything else is passed on
             unchanged.
         parameters: the tensors besides the inputs that receive a gradient; by default the
@@ -59,11 +61,16 @@ def recompute(
         TypeError: if `function` returns something else.
         ValueError: in the backward, if the function used another tensor that requires a gradient,
             which would not receive it.
-        RuntimeError: in the backward, if an input or a parameter has been changed in place since
-            the forward.
+        RuntimeError: if the function changes in place an input that requires a gradient, or, in the
+            backward, another input by what requires one; in the backward, if an input, a parameter
+            or a buffer has been changed in place since the forward.
     """
     if parameters is None:
         parameters = function.parameters() if isinstance(function, nn.Module) else ()
+    return _recompute(function, inputs, named, parameters)
+
+
+def _recompute(function, inputs, named, parameters):
     parameters = [parameter for parameter in parameters if parameter.requires_grad]
     call, tensors = Call.of(function, inputs, named)
     if not any(tensor.requires_grad for tensor in (*tensors, *parameters)):
@@ -76,7 +83,7 @@ class Recompute(Wrapper):
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Call the layer by `recompute`."""
-        return recompute(self.layer, *inputs, parameters=self.parameters(), **named)
+        return _recompute(self.layer, inputs, named, self.parameters())
 
 
 class RecomputeFunction(torch.autograd.Function):
@@ -89,13 +96,19 @@ class RecomputeFunction(torch.autograd.Function):
         """Run the call without a graph on the first `count` tensors; the rest are parameters."""
         ctx.run, ctx.parameters = run, tensors[count:]
         ctx.circumstances = _Circumstances(tensors, run.function)
-        # Parameters live anyway: they are saved so that autograd notices if they have changed.
-        ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
-        outputs = run(tensors[:count])
-        ctx.circumstances.buffers.forget_the_same()
+        inputs = tensors[:count]
+        found = _note(inputs)
+        outputs = run(inputs)
+        ctx.circumstances.state.forget_the_same()
+        copies = _copies_of_changed(inputs, found)
+        _refuse_gradients(run.name, inputs, copies)
+        ctx.changed = list(copies)
+        # Parameters live anyway: they are saved so that autograd notices if they have changed.
+        saved = [copies.get(place, tensor) for place, tensor in enumerate(tensors)]
+        ctx.save_for_backward(*saved)
         # A passed-on mask has no gradient; without a graph, nothing is known of the other outputs.
-        constants = {id(tensor) for tensor in tensors if not tensor.requires_grad}
+        constants = {id(tensor) for tensor in saved if not tensor.requires_grad}
         ctx.mark_non_differentiable(*(output for output in outputs if id(output) in constants))
         return outputs
 
@@ -111,8 +124,11 @@ class RecomputeFunction(torch.autograd.Function):
             tensor.detach().requires_grad_(wants)
             for tensor, wants in zip(saved[:count], wants_gradient[:count], strict=True)
         ]
+        for place in ctx.changed:  # the call changes it again
+            inputs[place] = inputs[place].clone()
         with torch.enable_grad(), ctx.circumstances.restored():
             outputs = ctx.run(inputs)
+        _refuse_gradients(ctx.run.name, inputs, ctx.changed)
         known = [*inputs, *ctx.parameters]
         _refuse_strangers(outputs, known)
         pairs = zip(outputs, gradients, strict=True)
@@ -123,7 +139,7 @@ class RecomputeFunction(torch.autograd.Function):
 
 
 class _Circumstances:
-    """What a result depends on besides inputs and weights: RNG state, autocast and buffers."""
+    """What a result depends on besides inputs and weights: RNG, autocast, buffers and modes."""
 
     def __init__(self, tensors, function):
         self.gpus = sorted({tensor.get_device() for tensor in tensors if tensor.is_cuda})
@@ -133,7 +149,7 @@ class _Circumstances:
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
             for kind in (["cpu", "cuda"] if self.gpus else ["cpu"])
         ]
-        self.buffers = _Buffers(function)
+        self.state = _State(function)
 
     @contextmanager
     def restored(self):
@@ -145,22 +161,24 @@ class _Circumstances:
                 torch.cuda.set_rng_state(state, gpu)
             for kind, dtype, enabled in self.precision:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
-            stack.enter_context(self.buffers.copies())
+            stack.enter_context(self.state.as_found())
             yield
 
 
-class _Buffers:
-    """The buffers of a module as a forward found them; any other function has none."""
+class _State:
+    """The buffers and modes of a module as a forward found them; other functions have none."""
 
     def __init__(self, function):
-        modules = function.modules() if isinstance(function, nn.Module) else ()
+        owner = getattr(function, "__self__", function)  # of a method
+        modules = list(owner.modules()) if isinstance(owner, nn.Module) else []
+        self._modes = [(module, module.training) for module in modules]
         self._places = [
             (module._buffers, name)
             for module in modules
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
-        met = {id(buffer): (buffer, buffer._version, buffer.clone()) for buffer in self._now()}
+        met = {id(one): (one, _version(one), one.clone()) for one in self._now()}
         self._met = [met[id(buffer)] for buffer in self._now()]
 
     def _now(self):
@@ -168,23 +186,74 @@ class _Buffers:
 
     def forget_the_same(self):
         """Keep copies only of buffers that the forward has changed or replaced."""
-        self._met = [
-            copy if now is not buffer or buffer._version != version else None
-            for (buffer, version, copy), now in zip(self._met, self._now(), strict=True)
-        ]
+        for place, now in enumerate(self._now()):
+            buffer, version, _ = self._met[place]
+            # Torch counts no changes of what was made in inference mode: such a copy is kept.
+            if now is buffer and version is not None and version == now._version:
+                self._met[place] = buffer, version, None
 
     @contextmanager
-    def copies(self):
-        """Replace the module's buffers with copies, which may change, inside the context."""
+    def as_found(self):
+        """Give the module its modes, and copies of its buffers, which may change, in the context.
+
+        Raises:
+            RuntimeError: if a buffer of which there is no copy has been changed in place.
+        """
+        for (_, name), (buffer, version, copy) in zip(self._places, self._met, strict=True):
+            if copy is None and _version(buffer) != version:
+                raise RuntimeError(
+                    f"the buffer {name}, of shape {tuple(buffer.shape)}, has been changed in place "
+                    "since the forward that is recomputed: change it after the backward"
+                )
         own, copies = self._now(), {}
-        for (buffers, name), met, now in zip(self._places, self._met, own, strict=True):
-            source = now if met is None else met
+        modes = [(module, module.training) for module, _ in self._modes]
+        for (buffers, name), (buffer, _, copy) in zip(self._places, self._met, strict=True):
+            source = buffer if copy is None else copy
             buffers[name] = copies.setdefault(id(source), source.clone())
+        _set_modes(self._modes)
         try:
             yield
         finally:
+            _set_modes(modes)
             for (buffers, name), now in zip(self._places, own, strict=True):
                 buffers[name] = now
+
+
+def _set_modes(modes):
+    for module, training in modes:
+        if module.training != training:
+            module.training = training
+
+
+def _version(tensor):
+    """Return how often a tensor was changed in place; None if torch does not count that."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def _note(inputs):
+    """Return (version, copy) of each; one that requires a gradient must not change: no copy."""
+    return [(_version(one), None if one.requires_grad else one.clone()) for one in inputs]
+
+
+def _copies_of_changed(inputs, found):
+    """Return {place: copy} of the inputs that have been changed in place since `_note`."""
+    pairs = zip(inputs, found, strict=True)
+    return {
+        place: copy
+        for place, (tensor, (version, copy)) in enumerate(pairs)
+        if _version(tensor) != version
+    }
+
+
+def _refuse_gradients(name, inputs, changed):
+    """Raise RuntimeError if one of the inputs that a function has changed requires a gradient."""
+    for place in changed:
+        if inputs[place].requires_grad:
+            raise RuntimeError(
+                f"{name} changes in place what needs a gradient: tensor {place} of its inputs, of "
+                f"shape {tuple(inputs[place].shape)}; it could not be computed again, or its "
+                "gradient would be lost; change a clone() of it instead"
+            )
 
 
 def _refuse_strangers(outputs, known):

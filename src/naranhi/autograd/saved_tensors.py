@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class Saved(NamedTuple):
-    """A storage that the backward needs.
+    """A storage that the backward needs; a sparse tensor has one for its values and each index.
 
     Attributes:
         layer: the name of the layer that saved it first.
@@ -86,7 +86,8 @@ class SavedTensors(saved_tensors_hooks):
     def __enter__(self) -> Self:
         for name, layer in self.layers.items():
             for tensor in (*layer.parameters(), *layer.buffers()):
-                self._known.setdefault(tensor.untyped_storage(), False)
+                for part in _dense_parts(tensor):
+                    self._known.setdefault(part.untyped_storage(), False)
             self._hooks += [
                 layer.register_forward_pre_hook(lambda *_, name=name: self._within.append(name)),
                 layer.register_forward_hook(self._leave, always_call=True),
@@ -102,18 +103,27 @@ class SavedTensors(saved_tensors_hooks):
     def _leave(self, *_):
         self._within.pop()
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Kept:
+    def pack(self, tensor: torch.Tensor) -> _Kept:
         """Count a tensor that autograd saves, and return what it saves instead."""
-        storage = tensor.untyped_storage()
-        if storage not in self._known:
-            return _Kept(self, tensor)
-        if not self._known[storage]:
-            self._known[storage] = True
-            self.parameter_bytes += storage.nbytes()
-        return tensor.detach()
+        activations = []
+        for part in _dense_parts(tensor):
+            storage = part.untyped_storage()
+            if storage not in self._known:
+                activations.append(part.detach())
+            elif not self._known[storage]:
+                self._known[storage] = True
+                self.parameter_bytes += storage.nbytes()
+        return _Kept(self, tensor, activations)
 
-    def _unpack(self, packed):
-        return packed.tensor if isinstance(packed, _Kept) else packed
+    def _unpack(self, kept):
+        # What autograd itself looks at, unless something else saves its tensors.
+        if kept.tensor._version != kept.version:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(kept.tensor.shape)} that the backward needs has been "
+                f"modified by an inplace operation: it is at version {kept.tensor._version}, not "
+                f"{kept.version}; change a clone() of it instead"
+            )
+        return kept.tensor
 
     def hold(self, tensor: torch.Tensor) -> None:
         """Count one more user of the tensor's storage."""
@@ -137,18 +147,42 @@ class SavedTensors(saved_tensors_hooks):
 
 
 class _Kept:
-    """A saved tensor in autograd's graph: once the graph frees it, it is no longer held."""
+    """A saved tensor in autograd's graph: once the graph frees it, it is no longer held.
+
+    Args:
+        saved: where it counts.
+        tensor: what autograd saves.
+        activations: the parts of it that count as activations.
+    """
 
     saved: SavedTensors
     tensor: torch.Tensor
+    version: int
+    activations: list[torch.Tensor]
 
-    def __init__(self, saved: SavedTensors, tensor: torch.Tensor) -> None:
+    def __init__(
+        self, saved: SavedTensors, tensor: torch.Tensor, activations: list[torch.Tensor]
+    ) -> None:
         # Detached: an operation's own output references the operation, which would reference it.
-        self.saved, self.tensor = saved, tensor.detach()
-        saved.hold(self.tensor)
+        self.saved, self.tensor, self.version = saved, tensor.detach(), tensor._version
+        self.activations = activations
+        for part in activations:
+            saved.hold(part)
 
     def __del__(self) -> None:
-        self.saved.release(self.tensor)
+        for part in self.activations:
+            self.saved.release(part)
+
+
+def _dense_parts(tensor):
+    """Return the tensors that a sparse tensor consists of; a dense one is its own only part."""
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor]
 
 
 def _named(layers):

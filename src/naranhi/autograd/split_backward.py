@@ -26,7 +26,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from naranhi.autograd.autocast import without_autocast
+from naranhi.autograd.autocast import has_autocast, without_autocast
 from naranhi.autograd.calls import Call
 from naranhi.autograd.graph import find_stranger, has_group_norm
 from naranhi.autograd.module_hooks import is_compiled
@@ -55,6 +55,8 @@ class Splittable(Wrapper):
         TypeError: if the layer returns anything else, or has a hook of the deprecated
             `register_backward_hook`.
         ValueError: if the layer uses a tensor whose gradient would be lost.
+        RuntimeError: if the layer changes in place an argument that needs a gradient, or that does
+            then.
     """
 
     _later, _sharing = None, None
@@ -120,7 +122,7 @@ class SplitFunction(torch.autograd.Function):
             tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors[:count]
         ]
         with torch.set_grad_enabled(with_graph):
-            outputs = call(inputs)
+            outputs = _called(call, inputs, layer._path)
         ctx.layer, ctx.inputs, ctx.weights = layer, inputs, tensors[count:]
         # A hook registered meanwhile, of whatever kind, must not run in two backwards.
         ctx.once = RemovableHandle.next_id != handles or any(map(is_compiled, layer.modules()))
@@ -159,6 +161,27 @@ class SplitFunction(torch.autograd.Function):
             wait_where_none(weights, to_weights)
         ctx.layer.done(start, "input_grad" if later else "backward")
         return None, None, None, None, *to_inputs, *to_weights
+
+
+def _called(call, inputs, path):
+    """Run the call, and refuse by name a change in place that its node would hide."""
+    constants = [tensor for tensor in inputs if not tensor.requires_grad]
+    try:
+        outputs = call(inputs)
+    except RuntimeError as error:
+        if "leaf Variable that requires grad is being used in an in-place" in str(error):
+            raise _in_place(path) from error
+        raise
+    if any(tensor.requires_grad for tensor in constants):
+        raise _in_place(path)
+    return outputs
+
+
+def _in_place(path):
+    return RuntimeError(
+        f"{path} changes in place an argument or a weight that needs a gradient, which outside of "
+        "the layer would be another: change a clone() of it, or write `x = x + y` for `x += y`"
+    )
 
 
 def _starts(weights, grads):
@@ -210,7 +233,7 @@ class SplittableLinear(Splittable):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return `input @ weight.T + bias`."""
         is_plain = {"weight", "bias"} <= self._parameters.keys() and type(input) is torch.Tensor
-        if not is_plain or torch.is_autocast_enabled(input.device.type):
+        if not is_plain or has_autocast(input.device.type):
             return super().forward(input)
         _refuse_old_hooks(self)
         return _Linear.apply(self, input, self.weight, self.bias)

@@ -102,9 +102,15 @@ def by_length(
     Returns:
         A list of indices into `lengths` for each batch.
 
+    Raises:
+        ValueError: if `size` or `window` is below 1.
+
     Source: the batching of sequences of approximate length in Vaswani et al., "Attention is all you
     need" (2017), section 5.1.
     """
+    _require_a_row(size)
+    if window < 1:
+        raise ValueError(f"window is a number of batches, at least 1, not {window}")
     places = list(range(len(lengths)))
     order.shuffle(places)
     batches = []
@@ -116,7 +122,12 @@ def by_length(
 
 
 def at_random(lengths: Sequence[int], size: int, order: random.Random) -> list[list[int]]:
-    """Return batches in shuffled order, whatever the lengths: the baseline for `by_length`."""
+    """Return batches in shuffled order, whatever the lengths: the baseline for `by_length`.
+
+    Raises:
+        ValueError: if `size` is below 1.
+    """
+    _require_a_row(size)
     places = list(range(len(lengths)))
     order.shuffle(places)
     return [places[first : first + size] for first in range(0, len(places), size)]
@@ -197,19 +208,27 @@ def stream(
         start: how many batches to leave out at the beginning, for a training that goes on.
 
     Raises:
-        ValueError: when the first batch is asked for: there are no sequences, or `start` is
-            negative.
+        ValueError: when the first batch is asked for: there are no sequences, `size` is below 1, or
+            `start` is negative; when an epoch begins of which `batching` makes no batch.
     """
     if not sequences:
         raise ValueError("there are no sequences to make batches of")
+    _require_a_row(size)
     if start < 0:
         raise ValueError(f"start is the number of batches to leave out, not {start}")
     lengths = [len(sequence) for sequence in sequences]
     for epoch in count():
         batches = batching(lengths, size, random.Random(f"{seed}/{epoch}"))
+        if not batches:
+            raise ValueError(f"batching made no batch of {len(lengths)} sequences")
         batches, start = batches[start:], max(start - len(batches), 0)
         for batch in batches:
             yield collate([sequences[place] for place in batch], size, pad, multiple)
+
+
+def _require_a_row(size):
+    if size < 1:
+        raise ValueError(f"size is a number of sequences, at least 1, not {size}")
 
 
 def _up(length, multiple):

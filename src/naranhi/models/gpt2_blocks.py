@@ -52,7 +52,8 @@ class GPT2Embedding(nn.Module):
         if length > positions:
             raise ValueError(f"{length} tokens in a row, but the model has {positions} positions")
         position = torch.arange(length, device=tokens.device).unsqueeze(0)
-        hidden = self.drop(self.wte(tokens) + self.wpe(position))
+        # Torch looks up no rows by integers shorter than 32 bits.
+        hidden = self.drop(self.wte(tokens.long()) + self.wpe(position))
         return hidden if mask is None else (hidden, mask)
 
 
@@ -209,7 +210,8 @@ def gpt2_layers(model: GPT2LMHeadModel, tied: bool = True) -> list[nn.Module]:
     head = model.lm_head
     if not tied:
         head = nn.Linear(head.in_features, head.out_features, bias=False, device="meta")
-        head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+        weight = model.lm_head.weight
+        head.weight = nn.Parameter(weight.detach().clone(), weight.requires_grad)
     attention = model.config._attn_implementation
     blocks = [GPT2Block(block, attention) for block in model.transformer.h]
     return [GPT2Embedding(model.transformer), *blocks, GPT2Head(model.transformer, head)]

@@ -30,7 +30,7 @@ def quantize(
     Raises:
         ValueError: the number of elements is not a multiple of `block`.
     """
-    block = tensor.numel() if block is None else block
+    block = max(tensor.numel(), 1) if block is None else block
     if block < 1 or tensor.numel() % block:
         raise ValueError(f"{tensor.numel()} elements cannot be cut into blocks of {block}")
     blocks = tensor.detach().float().reshape(-1, block)

@@ -62,11 +62,22 @@ class LossScaler:
         """Choose the next scale.
 
         If `finite` is False the caller has skipped the step. With gradients in shards, `finite` has
-        to be the same on all ranks: all-reduce it with MIN.
+        to be the same on all ranks: all-reduce it with MIN. The scale does not grow beyond fp32.
+
+        Raises:
+            RuntimeError: the scale has fallen so low that fp32 cannot hold its inverse.
         """
         self._good_steps = self._good_steps + 1 if finite else 0
+        limits = torch.finfo(torch.float32)
         if not finite:
             self.scale *= self._backoff
+            if self.scale < limits.tiny:
+                raise RuntimeError(
+                    f"the scale has fallen to {self.scale:.3g}, and gradients are still inf or "
+                    "NaN: they do not fit with any scale; look for the operation that makes them, "
+                    "with precision.first_nonfinite"
+                )
         elif self._good_steps == self._interval:
-            self.scale *= self._growth
+            if self.scale * self._growth <= limits.max:
+                self.scale *= self._growth
             self._good_steps = 0

@@ -17,6 +17,14 @@ UNINITIALIZED = {
     f"aten.{name}"
     for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 }
+# Operations in place that overwrite all of `self`, whatever it was before.
+OVERWRITING = {
+    f"aten.{name}_"
+    for name in (
+        *("copy", "fill", "zero", "_foreach_copy", "_foreach_zero", "bernoulli", "cauchy"),
+        *("exponential", "geometric", "log_normal", "normal", "random", "uniform"),
+    )
+}
 
 
 class NonFinite(NamedTuple):
@@ -78,28 +86,42 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if self.first or str(func.overloadpacket) in UNINITIALIZED:
             return func(*args, **(kwargs or {}))
-        # Of what it reads, which is not what it writes to by `out=`; and not after: in place, the
-        # output overwrites an input.
-        written = {argument.name for argument in func._schema.arguments if argument.is_out}
-        read = {name: value for name, value in (kwargs or {}).items() if name not in written}
-        before = _largest((args, read))
+        # Of what it reads, which is not what it only writes to; and not after: in place, the output
+        # overwrites an input.
+        arguments = func._schema.arguments
+        given = dict(zip((one.name for one in arguments), args, strict=False)) | (kwargs or {})
+        written = {one.name for one in arguments if _is_written(one) and one.name in given}
+        outs = {one.name for one in arguments if one.is_out}
+        only_written = written if str(func.overloadpacket) in OVERWRITING else outs
+        before = _largest([value for name, value in given.items() if name not in only_written])
         output = func(*args, **(kwargs or {}))
-        after = _largest(output)
+        # Some return nothing, such as those on lists of tensors in place.
+        after = _largest([given[name] for name in written] if output is None else output)
         if all(map(isfinite, before)) and not all(map(isfinite, after)):
             kind = "nan" if any(map(isnan, after)) else "inf"
             self.first = NonFinite(self.calls[-1], str(func), kind, max(before, default=0.0))
         return output
 
 
+def _is_written(argument):
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
 def _largest(tree):
     """Return the largest magnitude of each tensor in a tree, which is NaN if any element is."""
+    tensors = [_values(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
     return [
-        _real(leaf).abs().max().item()
-        for leaf in tree_leaves(tree)
-        if isinstance(leaf, torch.Tensor)
-        and (leaf.is_floating_point() or leaf.is_complex())
-        and leaf.numel()
+        _real(tensor).abs().max().item()
+        for tensor in tensors
+        if (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel()
     ]
+
+
+def _values(tensor):
+    """Return the values of a sparse tensor, of which those that it leaves out are 0."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._values()
+    return tensor if tensor.layout is torch.strided else tensor.values()
 
 
 def _real(tensor):

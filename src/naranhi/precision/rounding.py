@@ -25,14 +25,15 @@ def stochastic_round(
             hold the same parameters need the same numbers, or their parameters drift apart.
 
     Returns:
-        bf16, of the same shape.
+        bf16, of the same shape, without a gradient.
 
     Raises:
         TypeError: the tensor is not fp32.
     """
     if tensor.dtype != torch.float32:
         raise TypeError(f"stochastic_round takes float32, not {tensor.dtype}")
-    bits = tensor.detach().contiguous().view(torch.int32)
+    tensor = tensor.detach()
+    bits = tensor.contiguous().view(torch.int32)
     noise = torch.randint(
         2**16, bits.shape, generator=generator, dtype=torch.int32, device=bits.device
     )
