@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
 
 import torch
 
@@ -10,6 +11,22 @@ import torch
 def has_autocast(kind: str) -> bool:
     """Return whether autocast is on for devices of this type; "meta", say, has none."""
     return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
+def as_autocast(*tensors: Any) -> tuple[Any, ...]:
+    """Return tensors in the dtype in which autocast multiplies them; anything else as it is.
+
+    Autocast itself does not look inside a `torch.autograd.Function`.
+    """
+    return tuple(x.to(autocast_dtype(x)) if isinstance(x, torch.Tensor) else x for x in tensors)
+
+
+def autocast_dtype(x: torch.Tensor) -> torch.dtype:
+    """Return the dtype in which autocast multiplies a tensor: without autocast, its own."""
+    kind = x.device.type
+    if not has_autocast(kind) or not x.is_floating_point() or x.dtype == torch.float64:
+        return x.dtype
+    return torch.get_autocast_dtype(kind)
 
 
 def without_autocast(*kinds: str) -> AbstractContextManager[object]:

@@ -11,6 +11,7 @@ from torch.autograd import Function
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from naranhi import collectives
+from naranhi.autograd.autocast import as_autocast
 from naranhi.context_parallel.arguments import Cut, is_a_shape, prepare
 from naranhi.context_parallel.order import by_rank, in_sequence
 from naranhi.context_parallel.partial_attention import Partial, add_gradients, fold
@@ -39,6 +40,7 @@ def gathered_attention(
 
     Arguments, result and errors are those of `ring_attention`.
     """
+    query, key, value = as_autocast(query, key, value)
     if is_a_shape(query):
         return query.clone()
     cut = prepare(

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.autograd import Function
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from naranhi.autograd.autocast import as_autocast
 from naranhi.collectives import chunks
 from naranhi.context_parallel.arguments import Cut, is_a_shape, prepare
 from naranhi.context_parallel.partial_attention import Partial, add_gradients, fold
@@ -54,7 +55,8 @@ def ring_attention(
             an earlier layer has compared them.
 
     Returns:
-        The same shape as `query`. Gradients flow to all three tensors, once.
+        The same shape as `query`, in the tensors' dtype, or in autocast's if it casts. Gradients
+        flow to all three tensors, once.
 
     Raises:
         ValueError: before anything is sent, and with `check` on every rank: shapes, dtypes or
@@ -63,6 +65,7 @@ def ring_attention(
             positions are not those of the order; or the ranks were given different things.
         TypeError: without `check`, for a dtype that is not floating point.
     """
+    query, key, value = as_autocast(query, key, value)
     if is_a_shape(query):
         return query.clone()
     cut = prepare(

@@ -12,6 +12,7 @@ from torch.autograd import Function
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from naranhi import collectives
+from naranhi.autograd.autocast import as_autocast
 from naranhi.context_parallel.arguments import Cut, is_a_shape, prepare
 from naranhi.context_parallel.order import by_rank, in_sequence
 from naranhi.context_parallel.partial_attention import Partial, add_gradients
@@ -43,6 +44,7 @@ def ulysses_attention(
     Raises:
         ValueError: also if the ranks do not divide the key-value heads.
     """
+    query, key, value = as_autocast(query, key, value)
     if is_a_shape(query):
         return query.clone()
     cut = prepare(

@@ -22,6 +22,9 @@ ranks' gradients is right.
     output, auxiliary = moe(tokens)
     (loss(output, targets) / count + 0.01 * auxiliary).backward()
     sum_gradients(model)
+
+`torch.amp.GradScaler` decides on each rank by itself whether to skip a step, by the experts of that
+rank: take bf16, or `precision.LossScaler` with its `finite` all-reduced.
 """
 
 from naranhi.expert_parallel.dispatch import Plan, make_plan

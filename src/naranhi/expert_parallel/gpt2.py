@@ -34,9 +34,10 @@ class ExpertsMLP(SharesGroups, nn.Module):
             sequence to the experts. None without one, or where tokens are divided already.
 
     Attributes:
-        coefficient: read in each forward. With a scaled loss (`precision.LossScaler`,
-            `torch.amp.GradScaler`), set it before each step to the coefficient x the scale, in all
-            these layers; otherwise unscaling divides the gradient of the auxiliary loss away.
+        coefficient: read in each forward. With a scaled loss (`precision.LossScaler`, with its
+            `finite` all-reduced; not `torch.amp.GradScaler`: see `tensor_parallel.parallelize`),
+            set it before each step to the coefficient x the scale, in all these layers; otherwise
+            unscaling divides the gradient of the auxiliary loss away.
         auxiliary: the auxiliary loss of the last forward.
     """
 

@@ -6,10 +6,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from naranhi.collectives import all_reduce
+from naranhi.collectives import all_gather, all_reduce
 from naranhi.collectives.buckets import buckets, pack, unpack
 from naranhi.expert_parallel.moe import MoE
 from naranhi.tensor_parallel.shards import ShardedModule
+
+FROZEN, ABSENT, PRESENT = 0, 1, 2  # a parameter, or its gradient, in the table that ranks compare
 
 
 def expert_parameters(
@@ -34,7 +36,8 @@ def sum_gradients(model: nn.Module, everyone: dist.ProcessGroup | None = None) -
     The gradients of experts are summed over the layer's `replicas` (without replicas, not at all:
     the layer's group has other experts). Those of routers and of everything else are summed over
     all ranks. Call it once per step, after the last backward, on every rank. A gradient that is
-    missing counts as zero, because a rank may have no token.
+    missing counts as zero, because a rank may have no token. One that is missing on all of them
+    stays None, so that an optimizer leaves the parameter alone, as in one process.
 
     Gradients are summed and not averaged: divide the loss by the count of the whole step, as in
     `data_parallel`.
@@ -47,6 +50,8 @@ def sum_gradients(model: nn.Module, everyone: dist.ProcessGroup | None = None) -
     Raises:
         ValueError: ranks of `everyone` hold other shards of a tensor parallel layer; raised before
             anything is sent.
+        RuntimeError: a parameter is trained on some of the ranks that hold it, and frozen on
+            others; raised on every rank, before any gradient is summed.
     """
     sum_over_copies(model, dist.group.WORLD if everyone is None else everyone)
 
@@ -60,22 +65,70 @@ def sum_over_copies(model: nn.Module, replicas: dist.ProcessGroup | None) -> Non
 
     Raises:
         ValueError: see `sum_gradients`.
+        RuntimeError: see `sum_gradients`.
     """
     if replicas is not None:
         _require_same_shards(model, replicas)
-    held_by = expert_parameters(model)
-    grads = {}  # by group
-    for param in model.parameters():
-        group = held_by.get(param, replicas)
-        if param.requires_grad and group is not None and dist.get_world_size(group) > 1:
+    for group, params in _with_gradient(model, replicas).items():
+        for param in params:
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
-            grads.setdefault(group, []).append(param.grad)
-    for group, some in grads.items():
-        for bucket in buckets(some):
+        for bucket in buckets([param.grad for param in params]):
             flat = pack(bucket)
             all_reduce(flat, group)
             unpack(flat, bucket)
+
+
+def _with_gradient(model, replicas):
+    """Return {group: the parameters of which some rank of the group has a gradient}."""
+    held_by, copies = expert_parameters(model), {}
+    for name, param in model.named_parameters():  # frozen ones too, or ranks' lists would differ
+        group = held_by.get(param, replicas)
+        if group is not None and dist.get_world_size(group) > 1:
+            copies.setdefault(group, {})[name] = param
+    problem, found = None, {}
+    # Experts come first, so that all ranks hear if copies of experts differ.
+    for group, params in sorted(copies.items(), key=lambda item: item[0] is replicas):
+        table = _gather([*map(_state, params.values()), problem is not None], params, group)
+        problem = problem or _difference(params, table, dist.get_process_group_ranks(group))
+        columns = zip(params.values(), zip(*table, strict=True), strict=False)
+        found[group] = [param for param, column in columns if PRESENT in column]
+    if problem:
+        raise RuntimeError(problem)
+    return found
+
+
+def _state(param):
+    return FROZEN if not param.requires_grad else ABSENT if param.grad is None else PRESENT
+
+
+def _gather(row, params, group):
+    """Return the rows of all ranks, as lists."""
+    device = next(iter(params.values())).device
+    table = torch.empty(dist.get_world_size(group), len(row), dtype=torch.uint8, device=device)
+    all_gather(table, table.new_tensor(row), group)
+    return table.tolist()
+
+
+def _difference(names, table, ranks):
+    """Return what is wrong if ranks freeze different parameters, or None."""
+    *columns, failed = zip(*table, strict=True)
+    for name, column in zip(names, columns, strict=True):
+        frozen = [rank for rank, state in zip(ranks, column, strict=True) if state == FROZEN]
+        if 0 < len(frozen) < len(ranks):
+            trained = [rank for rank in ranks if rank not in frozen]
+            return (
+                f"parameter {name} is trained on rank {_list(trained)}, and frozen on rank "
+                f"{_list(frozen)}: freeze the same parameters on every rank that holds a copy"
+            )
+    if any(failed):
+        wrong = [rank for rank, failure in zip(ranks, failed, strict=True) if failure]
+        return f"rank {_list(wrong)}: copies of experts are trained on some ranks, frozen on others"
+    return None
+
+
+def _list(ranks):
+    return ", ".join(map(str, sorted(ranks)))
 
 
 def _require_same_shards(model, group):
@@ -87,6 +140,6 @@ def _require_same_shards(model, group):
             if others:
                 raise ValueError(
                     f"{type(module).__name__} {name or 'itself'} has other shards on rank "
-                    f"{', '.join(map(str, sorted(others)))}, whose gradients belong to other "
+                    f"{_list(others)}, whose gradients belong to other "
                     "parameters: pass the ranks that hold the same shards, such as Mesh.replicas"
                 )

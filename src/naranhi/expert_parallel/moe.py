@@ -11,6 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
+from naranhi.autograd.autocast import as_autocast, autocast_dtype
 from naranhi.distributed import agree
 from naranhi.expert_parallel.counts import gather_counts, report
 from naranhi.expert_parallel.dispatch import Plan, count_choices, make_plan
@@ -104,13 +105,13 @@ class MoE(ShardedModule):
         too, and runs a backward through the output.
 
         Args:
-            tokens: this rank's tokens, (tokens, hidden), in the dtype of the weights. There may be
-                none.
+            tokens: this rank's tokens, (tokens, hidden), in the dtype of the weights, or under
+                autocast in any that it casts. There may be none.
 
         Returns:
-            The output, (tokens, hidden), and the `balancing_loss` over the tokens of all ranks,
-            which is the same on every rank. A loss of this rank's tokens alone would be another
-            number: see there.
+            The output, (tokens, hidden), in the dtype in which experts compute, and the
+            `balancing_loss` over the tokens of all ranks, which is the same on every rank. A loss
+            of this rank's tokens alone would be another number: see there.
 
         Raises:
             ValueError: on every rank, before a token is sent: on some rank `tokens` has another
@@ -119,7 +120,7 @@ class MoE(ShardedModule):
         """
         shape_only = isinstance(tokens, torch.Tensor) and tokens.is_meta
         if shape_only or isinstance(tokens, FakeTensor):  # nothing is sent
-            return tokens.clone(), tokens.sum()
+            return as_autocast(tokens)[0].clone(), tokens.sum()
         axes = self.group, self.replicas
         if problem := _problem(tokens, self.up):
             report(problem, self.experts * (self.top_k + 1), self.up.device, *axes)
@@ -148,7 +149,7 @@ class MoE(ShardedModule):
             trained = self.up.requires_grad or self.down.requires_grad
             needs = f"do not need a gradient, experts are {'trained' if trained else 'frozen'}"
         recorded = "recorded" if torch.is_grad_enabled() else "not recorded"
-        return f"{tokens.dtype}, {needs}, operations are {recorded}"
+        return f"{autocast_dtype(tokens)}, {needs}, operations are {recorded}"
 
     def dispatch_and_combine(self, tokens: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
         """Send the chosen rows to their experts and return the weighted sums of the results.
@@ -158,6 +159,7 @@ class MoE(ShardedModule):
             gates: the weight of each choice, (tokens, top_k); `plan` says where they go.
         """
         order, sent, received, _ = self.plan
+        (tokens,) = as_autocast(tokens)
         token = order % max(len(tokens), 1)
         arriving = received.sum(1).tolist()
         rows = exchange_rows(tokens.index_select(0, token), sent, arriving, self.group)
@@ -176,7 +178,8 @@ class MoE(ShardedModule):
         by_expert = torch.arange(len(sizes), device="cpu").repeat(len(received))
         by_expert = by_expert.repeat_interleave(received.flatten()).argsort(stable=True)
         rows = reorder(rows, by_expert)
-        rows = grouped_mm(F.gelu(grouped_mm(rows, self.up, sizes)), self.down, sizes)
+        up, down = as_autocast(self.up, self.down)
+        rows = grouped_mm(F.gelu(grouped_mm(rows, up, sizes)), down, sizes)
         return reorder(rows, by_expert.argsort())
 
     @property
@@ -226,7 +229,8 @@ def _problem(tokens, weight):
         return f"tokens must be a tensor of shape (tokens, {hidden}), not {type(tokens)}"
     if tokens.dim() != 2 or tokens.shape[1] != hidden:
         return f"tokens must have shape (tokens, {hidden}), not {tuple(tokens.shape)}"
-    if (tokens.dtype, tokens.device) != (weight.dtype, weight.device):
+    kinds = [(autocast_dtype(x), x.device) for x in (tokens, weight)]
+    if kinds[0] != kinds[1]:
         return (
             f"tokens are {tokens.dtype} on {tokens.device}, the experts {weight.dtype} on "
             f"{weight.device}"

@@ -28,6 +28,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional as F
 
 from naranhi.autograd import Splittable
+from naranhi.autograd.autocast import as_autocast
 from naranhi.autograd.splitting import as_kind
 from naranhi.tensor_parallel.layer_checks import is_conv1d, require_linear
 from naranhi.tensor_parallel.mappings import (
@@ -92,7 +93,7 @@ class ColumnParallelLinear(ShardedModule):
         if not self.sends:
             return _linear(x, self.weight, bias, self.transposed)
         function = _SequenceColumn if self.sequence else ColumnFunction
-        tensors = _as_autocast(x, self.weight, bias)
+        tensors = as_autocast(x, self.weight, bias)
         return function.apply(*tensors, self.transposed, self.group)
 
     def as_splittable(self) -> nn.Module:
@@ -229,17 +230,3 @@ def _weight_gradients(x, gradient, transposed, wants_weight, wants_bias):
     if wants_weight:
         to_weight = x.mH @ gradient if transposed else gradient.t() @ x.conj()
     return to_weight, gradient.sum(0) if wants_bias else None
-
-
-def _as_autocast(x, *weights):
-    """Return the tensors in autocast's dtype, because autocast does not look inside a Function."""
-    kind = x.device.type
-    if not torch.is_autocast_enabled(kind):
-        return x, *weights
-    dtype = torch.get_autocast_dtype(kind)
-    return tuple(tensor.to(dtype) if _is_cast(tensor) else tensor for tensor in (x, *weights))
-
-
-def _is_cast(tensor):
-    """Return whether autocast casts a tensor, or None in the place of a bias."""
-    return tensor is not None and tensor.is_floating_point() and tensor.dtype != torch.float64

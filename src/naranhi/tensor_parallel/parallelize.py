@@ -62,6 +62,9 @@ def parallelize(
     - `state_dict()` returns this rank's shards as plain tensors. `torch.distributed.checkpoint`
       takes them for copies, and saves those of one rank: use `checkpoint.Checkpoints`, or
       `full_state_dict`.
+    - `torch.amp.GradScaler` decides on each rank by itself, by the shards of that rank, whether to
+      skip a step, so that the copies of what is not split drift apart: take bf16, or
+      `precision.LossScaler` with its `finite` all-reduced.
     - With `sequence`, parameters need hooks on every rank of the group or on none, because the
       gradient of a parameter with hooks is summed in the backward.
 

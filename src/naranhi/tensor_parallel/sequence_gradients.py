@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.weak import TensorWeakRef
 
 from naranhi.autograd.parameter_hooks import hooks_of_parameter
 from naranhi.collectives.buckets import buckets, pack, unpack
@@ -83,8 +84,9 @@ def sum_sequence_gradients(model: nn.Module | list[nn.Module]) -> None:
         model: a module or a list of layers; on a pipeline, the stage's layers.
 
     Raises:
-        RuntimeError: no such parameter has a gradient; or one got a hook after its backward; or one
-            has hooks, and was unfrozen, replaced or copied after `parallelize`.
+        RuntimeError: no such parameter has a gradient; or a gradient was summed before, and not set
+            to zero since; or a parameter got a hook after its backward; or one has hooks, and was
+            unfrozen, replaced or copied after `parallelize`.
     """
     params, late = {}, []
     for name, (param, group) in sequence_parameters(model).items():
@@ -107,15 +109,44 @@ def sum_sequence_gradients(model: nn.Module | list[nn.Module]) -> None:
             f"none of {', '.join(params)} has a gradient to be summed: call "
             "sum_sequence_gradients after the backward, before zero_grad()"
         )
-    grads = {}  # by group and parameter, which may have several names
+    _refuse_second_sums({name: _sum_of(param) for name, (param, _) in params.items()})
+    alike = {}  # by group; a parameter may have several names
     for param, group in params.values():
-        if param.grad is None:  # no rank used it in this step
-            param.grad = torch.zeros_like(param)
-        grads.setdefault(group, {})[param] = param.grad
-        _sum_of(param).left = False
-    for group, some in grads.items():
-        for bucket in buckets(list(some.values())):
-            unpack(start_reduce(pack(bucket), group)(), bucket)
+        alike.setdefault(group, {})[param] = None
+    for group, some in alike.items():
+        for bucket in buckets([*some]):
+            _sum_bucket(bucket, group)
+    for param, _ in params.values():
+        _sum_of(param).end()
+
+
+def _refuse_second_sums(sums):
+    """Raise RuntimeError if a gradient has what was summed in an earlier call."""
+    again = {name: flag for name, of in sums.items() if (flag := of.has_summed()) is not None}
+    # The CPU waits for a GPU only if gradients are set to zero and not to None, or summed twice.
+    if wrong := [name for name, flag in again.items() if flag]:
+        raise RuntimeError(
+            f"{wrong[0]} was already summed over the tensor group in this step: call "
+            "sum_sequence_gradients once, after the last backward, or zero_grad() before another "
+            "backward"
+        )
+
+
+def _sum_bucket(bucket, group):
+    """Sum the gradients of parameters; one that some ranks lack is zero there.
+
+    With each gradient travels a flag that this rank has it. One that all ranks lack stays None, so
+    that an optimizer leaves the parameter alone, as in one process.
+    """
+    missing = [number for number, param in enumerate(bucket) if param.grad is None]
+    flags = bucket[0].new_ones(len(bucket))
+    for number in missing:
+        flags[number] = 0
+    grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in bucket]
+    unpack(start_reduce(pack([*grads, flags]), group)(), [*grads, flags])
+    for number in missing:
+        if flags[number]:
+            bucket[number].grad = grads[number]
 
 
 def unsummed(model: nn.Module | list[nn.Module]) -> list[str]:
@@ -133,21 +164,38 @@ class _Sum:
     def __init__(self, name, param, group):
         self.name, self.param, self.group = name, param, group
         self.left = False  # whether `param.grad` holds partial gradients, not yet summed
+        self.summed = lambda: None  # the tensor that was `param.grad` when it was summed
+        self.earlier = None  # whether partial gradients were added to a sum: see `has_summed`
 
     def is_due(self):
         return any(hook is not self for hook in hooks_of_parameter(self.param))
 
     def __call__(self, grad):
         if not self.is_due():
-            self.left = True
+            self.earlier, self.left = self.has_summed(), True
             return None
         if self.left and self.param.grad is not None:
             raise RuntimeError(
                 f"{self.name} got a hook between two backwards of one step: the gradient of the "
                 "first is not summed over the tensor group; call zero_grad() first"
             )
-        self.left = False
+        self.left, self.earlier = False, None
         return start_reduce(grad.clone(memory_format=torch.contiguous_format), self.group)()
+
+    def has_summed(self):
+        """Return whether `param.grad` has what was summed before, as a tensor, or None for no.
+
+        It is the tensor that was summed, and `zero_grad(set_to_none=False)` has not zeroed it.
+        """
+        grad = self.param.grad
+        if grad is None or self.summed() is not grad:
+            return None
+        return grad.any() if self.earlier is None else grad.any() & self.earlier
+
+    def end(self):
+        """Note that `param.grad` has been summed."""
+        grad, self.left, self.earlier = self.param.grad, False, None
+        self.summed = TensorWeakRef(grad) if grad is not None else lambda: None
 
 
 def _add_sum(name, param, group):
