@@ -82,7 +82,8 @@ def test_a_world_inside_an_allocation(slurm, tmp_path):
 @pytest.mark.parametrize("end", ["world.close()", "os.kill(os.getpid(), 9)"])
 def test_no_process_outlives_the_notebook_of_an_allocation(slurm, tmp_path, end):
     script = tmp_path / "script.py"
-    script.write_text(PROGRAM.format(python=sys.executable, then=f"print(os.getpid())\n{end}"))
+    then = f"print(os.getpid(), flush=True)\n{end}"
+    script.write_text(PROGRAM.format(python=sys.executable, then=then))
     printed = batch(slurm, script, tmp_path)
     assert "[0, 1, 2, 3]" in printed, printed
     wait_until_no_ranks()
