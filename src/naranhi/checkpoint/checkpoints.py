@@ -165,7 +165,9 @@ class Checkpoints:
         Raises:
             CheckpointError: on every rank, before anything is changed on any: there is no such
                 checkpoint, or it is damaged, of another model or optimizer, or of a newer format;
-                or a rank cannot read one, which may be whole, so none before it is loaded.
+                or a rank cannot read one, which may be whole, so none before it is loaded. Also
+                on every rank: one of them had no room for what was read; then the model is loaded
+                in part, and not to be used.
         """
         self._meet(step=step)
         newest = find(self._storage, self.group, step)

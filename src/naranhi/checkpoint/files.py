@@ -49,7 +49,11 @@ def open_no_link(path: Path) -> TextIO:
     Raises:
         OSError: it is a symbolic link, which may lead to anything.
     """
-    return open(path, "a+", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
+
+    def opener(name, flags):
+        return os.open(name, flags | os.O_NOFOLLOW, 0o666)
+
+    return open(path, "a+", errors="replace", opener=opener)
 
 
 def entries(folder: Path) -> list[Path]:

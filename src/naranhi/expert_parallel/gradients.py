@@ -6,8 +6,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from naranhi.collectives import all_gather, all_reduce
+from naranhi.collectives import all_reduce
 from naranhi.collectives.buckets import buckets, pack, unpack
+from naranhi.collectives.chunks import overlap
+from naranhi.data_parallel.sync import have_gradients
 from naranhi.expert_parallel.moe import MoE
 from naranhi.tensor_parallel.shards import ShardedModule
 
@@ -89,7 +91,10 @@ def _with_gradient(model, replicas):
     problem, found = None, {}
     # Experts come first, so that all ranks hear if copies of experts differ.
     for group, params in sorted(copies.items(), key=lambda item: item[0] is replicas):
-        table = _gather([*map(_state, params.values()), problem is not None], params, group)
+        row = [*map(_state, params.values()), problem is not None]
+        flags, kernel = have_gradients(row, group, next(iter(params.values())).device)
+        overlap([kernel])
+        table = flags.tolist()
         problem = problem or _difference(params, table, dist.get_process_group_ranks(group))
         columns = zip(params.values(), zip(*table, strict=True), strict=False)
         found[group] = [param for param, column in columns if PRESENT in column]
@@ -100,14 +105,6 @@ def _with_gradient(model, replicas):
 
 def _state(param):
     return FROZEN if not param.requires_grad else ABSENT if param.grad is None else PRESENT
-
-
-def _gather(row, params, group):
-    """Return the rows of all ranks, as lists."""
-    device = next(iter(params.values())).device
-    table = torch.empty(dist.get_world_size(group), len(row), dtype=torch.uint8, device=device)
-    all_gather(table, table.new_tensor(row), group)
-    return table.tolist()
 
 
 def _difference(names, table, ranks):
