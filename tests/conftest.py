@@ -28,6 +28,11 @@ if hasattr(os, "sched_setscheduler"):
     with contextlib.suppress(PermissionError):  # a sandbox may forbid it
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
+# `sitecustomize` there is imported by each Python that tests start, workers of pytest among them.
+STARTUP = str(Path(__file__).parent / "support" / "startup")
+if STARTUP not in (paths := os.environ.get("PYTHONPATH", "").split(os.pathsep)):
+    os.environ["PYTHONPATH"] = os.pathsep.join([STARTUP, *filter(None, paths)])
+
 # Nothing is collected until all is imported (`pytest_collection_finish`).
 gc.disable()
 

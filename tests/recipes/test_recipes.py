@@ -7,6 +7,7 @@ minutes of importing.
 
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -46,7 +47,7 @@ needs_accelerate = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def with_accelerate():
     """As `torchrun` on two ranks, else as `forked`; and there is accelerate."""
-    more = {"PYTHONPATH": str(ACCELERATE)}
+    more = {"PYTHONPATH": os.pathsep.join([str(ACCELERATE), os.environ["PYTHONPATH"]])}
     with Forked(*IMPORTED, "transformers.trainer", **ENVIRONMENT | more) as server:
 
         def start(ranks, script, *options, folder):
@@ -102,7 +103,8 @@ from torch.nn import functional
 def reported(where, function):
     def report(*arguments, **keywords):
         state = hashlib.md5(torch.get_rng_state().numpy().tobytes()).hexdigest()
-        print(f"mask {where} {os.environ['RANK']} {state}", flush=True)
+        sys.stdout.write(f"mask {where} {os.environ['RANK']} {state}\\n")  # at once, or they mix
+        sys.stdout.flush()
         return function(*arguments, **keywords)
     return report
 
