@@ -3,6 +3,7 @@
 Where a launcher has no part in what is tested, ranks are forked (`forked.py`).
 """
 
+import io
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import small_gpt2
@@ -19,7 +21,7 @@ from kernels import stop, wait_until
 
 from naranhi import schedules, train
 from naranhi.distributed import processes
-from naranhi.train import trainer
+from naranhi.train import cli, trainer
 from naranhi.train.log import Log
 from naranhi.train.options import RATE, schedule_names
 
@@ -196,6 +198,25 @@ def test_a_killed_rank_is_blamed_by_all_and_leaves_a_readable_log(endless, kille
         assert line.startswith(
             f"naranhi.train: rank {1 - killed} ends, because it has lost rank {killed}: "
         )
+
+
+def test_what_several_ranks_say_does_not_run_together(monkeypatch):
+    """Each line is one write, also where torchrun starts Python unbuffered (`-u`)."""
+    written = []
+
+    class Terminal(io.RawIOBase):
+        def writable(self):
+            return True
+
+        def write(self, data):
+            written.append(bytes(data))
+            return len(data)
+
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(Terminal(), write_through=True))
+    monkeypatch.setattr(cli, "sleep", lambda seconds: None)
+    monkeypatch.setattr(cli.os, "_exit", lambda code: None)
+    cli.end("rank 3 ends", SimpleNamespace(kill_stopped=lambda: None))
+    assert written == [b"naranhi.train: rank 3 ends\n"]
 
 
 def test_a_stopped_rank_is_named_and_the_training_ends(endless):

@@ -56,9 +56,9 @@ class DDP:
       not at construction;
     - by a backward, on every rank, if a parameter has a gradient on some ranks only;
     - by a backward, if another rank's backward has failed: it waits until that rank begins its next
-      backward, which sends what is missing, marked as failed. (A rank that leaves a step out, say
+      backward, which sends what is missing, marked as failed (a rank that leaves a step out, say
       after an error in its forward, is not noticed: from then on it sums with later steps of the
-      others.);
+      others);
     - by the step of a torch optimizer, before it changes anything, if a gradient is this rank's
       alone because all backwards were in `no_sync()`.
 

@@ -129,7 +129,9 @@ def end(sentence: str, others: peers.Peers) -> NoReturn:
     The rank first waits `LAUNCHER` seconds, so that a launcher that sees the cause in time kills
     it.
     """
-    print(f"naranhi.train: {sentence}", file=sys.stderr, flush=True)
+    # In one write, or what several ranks say runs together: torchrun starts Python unbuffered.
+    sys.stderr.write(f"naranhi.train: {sentence}\n")
+    sys.stderr.flush()
     others.kill_stopped()
     sleep(LAUNCHER)
     os._exit(1)  # a thread may be waiting to send to a rank that will never receive
