@@ -39,7 +39,14 @@ INDEPENDENT = {
     "MT-NLG": (0.16, 0.18),
     "Nemotron-4": (0.07, 0.08),
     "DeepSeek-V3": (0.16, 0.16),
+    # All of its table on pre-training. Its containers had FlashAttention 2, and an older fp8.
+    "NeMo 24.07": (0.10, 0.18),
+    # Experts in one node, long sequences: 1 to 10%. The others take from a third less to two thirds
+    # more: what is dispatched by DeepEP over nodes, and gathers of FSDP behind large micro-batches.
+    "Megatron MoE ModelZoo": (0.25, 0.70),
 }
+# The others' published times are all inside the intervals.
+OUTSIDE = {"NeMo 24.07": 1, "Megatron MoE ModelZoo": 1}
 MEMORY = {
     "Korthikanti 2022 Fig 1 (via Calculon)": (0.01, 0.02),
     "Zero Bubble": (0.023, 0.07),
@@ -89,7 +96,8 @@ def test_steps_of_runs_by_which_nothing_was_chosen_take_as_long(source):
         if row.source == source
     )
     most, worst = INDEPENDENT[source]
-    assert row.mean <= most and abs(row.worst) <= worst and row.inside == 1, row
+    assert row.mean <= most and abs(row.worst) <= worst, row
+    assert round(row.runs * (1 - row.inside)) == OUTSIDE.get(source, 0), row
 
 
 def test_runs_that_ran_are_forecast_to_fit():
@@ -104,15 +112,17 @@ def test_runs_that_ran_are_forecast_to_fit():
 def test_runs_by_which_nothing_was_chosen_are_forecast_to_fit():
     """Exceptions: Nemotron-4 340B with only two data parallel ranks, by 7 GiB; DeepSeek-V3, which
     recomputes norms and up-projections, and keeps activations in fp8 and moments in bf16; Llama
-    405B in 16 stages of four chunks, by 26 GiB."""
+    405B in 16 stages of four chunks, by 26 GiB; Qwen3 with long sequences, which recomputes norms
+    and experts."""
     compared = accuracy.independent_comparisons()
     wrong = [c.run.name for c in compared if not c.forecast.fits]
-    assert len(compared) > 30
+    assert len(compared) > 50 and mean(c.inside for c in compared) >= 0.9
     assert wrong == [
         "671B on 2048",
         "Nemotron-4 340B bf16 on 128",
         "Nemotron-4 340B fp8 on 128",
         "Llama 3.1 405B on 256 GB200",
+        *(f"235B, {thousand}k tokens" for thousand in (16, 32, 64, 128)),
     ]
 
 

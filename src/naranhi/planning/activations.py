@@ -85,7 +85,7 @@ def _factors(model, plan, sparse, heads):
         keys_and_values = model.heads * (2 * (key + rotary) + value)
     # The copies of tokens that arrive for a rank's experts are gathered, and kept so (Megatron-
     # Core, `transformer/moe/token_dispatcher.py`); the formula shards the input along the sequence.
-    copies = model.top_k * (plan.tp if plan.sequence_parallel else 1) if sparse else 0
+    copies = model.top_k * (plan.expert_tp if plan.sequence_parallel else 1) if sparse else 0
     return {
         "q, k, v": keys_and_values / (3 * model.hidden),
         "input of the projection": model.heads * model.head_dim / model.hidden,

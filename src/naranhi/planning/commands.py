@@ -22,8 +22,8 @@ def naranhi_train(
 
     Raises:
         ValueError: If the plan has what `naranhi.train` does not: ZeRO, several chunks on a rank,
-            experts divided over ranks of one sequence, selective recomputation, or another
-            precision than fp32.
+            experts that are divided over ranks of one sequence or cut over tensor parallel ranks,
+            selective recomputation, or another precision than fp32.
     """
     chunks = f"a rank has {plan.chunks} chunks of it, and of naranhi.train's one"
     experts = (
@@ -34,6 +34,11 @@ def naranhi_train(
         (plan.zero, f"it has no ZeRO-{plan.zero}"),
         (plan.chunks > 1, chunks),
         (plan.dp % plan.ep, experts),
+        (
+            model.experts and plan.expert_tp > 1,
+            f"each expert is cut over {plan.expert_tp} ranks of tp, and its own are whole; choose "
+            "etp = 1",
+        ),
         (plan.recompute == "selective", "it recomputes whole blocks or nothing; choose full"),
         (plan.precision != "fp32", f"it computes in fp32, not {plan.precision}; choose fp32"),
     ):

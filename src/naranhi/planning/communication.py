@@ -105,7 +105,7 @@ def tensor_layer(
     A sparse layer whose experts are on several ranks gathers not its tokens but the copies that
     have arrived for its experts, `top_k` for each, and reduces as many (Megatron-Core,
     `transformer/moe/token_dispatcher.py`). These messages wait for the all-to-all, not for a matmul
-    behind which they could run.
+    behind which they could run. Only ranks that cut the same experts exchange them.
     """
     if plan.tp == 1:
         return Exposed()
@@ -121,9 +121,25 @@ def tensor_layer(
     if link.nodes > 1:  # four collectives, or the two rings of each all-reduce
         once += 4 * (plan.tp - 1) * cluster.runs.ring_step_seconds
     exposed = once * (1 - cluster.runs.tensor_overlap)
-    if sparse and plan.ep > 1:  # half of them are the attention's
+    if sparse and plan.etp is not None:  # half of them are the attention's
+        shared = 1 if model.shared_experts else 0  # which all ranks cut, like other layers
+        exposed = exposed / 2 * (1 + shared) + _copies(model, cluster, plan, whole)
+    elif sparse and plan.ep > 1:
         exposed = exposed / 2 + model.top_k * once / 2
     return Exposed(exposed, exposed, exposed if plan.recompute == "full" else 0.0)
+
+
+def _copies(model, cluster, plan, whole):
+    """Return the seconds of gathering and reducing the copies of tokens, where `etp` is not `tp`.
+
+    A rank has 1/tp of the tokens, and receives as many copies as it sends.
+    """
+    gathered = whole * model.top_k * plan.expert_tp / plan.tp
+    link = group_link(cluster, plan.expert_tp, 1)
+    return sum(
+        seconds(collective, gathered, plan.expert_tp, link)
+        for collective in ("all_gather", "reduce_scatter")
+    )
 
 
 def context_layer(
@@ -164,7 +180,7 @@ def expert_layer(model: Model, cluster: Cluster, plan: Plan, sequence_length: in
         tokens /= plan.tp
     value = 4 if plan.precision == "fp32" else 2
     # Unlike a ring, an all-to-all sends most of its bytes out of the node, each over one port.
-    link = group_link(cluster, plan.ep, plan.tp)
+    link = group_link(cluster, plan.ep, plan.expert_tp)
     engine, near = cluster.runs, 1 / link.nodes
     whole = value * tokens * model.hidden
     # Of a token's experts `near` are in the node, 1/ep of all of them on the rank itself.

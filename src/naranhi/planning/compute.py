@@ -86,10 +86,11 @@ def layer_work(
         forward, backward = _add(forward, backward, gpu, matmul, tokens, plan.tp)
     scores = attention_work(model, cluster, plan, sequence_length)
     if sparse:
-        visited = tokens * model.top_k * plan.ep / model.experts  # of each expert held, on average
+        # Of each expert held, on average. Ranks that do not cut the same experts have other tokens.
+        visited = tokens * model.top_k * plan.ep / model.experts * plan.expert_tp / plan.tp
         held = model.experts / plan.ep
         for matmul in model.mlp(model.expert_ffn):
-            expert = _add(0.0, 0.0, gpu, matmul, visited, plan.tp)
+            expert = _add(0.0, 0.0, gpu, matmul, visited, plan.expert_tp)
             forward, backward = forward + held * expert[0], backward + held * expert[1]
             for _ in range(model.shared_experts):
                 forward, backward = _add(forward, backward, gpu, matmul, tokens, plan.tp)
@@ -183,7 +184,7 @@ def _permuting_bytes(model, gpu, plan, tokens, held):
     shared = plan.tp if plan.sequence_parallel else 1
     passes = 2 * (1 + model.top_k) / shared
     if plan.ep > 1 and held > 1:
-        passes += 4 * model.top_k
+        passes += 4 * model.top_k * plan.expert_tp / plan.tp
     return gpu.value * tokens * passes * model.hidden
 
 

@@ -42,6 +42,8 @@ def describe(plan: Plan) -> str:
     """Return a plan in one line, without what is as usual."""
     degrees = [f"{name} {getattr(plan, name)}" for name in ("dp", "tp", "pp", "cp", "ep")]
     words = [degree for degree in degrees if not degree.endswith(" 1")] or ["one GPU"]
+    if plan.etp is not None:
+        words.append(f"etp {plan.etp}")
     words.append(f"micro-batch {plan.microbatch}")
     if plan.pp > 1:
         chunks = f" with {plan.chunks} chunks" if plan.chunks > 1 else ""
@@ -120,6 +122,12 @@ def _reasons(found, plan: Plan):
     if plan.ep > 1:
         held = found.model.experts // plan.ep
         yield f"ep {plan.ep}: each GPU has {held} of {found.model.experts} experts."
+    if plan.etp is not None:
+        cut = "whole" if plan.etp == 1 else f"cut over {plan.etp} GPUs"
+        yield (
+            f"etp {plan.etp}: each expert is {cut}, and other GPUs of a tensor parallel group have "
+            "other experts."
+        )
     if plan.replicas > 1:
         sharded = {
             0: "whole on each of them",

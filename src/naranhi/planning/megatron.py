@@ -41,11 +41,14 @@ def megatron(model: Model, plan: Plan, sequence_length: int, global_batch: int) 
     ]
     if model.experts:
         words.append(f"--expert-model-parallel-size {plan.ep}")
+        if plan.etp is not None:
+            words.append(f"--expert-tensor-parallel-size {plan.etp}")
         # By default each rank would gather the tokens of all.
         words.append("--moe-token-dispatcher-type alltoall")
     words += _pipeline(model, plan)
     if plan.sequence_parallel and plan.tp > 1:
         words.append("--sequence-parallel")
+        words.append("--tp-comm-overlap")  # by default it overlaps none, and forecasts are of half
     words += _data_parallel(plan)
     if plan.recompute == "selective":
         words.append("--recompute-granularity selective")
@@ -144,9 +147,9 @@ def _data_parallel(plan):
         words += ["--overlap-param-gather"] if plan.zero else []
     instances = plan.replicas // plan.zero_group
     if plan.zero and instances > 1:
-        if plan.replicas // plan.ep % instances:
+        if plan.expert_replicas % instances:
             raise ValueError(
-                f"Megatron-LM cannot run this plan: the {plan.replicas // plan.ep} ranks that have "
+                f"Megatron-LM cannot run this plan: the {plan.expert_replicas} ranks that have "
                 f"the same experts do not divide into {instances} groups, as zero_group = "
                 f"{plan.zero_group} of dp x cp = {plan.replicas} ranks asks"
             )

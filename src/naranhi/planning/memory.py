@@ -91,11 +91,11 @@ def stage_parameters(model: Model, cluster: Cluster, plan: Plan) -> tuple[tuple[
     A tied embedding is on the first and on the last stage, if these are different.
     """
     ranks = tuple(map(plan.virtual_stages, range(plan.pp)))
-    return _stage_parameters(model, cluster.runs.cut, plan.tp, plan.ep, ranks)
+    return _stage_parameters(model, cluster.runs.cut, plan.tp, plan.ep, plan.etp, ranks)
 
 
 @lru_cache(maxsize=65536)
-def _stage_parameters(model, how, tp, ep, ranks):
+def _stage_parameters(model, how, tp, ep, etp, ranks):
     whole_cut = cut(model, sum(map(len, ranks)), how)
     head = next(rank for rank, own in enumerate(ranks) if whole_cut.head in own)
     result = []
@@ -103,7 +103,7 @@ def _stage_parameters(model, how, tp, ep, ranks):
         layers = [layer for part in own for layer in whole_cut.layers[part]]
         dense = experts = 0.0
         for layer in layers:
-            own_dense, own_experts = model.rank_parameters(layer, tp, ep)
+            own_dense, own_experts = model.rank_parameters(layer, tp, ep, etp)
             dense, experts = dense + own_dense, experts + own_experts
         if stage == 0:
             dense += model.embedding_parameters / tp + model.positions * model.hidden
@@ -116,10 +116,11 @@ def _stage_parameters(model, how, tp, ep, ranks):
 def updated_parameters(plan: Plan, dense: float, experts: float) -> float:
     """Return how many of a rank's parameters its optimizer updates.
 
-    Experts are on one in `ep` of the ranks that have the others, so they have fewer shards.
+    Experts are on other ranks than the rest, so they have another number of shards.
     """
-    shards = plan.zero_group if plan.zero else 1
-    return dense / shards + experts / max(1, shards // plan.ep)
+    if not plan.zero:
+        return dense + experts
+    return dense / plan.zero_group + experts / plan.expert_zero_group
 
 
 def stage_memory(
@@ -151,22 +152,21 @@ def stage_memory(
             a + b
             for a, b in zip(
                 _state(plan, engine, dense, plan.zero_group),
-                _state(plan, engine, experts, max(1, plan.zero_group // plan.ep)),
+                _state(plan, engine, experts, plan.expert_zero_group),
                 strict=True,
             )
         )
         forward, layer = layer_forward + messages, layer_backward + messages
         if sharded:
-            each = (sum(model.rank_parameters(n, plan.tp, plan.ep)) for n in layers)
+            each = [sum(model.rank_parameters(n, plan.tp, plan.ep, plan.etp)) for n in layers]
             largest = max(each, default=0.0)
             # A layer's parameters, those of the next one, and the gradients that are reduced.
             forward += 2 * value * largest
             layer += (2 * value + engine.reduced_bytes(plan.precision)) * largest
         ends = gathers = 0.0
         if sharded:
-            of_all = sum(sum(model.rank_parameters(n, plan.tp, plan.ep)) for n in layers)
             # What is in no layer is gathered before the first and given up after the last.
-            ends = value * (dense + experts - of_all)
+            ends = value * (dense + experts - sum(each))
             gathers = max(ends, value * largest) + value * largest
         if plan.kept_whole:  # and counted with the parameters
             ends = 0.0
@@ -230,7 +230,8 @@ def _one_layer(model, cluster, plan, sequence_length):
         again = layer_activations(model, cluster, whole, sequence_length, sparse)
         if plan.recompute == "selective":  # what is kept is there already
             again -= layer_activations(model, cluster, plan, sequence_length, sparse)
-    gathered = 3 * model.hidden * (model.top_k if sparse else 1) if plan.tp > 1 else 0
+    copies = max(1, model.top_k * plan.expert_tp / plan.tp) if sparse else 1
+    gathered = 3 * model.hidden * copies if plan.tp > 1 else 0
     widest = (3 if model.gated else 2) * inner_width(model, sparse) / plan.tp
     scores = 0.0
     if not cluster.runs.flash:

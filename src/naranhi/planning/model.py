@@ -201,12 +201,17 @@ class Model:
         )
 
     def rank_parameters(
-        self, layer: int, tensor_parallel: int, expert_parallel: int = 1
+        self,
+        layer: int,
+        tensor_parallel: int,
+        expert_parallel: int = 1,
+        expert_tensor_parallel: int | None = None,
     ) -> tuple[float, float]:
         """Return the parameters of a layer that a rank has, outside of experts and of its experts.
 
         Tensor parallel ranks shard all matrices but those of latent vectors and the router, of
-        which each has the whole. (So do they have norms, which are too small to count.)
+        which each has the whole. (So do they have norms, which are too small to count.) Each expert
+        is cut over `expert_tensor_parallel` ranks; None is as all others.
         """
         whole = _weights(m for m in self.attention if m.split == "none")
         experts = 0
@@ -214,7 +219,8 @@ class Model:
             whole += self.hidden * self.experts
             experts = self.experts * self.expert_parameters
         sharded = self.layer_parameters(layer) - experts - whole
-        return sharded / tensor_parallel + whole, experts / (tensor_parallel * expert_parallel)
+        pieces = expert_parallel * (expert_tensor_parallel or tensor_parallel)
+        return sharded / tensor_parallel + whole, experts / pieces
 
     def sparse(self, layer: int) -> bool:
         """Return whether that layer, counted from 0, has experts."""
@@ -248,9 +254,9 @@ class Model:
         """Return the model's operations for a token in a step, forward and backward.
 
         Six for each weight that a token is multiplied with (the embedding is a look-up), and
-        attention to all tokens of the sequence, as Megatron-LM and PaLM count model FLOPs: a
-        causal kernel that skips the half that is masked is credited with it, and recomputation
-        is not counted.
+        attention to all tokens of the sequence, as Megatron-LM's papers and PaLM count model
+        FLOPs: a causal kernel that skips the half that is masked is credited with it, and
+        recomputation is not counted. (Since 2025 Megatron-LM's own log counts that half only.)
 
         Source: Narayanan et al. (2021), equation 3, without the recomputed forward.
         """

@@ -6,7 +6,6 @@ from naranhi.costs.activations import RECOMPUTE
 from naranhi.planning.arguments import make_whole, whole
 from naranhi.planning.cluster import Cluster
 from naranhi.planning.model import Model
-from naranhi.planning.stages import cut
 from naranhi.schedules import names
 
 SCHEDULES = (
@@ -54,9 +53,12 @@ class Plan:
         recompute: "none", "selective" or "full", as `costs.transformer_layer_bytes` has it.
         sequence_parallel: Whether tensor parallel ranks shard norms and dropouts along the
             sequence as well; by default (None) where tp is above 1.
+        precision: "bf16"; "fp8" for fp8 matmuls with the rest as in bf16; or "fp32".
         zero_group: Neighbours among the dp x cp ranks that shard the model state; all of them, if
             None. Fewer than all is what FSDP calls hybrid sharding.
-        precision: "bf16"; "fp8" for fp8 matmuls with the rest as in bf16; or "fp32".
+        etp: Expert tensor parallel degree: the ranks of a tensor parallel group that cut each
+            expert; None is as tp. With fewer, the others of the group have other experts: `ep`
+            neighbours among dp x cp x tp / etp share them, so that with 1 an expert is whole.
 
     Raises:
         TypeError: If a degree is not a whole number, or a flag not a bool.
@@ -76,10 +78,11 @@ class Plan:
     sequence_parallel: bool | None = None
     precision: str = "bf16"
     zero_group: int | None = None
+    etp: int | None = None
 
     def __post_init__(self) -> None:
         numbers = "dp", "tp", "pp", "cp", "ep", "chunks", "microbatch", "zero"
-        make_whole(self, *numbers, optional=("zero_group",))
+        make_whole(self, *numbers, optional=("zero_group", "etp"))
         for name in numbers:
             value, least = getattr(self, name), 0 if name == "zero" else 1
             if value < least:
@@ -115,18 +118,36 @@ class Plan:
             raise PlanError(
                 f"schedule {self.schedule!r} with pp = 1: one stage has nothing to interleave"
             )
-        if self.dp * self.cp % self.ep:
-            raise PlanError(
-                f"ep = {self.ep} does not divide dp x cp = {self.dp * self.cp}: experts are shared "
-                "by ranks that otherwise hold the same weights"
-            )
-
+        self._check_experts()
         if self.zero_group is None:
             object.__setattr__(self, "zero_group", self.replicas)
         elif self.zero_group < 1 or self.replicas % self.zero_group:
             raise PlanError(
                 f"zero_group = {self.zero_group} does not divide dp x cp = {self.replicas}"
             )
+
+    def _check_experts(self):
+        """Raise PlanError if experts cannot be divided so; `etp` is None where it is `tp`."""
+        if self.etp == self.tp:
+            object.__setattr__(self, "etp", None)
+        if self.etp is None:
+            if self.replicas % self.ep:
+                raise PlanError(
+                    f"ep = {self.ep} does not divide dp x cp = {self.replicas}: experts are shared "
+                    "by ranks that otherwise hold the same weights (with etp = 1 by those of "
+                    "tensor parallel groups, too)"
+                )
+            return
+        if self.etp < 1 or self.tp % self.etp:
+            raise PlanError(f"etp = {self.etp} does not divide tp = {self.tp}")
+        if not self.sequence_parallel:
+            raise PlanError(
+                f"etp = {self.etp} below tp = {self.tp} goes with sequence_parallel: else all "
+                "ranks of a tensor parallel group would send the same tokens to experts"
+            )
+        among = self.replicas * self.tp // self.etp
+        if among % self.ep:
+            raise PlanError(f"ep = {self.ep} does not divide dp x cp x tp / etp = {among}")
 
     @property
     def ranks(self) -> int:
@@ -159,6 +180,21 @@ class Plan:
     def replicas(self) -> int:
         """The ranks that hold the same weights and sum their gradients: dp x cp."""
         return self.dp * self.cp
+
+    @property
+    def expert_tp(self) -> int:
+        """The ranks of a tensor parallel group that cut each expert."""
+        return self.tp if self.etp is None else self.etp
+
+    @property
+    def expert_replicas(self) -> int:
+        """The ranks that hold the same experts and sum their gradients."""
+        return self.replicas * self.tp // self.expert_tp // self.ep
+
+    @property
+    def expert_zero_group(self) -> int:
+        """The ranks that shard the state of the same experts."""
+        return max(1, self.zero_group * self.tp // self.expert_tp // self.ep)
 
     def microbatches(self, global_batch: int) -> int:
         """Return the number of micro-batches of a rank in a step of `global_batch` sequences.
@@ -223,18 +259,25 @@ class Plan:
                 f"{cluster.engine} has to have on their way before a backward"
             )
         shards = self.tp if self.sequence_parallel else 1
+        cut = "tp" if self.etp is None else "etp"
         sparse, dense = model.experts > 0, not model.experts or model.dense_layers > 0
         for what, total, name, parts in (
             ("heads", model.heads, "tp", self.tp),
             ("ffn", model.ffn if dense else 0, "tp", self.tp),
-            ("expert_ffn", model.expert_ffn if sparse else 0, "tp", self.tp),
+            (
+                "expert_ffn",
+                model.expert_ffn if sparse else 0,
+                "tp" if self.etp is None else "etp",
+                self.expert_tp,
+            ),
             ("sequence_length", sequence_length, "cp x tp", self.cp * shards),
             ("experts", model.experts, "ep", self.ep),
         ):
             if total % parts:
                 raise PlanError(f"{what} = {total} is not a multiple of {name} = {parts}")
-        if self.ep > 1 and not model.experts:
-            raise PlanError(f"ep = {self.ep}, but the model has no experts")
+        for name, given in (("ep", self.ep > 1), ("etp", self.etp is not None)):
+            if given and not model.experts:
+                raise PlanError(f"{name} = {getattr(self, name)}, but the model has no experts")
         stages = self.pp * self.chunks
         if cluster.runs.cut == "cumulative" and cut(model, stages, "cumulative").last < stages - 1:
             raise PlanError(

@@ -64,7 +64,7 @@ def search(
 
     Looked at are all degrees that divide the GPUs, the model and the batch, within these limits:
 
-    - tensor parallelism over at most as many GPUs as a node has;
+    - tensor parallelism over at most as many GPUs as a node has, of experts over as many or none;
     - context parallelism by powers of two, which leave each rank at least 4,096 tokens;
     - micro-batches of 1, 2, 4, 8 or 16 sequences;
     - 1F1B, and the interleaved schedule with 2 or 4 chunks;
@@ -87,7 +87,8 @@ def search(
     Raises:
         TypeError: If a number is not a whole number, or an argument is of another class.
         ValueError: If `best` is less than 1, or `margin` not from 0 to below 1.
-        PlanError: If no plan divides the GPUs, the model and the batch.
+        PlanError: If no plan divides the GPUs, the model and the batch, or none is possible for
+            another reason: the message has that of the last one.
     """
     check_classes(model=model, cluster=cluster)
     sequence_length = whole("sequence_length", sequence_length, "a number of tokens")
@@ -118,7 +119,9 @@ def search(
         quick = forecast(model, cluster, plan, sequence_length, global_batch, exact=False)
         fit.append((quick.step_seconds, len(fit), plan))
     if not tried:
-        raise PlanError(f"no plan divides this model, cluster and batch; the last one: {refusal}")
+        raise PlanError(
+            f"no plan is possible for this model, cluster and batch; of the last one: {refusal}"
+        )
     fit.sort()
     exact = [
         (plan, forecast(model, cluster, plan, sequence_length, global_batch))
@@ -150,13 +153,17 @@ def plans(
         dp, rest = divmod(gpus, tp * cp * pp)
         if rest or pp > model.layers:
             continue
-        experts = [1]
+        experts = [(1, None)]
         if model.experts:
-            experts = [ep for ep in _divisors(dp * cp) if model.experts % ep == 0]
-        for ep, microbatch, recompute in product(experts, _MICROBATCHES, repeated):
-            first = Plan(
-                dp, tp, pp, cp, ep, microbatch=microbatch, recompute=recompute, precision=precision
-            )
+            experts = [
+                (ep, etp)
+                for etp, among in ((None, dp * cp), (1, dp * cp * tp))
+                for ep in _divisors(among)
+                if model.experts % ep == 0 and (etp is None or min(tp, ep) > 1)
+            ]
+        for (ep, etp), microbatch, recompute in product(experts, _MICROBATCHES, repeated):
+            more = {"microbatch": microbatch, "recompute": recompute, "precision": precision}
+            first = Plan(dp, tp, pp, cp, ep, etp=etp, **more)
             for zero in _ZERO if dp * cp > 1 else (0,):
                 if zero == 3 and pp > 1:
                     continue  # gathers once a step and keeps: no better than stage 1

@@ -213,7 +213,7 @@ def layer_times(
     idle = max(0.0, host * thirds / 3 - forward - backward)
     forward, backward = forward + idle / thirds, backward + idle * (1 - 1 / thirds)
     place = model.layers - 1 if sparse else 0
-    dense, experts = model.rank_parameters(place, plan.tp, plan.ep)
+    dense, experts = model.rank_parameters(place, plan.tp, plan.ep, plan.etp)
     sharded = sharding.sharded_layer(cluster, plan, dense, forward, backward, experts)
     parts = {
         "computing": work.forward + work.backward - scores.forward - scores.backward,

@@ -1,7 +1,7 @@
 """How long data parallel ranks take to gather parameters and to reduce gradients, sharded or not.
 
-Experts are on fewer ranks than the other parameters: of `ep` neighbouring data parallel ranks each
-has its own, so only every `ep`-th one has the same. Units: seconds, bytes, parameters.
+Experts are on fewer ranks than the other parameters: of `ep` neighbouring ranks each has its own,
+so only every `ep`-th one has the same. Units: seconds, bytes, parameters.
 """
 
 from typing import NamedTuple
@@ -48,7 +48,7 @@ def sharded_ends(cluster: Cluster, plan: Plan, parameters: float) -> Exposed:
 
 def _sharded(cluster, plan, dense, experts):
     """Return the seconds of gathering the parameters, and of reducing their gradients, once."""
-    if plan.zero < 3 or plan.kept_whole or plan.replicas == 1:
+    if plan.zero < 3 or plan.kept_whole or _alone(plan, experts):
         return 0.0, 0.0
     value = 4 if plan.precision == "fp32" else 2
     gather = reduce = 0.0
@@ -76,7 +76,7 @@ def gradient_seconds(
         dense: Parameters of a rank outside of experts.
         experts: Parameters of its experts.
     """
-    if plan.replicas == 1 or (plan.zero == 3 and not plan.kept_whole):
+    if _alone(plan, experts) or (plan.zero == 3 and not plan.kept_whole):
         return 0.0, 0.0
     bucket = _bucket(cluster, plan)
     value = 4 if plan.precision == "fp32" else 2
@@ -103,12 +103,17 @@ class _Group(NamedTuple):
 
 
 def _groups(plan, dense, experts):
-    """Yield who shards a rank's parameters: of its experts, one in `ep` of the others' ranks."""
+    """Yield who shards a rank's parameters, and those of its experts."""
     if dense:
         yield _Group(plan.zero_group, plan.tp, plan.replicas), dense
     if experts:
-        ranks = max(1, plan.zero_group // plan.ep)
-        yield _Group(ranks, plan.tp * plan.ep, plan.replicas // plan.ep), experts
+        stride = plan.expert_tp * plan.ep
+        yield _Group(plan.expert_zero_group, stride, plan.expert_replicas), experts
+
+
+def _alone(plan, experts):
+    """Return whether no other rank has the same parameters, nor the same experts."""
+    return plan.replicas == 1 and (not experts or plan.expert_replicas == 1)
 
 
 def _between_groups(cluster, plan, group, gradients):

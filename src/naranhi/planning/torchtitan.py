@@ -121,14 +121,22 @@ def _precision(model, plan, sharded):
 
 def _experts(plan, sharded):
     """Return the lines of [parallelism] that divide the experts."""
-    if plan.ep > 1 and (plan.ep % plan.cp or sharded * plan.cp % plan.ep):
+    if plan.etp is not None and (plan.etp > 1 or plan.ep == 1):
         raise ValueError(
-            f"torchtitan cannot run this plan: ep = {plan.ep} is not a multiple of cp = {plan.cp} "
-            f"that divides data_parallel_shard_degree x cp = {sharded} x {plan.cp}; choose such an "
-            "ep, or ZeRO over more ranks"
+            f"torchtitan cannot run this plan: etp = {plan.etp} with ep = {plan.ep}: it cuts each "
+            "expert by tp, or spreads whole ones (etp = 1) over ep > 1 ranks"
         )
-    # Its default, 1, would spread whole experts over tp as well; the plan cuts each of them by tp.
-    tensor = [f"expert_tensor_parallel_degree = {plan.tp}"] if plan.ep > 1 else []
+    name, ranks = "cp", plan.cp
+    if plan.etp == 1:
+        name, ranks = "cp x tp", plan.cp * plan.tp
+    if plan.ep > 1 and (plan.ep % ranks or sharded * ranks % plan.ep):
+        raise ValueError(
+            f"torchtitan cannot run this plan: ep = {plan.ep} is not a multiple of {name} = "
+            f"{ranks} that divides data_parallel_shard_degree x {name} = {sharded} x {ranks}; "
+            "choose such an ep, or ZeRO over more ranks"
+        )
+    # Its default, 1, spreads whole experts over tp as well.
+    tensor = [f"expert_tensor_parallel_degree = {plan.expert_tp}"] if plan.ep > 1 else []
     return [f"expert_parallel_degree = {plan.ep}", *tensor]
 
 
