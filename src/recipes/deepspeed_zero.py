@@ -73,7 +73,7 @@ def main():
         collate_fn=Collate(options, model.config.n_positions),
     )
 
-    start, kept = 0, settings(options) | {"--stage": options.stage, "WORLD_SIZE": ranks}
+    start, kept = 0, settings(options, data) | {"--stage": options.stage, "WORLD_SIZE": ranks}
     if options.save:
         check_shared(options.save)  # before the first step, and not after the last
         if not options.resume:

@@ -61,7 +61,8 @@ def shard(options, device):
 
 def main():
     options, device = arguments(), join()
-    rank, ranks, kept = dist.get_rank(), dist.get_world_size(), settings(options)
+    rank, ranks, data = dist.get_rank(), dist.get_world_size(), load_passages(options)
+    kept = settings(options, data)
     if options.save:
         check_shared(options.save.parent)  # before the first step, and not after the last
         finish_save(options.save)
@@ -70,7 +71,6 @@ def main():
     elif options.save:
         check_new(options.save)
     model = shard(options, device)
-    data = load_passages(options)
     sampler = DistributedSampler(data, seed=options.seed)
     loader = DataLoader(
         data,

@@ -1,5 +1,6 @@
 """What fsdp.py and deepspeed_zero.py share: where a state is saved, and what it goes on with."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -20,6 +21,10 @@ def parse(options):
     given = options.parse_args()
     if given.resume and not given.save:
         options.error("--resume needs --save, the folder of the state to begin with")
+    if given.save and given.save.is_symlink():
+        given.save = given.save.resolve()  # a state can replace a folder, not a link to one
+    if given.save and given.save.is_mount():
+        options.error(f"--save {given.save} is a mount point: name a folder in it")
     given.new_lr, given.lr = given.lr, lr if given.lr is None else given.lr
     return given
 
@@ -47,9 +52,11 @@ def check_new(folder):
         sys.exit(f"{folder} is not empty: --resume goes on with its state; begin in another folder")
 
 
-def settings(options):
+def settings(options, data):
     """Return what must not change: a step would read other rows, or the optimizer not fit."""
-    return {f"--{name}": getattr(options, name) for name in ("batch", "seed", "optimizer")}
+    kept = {f"--{name}": getattr(options, name) for name in ("batch", "seed", "optimizer")}
+    texts = hashlib.sha256("\0".join(data["context"]).encode())
+    return kept | {"texts in --data": texts.hexdigest()[:12]}
 
 
 def write_settings(folder, settings):

@@ -10,7 +10,7 @@ import sys
 
 import datasets
 import pytest
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from naranhi import data
 from naranhi.data import corpus
@@ -248,3 +248,28 @@ def test_offline_one_error_says_what_to_do(how, tmp_path):
     assert tokenizer.startswith("no tokenizer of 'gpt2'.")
     assert "hf download gpt2 --local-dir" in tokenizer
     assert all("(The cause: " in line for line in (squad, tokenizer))
+
+
+def test_a_tokenizer_that_cannot_be_used_is_refused(tmp_path):
+    own = data.tokenizer()
+    own.save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match="no tokenizer can be made of the files of "):
+        data.tokenizer(tmp_path)
+    without = PreTrainedTokenizerFast(tokenizer_object=own.backend_tokenizer)
+    without.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="has neither a padding token nor one for the end"):
+        data.tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"data": [{"paragraphs": [{"context": "a\\ud800"}]}]}', "has half of a character"),
+        ("[" * 100_000, "it is no JSON"),
+    ],
+)
+def test_a_corpus_that_json_takes_and_a_tokenizer_does_not(tmp_path, text, words):
+    (tmp_path / "corpus.json").write_text(text)
+    with pytest.raises(ValueError, match=words):
+        data.contexts(tmp_path / "corpus.json")

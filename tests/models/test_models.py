@@ -1,6 +1,7 @@
 """Models as lists of layers: the arithmetic is the original's, and the time is what one sets."""
 
 import copy
+import json
 import os
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import time
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -457,3 +459,52 @@ def test_offline_one_error_says_what_to_do(tmp_path):
     assert message.startswith("OSError: no weights of 'gpt2'.")
     assert "hf download gpt2 --local-dir" in message
     assert "small GPT-2 with random weights" in message
+
+
+def rewritten(folder, weights, **config):
+    """A small GPT-2 of two blocks, saved, but with other weights or settings."""
+    model = GPT2LMHeadModel(tiny())
+    model.save_pretrained(folder)
+    kept = {name: value for name, value in model.state_dict().items() if weights(name)}
+    kept.pop("lm_head.weight", None)  # tied
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("weights", "config", "words"),
+    [
+        (
+            lambda name: ".h.1." not in name,
+            {},
+            r"lack transformer\.h\.1\.\S+ and \d+ more: they were not",
+        ),
+        (lambda name: True, {"n_layer": 3}, r"lack transformer\.h\.2\."),
+        (
+            lambda name: True,
+            {"n_layer": 1},
+            r"have transformer\.h\.1\.\S+ .*its config.json has 1 blocks",
+        ),
+        (lambda name: True, {"n_layer": 0}, "has 0 blocks of"),
+        (lambda name: True, {"activation_function": "none"}, "no GPT-2 can be made of the weights"),
+        (lambda name: True, {"n_embd": 12}, "no GPT-2 can be made of the weights"),
+        (lambda name: True, {"n_head": "two"}, r"no GPT-2 can be made of the config\.json"),
+    ],
+)
+def test_weights_that_are_not_the_configs_are_refused(tmp_path, weights, config, words):
+    """transformers would draw what is missing, and leave out what is too many."""
+    with pytest.raises(ValueError, match=words):
+        models.gpt2(rewritten(tmp_path, weights, **config))
+
+
+def test_all_weights_of_a_saved_model_are_there(tmp_path):
+    models.gpt2(rewritten(tmp_path, lambda name: True))
+
+
+def test_damaged_weights_are_refused(tmp_path):
+    file = rewritten(tmp_path, lambda name: True) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(ValueError, match=r"no GPT-2 can be made of the weights of .*Safetensor"):
+        models.gpt2(tmp_path)

@@ -1,5 +1,6 @@
 """Recipes that go on with a saved state, or say in words why they cannot."""
 
+import gzip
 import json
 import shutil
 
@@ -217,3 +218,26 @@ def test_gradients_of_bfloat16_are_summed_in_fp32(tmp_path, forked):
     assert done.returncode == 0, done.stderr
     reduced = {line for line in done.stdout.splitlines() if line.startswith("reduced")}
     assert reduced == {"reduced in torch.float32"}
+
+
+def test_a_link_to_a_folder_elsewhere_is_followed(tmp_path, forked, single):
+    """Of a home to a scratch file system: the state cannot take the link's place."""
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "state").symlink_to("scratch")
+    for steps, more in (("1", []), ("3", ["--resume"])):
+        options = ["--steps", steps, "--save", "state", *more, "--optimizer", "sgd", "--lr", "0.1"]
+        found = losses(forked(2, "fsdp.py", *options, folder=tmp_path))
+    assert found == pytest.approx({step: single[step] for step in (1, 2)}, abs=5e-6)
+    assert (tmp_path / "state").is_symlink() and (tmp_path / "scratch" / ".metadata").exists()
+
+
+@pytest.mark.parametrize("script", SAVING)
+def test_other_data_are_refused(tmp_path, resume, script):
+    """The next step would not read the next rows."""
+    with gzip.open(RECIPES / "small" / "text" / "train.jsonl.gz", "rt") as packed:
+        rows = packed.read().splitlines()
+    (tmp_path / "train.jsonl").write_text("\n".join(reversed(rows)))
+    done = resume(script, "--data", str(tmp_path))
+    assert done.returncode != 0
+    assert "was saved with texts in --data " in done.stderr
+    assert "loss" not in done.stdout

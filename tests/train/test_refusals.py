@@ -78,3 +78,18 @@ def devices_of_the_model():
 
 def test_the_model_is_on_the_device_of_the_group(eight):
     assert eight(1, devices_of_the_model) == [{"meta"}]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--save", ""], "argument --save: it is empty, and has to name a path"),
+        (["--log-file", ""], "it is empty, and has to name a path"),
+        (["--steps", "9" * 20], "argument --steps: 9{20} is more than 2,147,483,647"),
+        (["--lr", "1e300"], "'1e300' is not a number above 0, and within fp32"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(arguments, words):
+    """An empty path is what a variable of a script says that is not set."""
+    with pytest.raises(train.UsageError, match=words):
+        train.parse(arguments)

@@ -12,7 +12,7 @@ import small_gpt2
 import torch.distributed as dist
 import trained
 
-from naranhi import train
+from naranhi import data, train
 from naranhi.checkpoint import Checkpoints, storage
 from naranhi.checkpoint.storage import Storage
 from naranhi.train.log import Log
@@ -240,3 +240,14 @@ def test_killed_at_random_moments_it_ends_as_if_never_killed(small, tmp_path):
     assert len(entries[0]) == len(entries[1]) == STEPS
     for expected, entry in zip(*entries, strict=True):
         assert {**expected, "seconds": 0} == {**entry, "seconds": 0}
+
+
+def test_another_padding_token_is_refused_where_routers_see_it(eight, tmp_path):
+    options = small_gpt2.write(tmp_path, extra=1)
+    options += ["--batch", "4", "--microbatches", "2", "--experts", "2", "--steps", "2"]
+    eight(1, losses_of, [*options, *resumed(tmp_path / "run")])
+    tokenizer = data.tokenizer()
+    tokenizer.add_special_tokens({"pad_token": "<pad>"})
+    tokenizer.save_pretrained(tmp_path)
+    answer = eight(1, losses_of, [*options, *resumed(tmp_path / "run", "--steps", 3)])[0]
+    assert "was saved with another padding token" in answer

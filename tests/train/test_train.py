@@ -491,3 +491,30 @@ def test_a_log_that_cannot_be_written_is_named(tmp_path):
         Log(tmp_path / "nowhere" / "log.jsonl")
     with Log(None) as log:
         log.write(step=0)
+
+
+LATE = """
+import os, signal
+from naranhi.train import cli
+
+def train(*arguments):
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+cli.train = train
+cli.main(["--silence", "4"])
+"""
+
+
+def test_a_rank_that_stops_after_its_last_step_is_named(tmp_path):
+    """Nobody watched from there on, and the others waited for half an hour."""
+    (tmp_path / "late.py").write_text(LATE)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*torchrun, "--local-addr=127.0.0.1", str(tmp_path / "late.py")],
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert done.returncode != 0
+    assert "rank 0 ends the training: rank 1 on " in told(done.stderr)[0]

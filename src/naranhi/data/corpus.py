@@ -65,6 +65,7 @@ def tokenizer(name: str | os.PathLike[str] | None = None) -> PreTrainedTokenizer
 
     Raises:
         OSError: if the tokenizer is neither here nor can be fetched; it says what to do.
+        ValueError: if its files are damaged, or it has no token to pad with.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -81,10 +82,24 @@ def tokenizer(name: str | os.PathLike[str] | None = None) -> PreTrainedTokenizer
         else offline(name)
     )
     with fetching(f"tokenizer of {name!r}", advice):
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        if not tokenizer("a")["input_ids"]:  # transformers makes one of that kind without tokens
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(name)
+            empty = not tokenizer("a")["input_ids"]
+        except OSError:
+            raise
+        except Exception as error:  # of several libraries' own kinds
+            cause = f"{type(error).__name__}: {error}".partition("\n")[0]
+            raise ValueError(
+                f"no tokenizer can be made of the files of {name!r} ({cause})"
+            ) from error
+        if empty:  # transformers makes one of that kind without tokens
             raise OSError("neither tokenizer.json nor vocab.json")
     if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token is None:
+            raise ValueError(
+                f"the tokenizer of {name!r} has neither a padding token nor one for the end: name "
+                "one in its tokenizer_config.json"
+            )
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
@@ -113,7 +128,7 @@ def _read(path):
     try:
         content = json.loads(gzip.decompress(packed) if packed[:2] == b"\x1f\x8b" else packed)
         fault = _fault_in(content)
-    except (ValueError, *UNPACKING) as error:
+    except (ValueError, RecursionError, *UNPACKING) as error:
         fault = f"it is no JSON ({error})"
     if fault:
         raise ValueError(f"the corpus {path} is not in SQuAD's form, {FORM}: {fault}")
@@ -137,6 +152,8 @@ def _fault_in(content):
         for j, paragraph in enumerate(paragraphs):
             if not isinstance(paragraph, dict) or not isinstance(paragraph.get("context"), str):
                 return f'data[{i}].paragraphs[{j}] has no text as its "context"'
+            if any("\ud800" <= character <= "\udfff" for character in paragraph["context"]):
+                return f"data[{i}].paragraphs[{j}] has half of a character (a surrogate)"
     if not any(article["paragraphs"] for article in articles):
         return "no article has a paragraph"
     return None

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import os
+import re
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -226,7 +228,55 @@ def _pretrained(name, options):
         else f"{offline(name)} Or do without: the default is a small GPT-2 with random weights."
     )
     with fetching(f"weights of {name!r}", advice):
-        kind = AutoConfig.from_pretrained(name).model_type
-        if kind != "gpt2":
-            raise ValueError(f"{name!r} is a model of the kind {kind!r}, not a GPT-2")
-        return GPT2LMHeadModel.from_pretrained(name, dtype=torch.float32, **options)
+        with _readable(name, "config.json"):
+            config = AutoConfig.from_pretrained(name)
+        if config.model_type != "gpt2":
+            raise ValueError(f"{name!r} is a model of the kind {config.model_type!r}, not a GPT-2")
+        if min(config.n_layer, config.n_head) < 1:
+            raise ValueError(f"{name!r} has {config.n_layer} blocks of {config.n_head} heads")
+        with _readable(name, "weights"):
+            model, report = GPT2LMHeadModel.from_pretrained(
+                name, dtype=torch.float32, output_loading_info=True, **options
+            )
+    _require_all_weights(name, model, report)
+    return model
+
+
+@contextmanager
+def _readable(name, what):
+    """Raise ValueError, in a line, for what transformers cannot make a model of."""
+    try:
+        yield
+    except OSError:  # of the hub, or of a file that is not there
+        raise
+    except Exception as error:  # of many libraries' own kinds
+        cause = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"no GPT-2 can be made of the {what} of {name!r} ({type(error).__name__}: {cause})"
+        ) from error
+
+
+def _require_all_weights(name, model, report):
+    """Raise ValueError if weights are missing, which would be random, or are of further blocks."""
+    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+    if missing := sorted({*report["missing_keys"]} - tied):
+        raise ValueError(
+            f"the weights of {name!r} lack {missing[0]}{_more(missing)}: they were not written by "
+            "save_pretrained, or not completely, or belong to another config.json"
+        )
+    blocks = model.config.n_layer
+    of_blocks = re.compile(r"(?:transformer\.)?h\.(\d+)\.")
+    further = [
+        key
+        for key in sorted(report["unexpected_keys"])
+        if (found := of_blocks.match(key)) and int(found[1]) >= blocks
+    ]
+    if further:
+        raise ValueError(
+            f"the weights of {name!r} have {further[0]}{_more(further)}, and its config.json has "
+            f"{blocks} blocks only"
+        )
+
+
+def _more(names):
+    return f" and {len(names) - 1} more" if len(names) > 1 else ""

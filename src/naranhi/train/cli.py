@@ -104,10 +104,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         raise_on_all(no_mistake)
         train(options, device)
-        others.close()
-        dist.barrier()
+        part(others)
     except UsageError as mistake:  # on every rank
-        others.close()
+        part(others)
         if dist.get_rank() == 0:
             for line in str(mistake).splitlines():
                 print(f"naranhi.train: error: {line}", file=sys.stderr, flush=True)
@@ -121,6 +120,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         cause = str(error).strip().partition("\n")[0].partition(". ")[0]
         end(f"rank {dist.get_rank()} ends, because it has {lost}: {cause}", others)
     dist.destroy_process_group()
+
+
+def part(others: peers.Peers) -> None:
+    """Stop watching when all have come to the end; none ends before all have stopped."""
+    dist.barrier()
+    others.close()
+    dist.barrier()
 
 
 def end(sentence: str, others: peers.Peers) -> NoReturn:

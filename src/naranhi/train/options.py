@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from naranhi import schedules
 from naranhi.train.usage import UsageError
-from naranhi.train.values import balance, positive, probability, whole
+from naranhi.train.values import balance, path, positive, probability, whole
 
 DESCRIPTION = """Train GPT-2 on a pipeline of ranks, or on a mesh of them.
 
@@ -24,9 +24,10 @@ describes what a step does.
     torchrun --nproc-per-node 2 -m naranhi.train --tp 2 --save runs/gpt2 --save-every 10 --resume
 
 A run that is resumed has the losses of one that was never interrupted: to the bit on the same
-ranks, and on another mesh, or with other micro-batches, up to the rounding of sums. Corpus, model,
---batch, --seed, --lr, --clip, --dropout, --untied, --experts and --top-k have to be what they were;
-with --experts also --microbatches, for tokens are balanced over the experts in each micro-batch.
+ranks, and on another mesh, or with other micro-batches, up to the rounding of sums. (With --dropout
+only the former holds: others draw other masks.) Corpus, model, --batch, --seed, --lr, --clip,
+--dropout, --untied, --experts and --top-k have to be what they were; with --experts also
+--microbatches, for tokens are balanced over the experts in each micro-batch.
 
 With torchrun --max-restarts, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment: without
 it, most restarts fail with torch 2.13, whose ranks find addresses of the attempt before. On several
@@ -211,6 +212,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add(
         "--save",
+        type=path,
         metavar="DIR",
         help="save checkpoints into this folder, which all ranks see: after every so many steps, "
         "in the background, and after the last step",
@@ -247,6 +249,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--log-file",
         "--log",
         dest="log",
+        type=path,
         metavar="FILE",
         help="write a JSON object for each "
         "step, a line each, replacing what is in FILE; on the machine of rank 0. (torchrun "

@@ -17,6 +17,7 @@ from naranhi.train.usage import UsageError, raise_on_all
 # The options that have to be as they were, when a run goes on.
 RESUMED = "batch", "seed", "clip", "dropout", "untied", "experts", "top_k"
 MODEL = "model"  # what its weights do not show, in `settings`
+PADDING = "padding token"  # with experts
 
 
 class Saves:
@@ -86,7 +87,8 @@ class Saves:
                 f"step {saved.step} in {self.folder} was not saved by naranhi.train: resume it "
                 "with the program that saved it, or begin a run in another folder"
             )
-        settings = {MODEL: self.settings.get(MODEL)} | settings  # older runs did not note it
+        # What older runs did not note.
+        settings = {name: self.settings.get(name) for name in (MODEL, PADDING)} | settings
         for name, own in self.settings.items():
             was = settings.get(name)
             if name == "--top-k" and was is None and settings.get("--experts"):

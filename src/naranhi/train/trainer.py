@@ -51,7 +51,7 @@ from naranhi.train.build import (
     share_of,
 )
 from naranhi.train.options import RATE, actions_of
-from naranhi.train.saves import MODEL, RESUMED, Saves
+from naranhi.train.saves import MODEL, PADDING, RESUMED, Saves
 from naranhi.train.usage import UsageError, raise_on_all
 
 
@@ -125,7 +125,7 @@ class Training:
         computed = computed_as(layers)
         ends = [token for sequence in sequences for token in (*sequence, -1)]
         passages = torch.tensor(ends)
-        raise_on_all(partial(agree, weights=nn.ModuleList(layers), passages=passages))
+        raise_on_all(partial(agree, weights=nn.ModuleList(layers), passages=passages, padding=pad))
         layers, loss = raise_on_all(partial(divide, layers, options, self.mesh))
         place, sizes = self.mesh.place, self.mesh.sizes
         # Dropout: different masks on each stage of each pipeline, the same in a tensor group.
@@ -158,6 +158,7 @@ class Training:
         if options.experts is not None:
             settings["--microbatches"] = options.microbatches
             settings["--top-k"] = options.top_k or default_top_k(options.experts)
+            settings[PADDING] = pad  # which routers see
         corpus = {"corpus, or tokenizer": fingerprint(passages)[:12]}
         self._saves = Saves(options, corpus | settings)
         self._saves.resume(self.pipeline, self.optimizer)

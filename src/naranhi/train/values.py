@@ -6,6 +6,9 @@ import argparse
 from collections.abc import Callable
 from math import isfinite
 
+MOST = 2**31 - 1  # of anything that is counted
+LARGEST = 3e38  # in fp32
+
 
 def whole(least: int) -> Callable[[str], int]:
     """Return what reads a whole number of at least `least`."""
@@ -13,6 +16,8 @@ def whole(least: int) -> Callable[[str], int]:
     def number(text):
         if not text.isdecimal() or int(text) < least:
             raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least {least}")
+        if int(text) > MOST:
+            raise argparse.ArgumentTypeError(f"{text} is more than {MOST:,}")
         return int(text)
 
     return number
@@ -32,9 +37,16 @@ def _number(text):
 
 def positive(text: str) -> float:
     """Read a number above 0."""
-    if not (isfinite(number := _number(text)) and number > 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    if not (isfinite(number := _number(text)) and 0 < number <= LARGEST):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0, and within fp32")
     return number
+
+
+def path(text: str) -> str:
+    """Read a path; an empty one, as of a variable that is not set, would be the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty, and has to name a path")
+    return text
 
 
 def probability(text: str) -> float:
