@@ -21,9 +21,12 @@ help:
 	@echo "make images     draw the pictures"
 	@echo "make clean      remove what was built (not .venv)"
 
+# Also runs where the Python is a very old one.
+suitable = $(1) -c 'import sys; v = sys.version_info[:2]; \
+	(3, 11) <= v <= (3, 13) or sys.exit("Naranhi needs Python 3.11 to 3.13, and $(1) is %d.%d; name another: make PYTHON=python3.12" % v)'
+
 $(READY): requirements.txt pyproject.toml
-	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; \
-	(3, 11) <= v <= (3, 13) or sys.exit("Naranhi needs Python 3.11 to 3.13, and $(PYTHON) is %d.%d; name another: make PYTHON=python3.12" % v)'
+	@$(call suitable,$(PYTHON))
 	@echo "Setting up .venv: 2.5 GB, or several GB more with PyTorch for CUDA; some minutes, once"
 	@$(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install --disable-pip-version-check -r requirements.txt
@@ -67,12 +70,13 @@ bench: $(READY)
 MINUTES ?= 9
 GPU_PYTHON = $(if $(and $(wildcard $(READY)),$(filter-out command,$(firstword $(origin PYTHON)))),$(BIN)/python,$(PYTHON))
 gpu:
+	@$(call suitable,$(GPU_PYTHON))
 ifneq ($(WHEELS),)
 	@$(GPU_PYTHON) -m pip install --disable-pip-version-check --quiet --no-index --no-deps --upgrade \
 	--target _build/wheels $(WHEELS)/*.whl
 endif
 	@PYTHONPATH="$(CURDIR)/src:$(CURDIR)/_build/wheels:$$PYTHONPATH" $(GPU_PYTHON) book/gpu.py --minutes $(MINUTES) \
-	$(if $(OUT),--into $(OUT)) $(if $(RESUME),--resume) $(if $(ONLY),--only $(ONLY)) $(if $(COMMIT),--commit $(COMMIT))
+	$(if $(OUT),--into "$(OUT)") $(if $(RESUME),--resume) $(if $(ONLY),--only $(ONLY)) $(if $(COMMIT),--commit $(COMMIT))
 
 # jupyterlab-myst renders roles and directives there. It is not in requirements.txt: no chapter that
 # is executed depends on it.

@@ -18,8 +18,11 @@ class CannotBuild(Exception):
 
 
 @contextlib.contextmanager
-def alone(folder: Path) -> Iterator[None]:
+def alone(folder: Path) -> Iterator[int]:
     """Keep other builds out of a folder during the block; the lock ends with the process.
+
+    Yields:
+        The lock's descriptor: a process that inherits it holds the lock, too.
 
     Raises:
         CannotBuild: another build is at work there, or the folder cannot be written, or its disk
@@ -49,7 +52,7 @@ def alone(folder: Path) -> Iterator[None]:
             lock.truncate(0)
             lock.write(f"process {os.getpid()} on {socket.gethostname()}")
             lock.flush()
-            yield
+            yield lock.fileno()
         except Exception as error:
             refuse_full(error, folder)
             raise

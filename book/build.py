@@ -74,6 +74,8 @@ def executions(root: Path, only_here: bool, jobs: int) -> bool:
     here = {"device": execution.device()} if only_here else {}
     one = partial(executed, root=root, here=here, jobs=jobs)
     sources = sorted((root / "notebooks" / EXECUTED).glob("*.ipynb"))
+    if wrong := parity.unusable(root):
+        raise CannotBuild("\n".join(wrong))
     if jobs == 1:
         failures = list(map(one, sources))
     else:
@@ -146,7 +148,7 @@ def site(root: Path) -> bool:
         for language in BY_CODE:
             folder, inputs = render.stage(language, root)
             stamp = html / language / ".inputs"
-            if stamp.exists() and stamp.read_text() == inputs:
+            if stamp.exists() and stamp.read_text(encoding="utf-8") == inputs:
                 print(f"  {language}: up to date")
                 continue
             print(f"  {language}: rendering", flush=True)
@@ -160,7 +162,7 @@ def site(root: Path) -> bool:
         return False
     html.mkdir(parents=True, exist_ok=True)
     for language, (inputs, _) in tasks.items():
-        (fresh / language / ".inputs").write_text(inputs)
+        (fresh / language / ".inputs").write_text(inputs, encoding="utf-8")
         # Aside first: half of an old site that says it is up to date would be taken for a whole.
         before = fresh / f"{language} before"
         shutil.rmtree(before, ignore_errors=True)
@@ -168,9 +170,10 @@ def site(root: Path) -> bool:
             (html / language).rename(before)
         (fresh / language).rename(html / language)
         shutil.rmtree(before, ignore_errors=True)
-    first = yaml.safe_load((root / "_toc.yml").read_text())["root"]
+    first = yaml.safe_load((root / "_toc.yml").read_text(encoding="utf-8"))["root"]
     execution.write(html / "index.html", render.landing(first))
-    execution.write(html / "404.html", render.not_found(first))
+    published = yaml.safe_load((root / "_config.yml").read_text(encoding="utf-8")).get("html") or {}
+    execution.write(html / "404.html", render.not_found(first, published.get("baseurl") or ""))
     return True
 
 
@@ -180,7 +183,7 @@ def main() -> int:
     parser.add_argument("--root", type=Path, default=default, help="the folder of _config.yml")
     parser.add_argument("--execute-only", action="store_true", help="render nothing")
     parser.add_argument("--print", action="store_true", help="make a PDF and an ePub as well")
-    parser.add_argument("--jobs", type=int, default=1, help="notebooks executed at a time")
+    parser.add_argument("--jobs", type=int, default=1, help="notebooks executed at a time, from 1")
     parser.add_argument(
         "--declare-equal",
         nargs="*",
@@ -193,6 +196,8 @@ def main() -> int:
         help="write down what the executed chapters showed, for tests to compare with",
     )
     options = parser.parse_args()
+    if options.jobs < 1:
+        parser.error(f"--jobs {options.jobs}: at least one notebook is executed at a time")
     root = options.root.resolve()
     if options.declare_equal is not None:
         parity.declare_equal(root, options.declare_equal)
@@ -233,6 +238,7 @@ def build(root: Path, options: argparse.Namespace) -> int:
         print("Printing books")
         printed.books(root)
     print(f"Done in {time.monotonic() - started:.0f} s. Open {root / '_build/html/index.html'}")
+    print("(Its live pages need a server: python3 -m http.server --directory _build/html)")
     return 0
 
 

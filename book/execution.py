@@ -82,7 +82,7 @@ def modules_used(sources: list[str], package: Path) -> dict[str, Path]:
             if module in files and module not in used:
                 used[module] = files[module]
                 home = module if files[module].name == "__init__.py" else module.rpartition(".")[0]
-                look(files[module].read_text(), home)
+                look(files[module].read_text(encoding="utf-8"), home)
 
     def look(source: str, home: str) -> None:
         for level, name in _mentioned(source):
@@ -168,7 +168,7 @@ def why_stale(executed, now: dict, jobs: int = 1) -> str | None:
     Args:
         jobs: beside how many, itself included, it may have been executed.
     """
-    if executed is None:
+    if executed is None or PACKAGE not in executed.metadata:
         return "not executed yet"
     before = executed.metadata[PACKAGE]["key"]
     if before["cells"] != now["cells"]:
@@ -198,7 +198,8 @@ def machine() -> str:
 
     name = platform.machine()
     if Path("/proc/cpuinfo").exists():
-        models = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        models = re.findall(r"model name\s*: (.*)", text)
         name = models[0] if models else name
     parts = [f"{name}, {len(os.sched_getaffinity(0))} cores"]
     if torch.cuda.is_available():
@@ -324,7 +325,8 @@ def execute(source: Path, root: Path, jobs: int = 1):
         if sys.stdout.isatty():
             print("\r\x1b[K", end="")
     executed["seconds"] = round(time.monotonic() - started)
-    [answer] = notebook.cells.pop().outputs
+    # A thread that a cell has left may print there too.
+    [answer] = [o for o in notebook.cells.pop().outputs if o.output_type == "execute_result"]
     executed["backends"] = ast.literal_eval(answer["data"]["text/plain"])
     notebook.metadata[PACKAGE] = {"key": state, "executed": executed}
     save(notebook, place(name, root))
@@ -365,6 +367,9 @@ def place(name: str, root: Path) -> Path:
 
 
 def load(name: str, root: Path):
-    """The executed notebook of that name, or None."""
+    """The executed notebook of that name; None if there is none, or what is there is damaged."""
     path = place(name, root)
-    return nbformat.read(path, as_version=4) if path.exists() else None
+    try:
+        return nbformat.read(path, as_version=4) if path.exists() else None
+    except nbformat.reader.NotJSONError:
+        return None

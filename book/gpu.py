@@ -25,6 +25,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
@@ -56,6 +57,7 @@ PACKAGES = {
 OPTIONAL = "deepspeed", "torchgpipe"
 BENCHMARK = *OPTIONAL, "memray"
 INTERRUPTED = "stopped: interrupted"
+ANSWERS = 30  # seconds that nvidia-smi has; with a broken driver it never answers
 # What a GPU changes most comes first.
 RANKS_AND_KERNEL = 5  # processes of a chapter: as many chapters run beside each other as have cores
 FIRST = "04_overlap", "01_hierarchy", "07_activation_memory", "12_zero", "19_precision"
@@ -108,7 +110,10 @@ def _smi(fields, kind):
     if not shutil.which("nvidia-smi"):
         return []
     query = ["nvidia-smi", f"--query-{kind}={fields}", "--format=csv,noheader,nounits"]
-    done = subprocess.run(query, capture_output=True, text=True)
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=ANSWERS)
+    except subprocess.TimeoutExpired:
+        return []
     rows = done.stdout.splitlines() if done.returncode == 0 else []
     return [[field.strip() for field in row.split(",")] for row in rows if row.strip()]
 
@@ -116,7 +121,9 @@ def _smi(fields, kind):
 def problems(facts: dict) -> list[str]:
     """Return what stands in the way, each with what to do about it; empty if nothing does."""
     if not facts["smi"] and not facts["rehearse"]:  # then nothing else is worth mending
-        return ["no GPU: nvidia-smi is missing or lists none. make book needs no GPU"]
+        return [
+            "no GPU: nvidia-smi is missing, lists none or does not answer. make book needs no GPU"
+        ]
     found = []
     if facts["missing"]:
         names = " ".join(facts["missing"])
@@ -206,10 +213,13 @@ class Steps:
         folder: where the stamp and the logs are written.
         stamp: what the machine is; the steps are added to it.
         seconds: the time for all steps.
+        lock: the descriptor of `alone`, which steps inherit: where this process is killed, no other
+            begins before the step that it has left has ended.
     """
 
-    def __init__(self, folder: Path, stamp: dict, seconds: float) -> None:
+    def __init__(self, folder: Path, stamp: dict, seconds: float, lock: int | None = None) -> None:
         self.folder, self.stamp, self.end = folder, stamp, time.monotonic() + seconds
+        self.lock = lock
         self.one = Lock()  # to print and write, where steps run beside each other
         self.running, self.interrupted = set(), False
         self.write()
@@ -246,6 +256,7 @@ class Steps:
                     stdout=file,
                     stderr=file,
                     start_new_session=True,
+                    pass_fds=[] if self.lock is None else [self.lock],
                 )
                 self.running.add(process)
             try:
@@ -267,7 +278,9 @@ class Steps:
         return INTERRUPTED if self.interrupted else result
 
     def leave_out(self, name: str, reason: str) -> None:
-        """Write down that a step is not run, and why."""
+        """Write down that a step is not run, and why; what has passed before stays."""
+        if any(s["step"] == name and s["result"] == "passed" for s in self.stamp["steps"]):
+            return print(f"  {name}: not run: {reason}; it passed before", flush=True)
         self._note(name, f"not run: {reason}", 0)
 
     def _note(self, name, result, seconds):
@@ -346,22 +359,28 @@ def main() -> int:
     import execution
 
     root = ROOT / ("_build/recorded" if options.rehearse else "book/recorded")
-    name = name_of(facts, root)
-    folder = (options.into or root / name).resolve()
+    folder, wanted = options.into or root, options.only or steps_in_order()
     kept = "date", "driver", "torch", "nccl", "python", "cores"
-    stamp = {
-        "name": name,
-        "device": device_of(facts),
-        **{key: facts[key] for key in kept if facts.get(key) is not None},
-        "commit": execution.commit(ROOT),
-    }
-    wanted = options.only or steps_in_order()
-    stamp["steps"] = before(folder, stamp, wanted, options.resume)
+    try:
+        name = name_of(facts, root)
+        folder = (options.into or root / name).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+        stamp = {
+            "name": name,
+            "device": device_of(facts),
+            **{key: facts[key] for key in kept if facts.get(key) is not None},
+            "commit": execution.commit(ROOT),
+        }
+        stamp["steps"] = before(folder, stamp, wanted, options.resume)
+    except (OSError, ValueError) as error:  # of a record that is damaged
+        print(f"make gpu: {folder} cannot be used: {error}", file=sys.stderr)
+        return 1
     stop_when_lost()
     print(f"{stamp['device']}, torch {stamp['torch']}: {options.minutes:g} minutes, into {folder}")
     try:
-        with alone(ROOT / "_build"):
-            return record(folder, stamp, wanted, options, facts)
+        with alone(ROOT / "_build") as lock:
+            return record(folder, stamp, wanted, options, facts, lock)
     except CannotBuild as refused:
         print(f"make gpu: {refused}", file=sys.stderr)
         return 1
@@ -396,11 +415,15 @@ def before(folder: Path, stamp: dict, wanted: list[str], resume: bool) -> list[d
 
 
 def record(
-    folder: Path, stamp: dict, wanted: list[str], options: argparse.Namespace, facts: dict
+    folder: Path,
+    stamp: dict,
+    wanted: list[str],
+    options: argparse.Namespace,
+    facts: dict,
+    lock: int | None = None,
 ) -> int:
     """Run the wanted steps; 0 if none failed, and one passed."""
-    folder.mkdir(parents=True, exist_ok=True)
-    steps = Steps(folder, stamp, 60 * options.minutes)
+    steps = Steps(folder, stamp, 60 * options.minutes, lock)
     python = sys.executable
     # By name: to collect all tests would import what the machine need not have.
     marked = [str(path) for path in sorted(ROOT.glob("tests/*/test_*.py")) if _is_marked(path)]
@@ -442,7 +465,7 @@ def _beside(steps, names, width):
 
 
 def _is_marked(path):
-    return "mark.gpu" in path.read_text()
+    return "mark.gpu" in path.read_text(encoding="utf-8")
 
 
 def _execute(steps, name, jobs=1):

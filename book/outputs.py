@@ -64,7 +64,7 @@ def recorded(executed, name: str, root: Path) -> dict[str, str] | None:
     path = root / FOLDER / f"{name}.json"
     if not path.exists():
         return None
-    kept = json.loads(path.read_text())
+    kept = json.loads(path.read_text(encoding="utf-8"))
     key = {k: v for k, v in executed.metadata["naranhi"]["key"].items() if k != "device"}
     return kept["cells"] if kept["key"] == _hash(key) else None
 

@@ -33,9 +33,9 @@ LABEL = re.compile(r"^\(([^)\s]+)\)=\s*$|^\s*:(?:name|label): *(\S+)", re.MULTIL
 
 def read_pages(root: Path, language: str) -> dict[str, object]:
     """Each page's name, and its text or its notebook."""
-    texts = {p.stem: p.read_text() for p in (root / "book" / language).glob("*.md")}
+    texts = {p.stem: p.read_text(encoding="utf-8") for p in (root / "book" / language).glob("*.md")}
     notebooks = (root / "notebooks" / language).glob("*.ipynb")
-    return texts | {p.stem: reader.reads(p.read_text()) for p in notebooks}
+    return texts | {p.stem: reader.reads(p.read_text(encoding="utf-8")) for p in notebooks}
 
 
 def prose(page) -> dict[str, str]:
@@ -110,15 +110,38 @@ def same_structure(name: str, english, korean) -> list[str]:
     return wrong
 
 
+def unusable(root: Path) -> list[str]:
+    """What keeps notebooks from being executed and shown: no JSON, no ids, the same id twice."""
+    wrong = []
+    for path in sorted((root / "notebooks").glob("*/*.ipynb")):
+        name = str(path.relative_to(root))
+        try:
+            notebook = reader.reads(path.read_text(encoding="utf-8"))
+        except (reader.NotJSONError, UnicodeDecodeError, AttributeError, KeyError) as error:
+            wrong.append(f"{name} is not a notebook: {str(error).partition(chr(10))[0][:100]}")
+        else:
+            wrong += without_ids(name, notebook)
+    return wrong
+
+
+def without_ids(name: str, notebook) -> list[str]:
+    """Cells are told apart by their ids, which formats before 4.5 do not have."""
+    if (notebook.nbformat, notebook.nbformat_minor) < (4, 5):
+        return [f"{name}: format {notebook.nbformat}.{notebook.nbformat_minor} has no cell ids"]
+    if not all("id" in cell for cell in notebook.cells):
+        return [f"{name}: a cell has no id"]
+    uses = Counter(cell.id for cell in notebook.cells)
+    return [f"{name}: {count} cells have the id {i!r}" for i, count in uses.items() if count > 1]
+
+
 def saved_form(name: str, notebook) -> list[str]:
     """Valid, of the format that has ids, without outputs, without ``!``, and in short cells."""
     # nbformat.validate would repair what it finds, and so hide it.
     for error in iter_validate(notebook):
         return [f"{name}: not a valid notebook: {error.message.splitlines()[0]}"]
-    if (notebook.nbformat, notebook.nbformat_minor) < (4, 5):
-        return [f"{name}: format {notebook.nbformat}.{notebook.nbformat_minor} has no cell ids"]
-    uses = Counter(cell.id for cell in notebook.cells)
-    wrong = [f"{name}: {count} cells have the id {i!r}" for i, count in uses.items() if count > 1]
+    wrong = without_ids(name, notebook)
+    if not all("id" in cell for cell in notebook.cells):
+        return wrong
     for cell in code_cells(notebook):
         lines = cell.source.splitlines()
         if cell.outputs or cell.execution_count is not None:
@@ -178,7 +201,7 @@ def complaints(root: Path) -> list[str]:
             wrong += same_cells(name, *pair)
         wrong += same_structure(name, *pair)
     path = root / DECLARED
-    declared = json.loads(path.read_text()) if path.exists() else {}
+    declared = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     return wrong + undeclared(declared, now)
 
 
@@ -190,8 +213,8 @@ def declare_equal(root: Path, names: list[str]) -> None:
     if unknown:
         raise SystemExit(f"no page in both languages named {', '.join(unknown)}")
     path = root / DECLARED
-    declared = json.loads(path.read_text()) if names and path.exists() else {}
+    declared = json.loads(path.read_text(encoding="utf-8")) if names and path.exists() else {}
     declared |= {name: hashes(english[name], korean[name]) for name in names or both}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(declared, indent=1, sort_keys=True) + "\n")
+    path.write_text(json.dumps(declared, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     print(f"Declared equal: {', '.join(sorted(names or both))}")

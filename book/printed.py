@@ -44,10 +44,11 @@ class Book:
     def __init__(self, language: Language, root: Path, only: list[str] | None = None):
         self.language, self.root = language, root
         self.site = root / "_build" / "html" / language.code
-        toc = yaml.safe_load((root / "_toc.yml").read_text())
+        toc = yaml.safe_load((root / "_toc.yml").read_text(encoding="utf-8"))
         groups = [("", [toc["root"]])]
         for group in toc["parts"]:
-            name = language.captions.get(group["caption"], group["caption"])
+            caption = group.get("caption", "")
+            name = language.captions.get(caption, caption)
             groups.append((name, [chapter["file"] for chapter in group["chapters"]]))
         groups = [(name, [p for p in pages if only is None or p in only]) for name, pages in groups]
         self.groups = [(name, pages) for name, pages in groups if pages]
@@ -285,8 +286,8 @@ def books(root: Path) -> None:
         book = Book(language, root)
         targets = [folder / f"naranhi-{language.code}.{kind}" for kind in ("pdf", "epub")]
         stamp = folder / f".{language.code}.inputs"
-        inputs = digest(json.dumps([(book.site / ".inputs").read_text(), *layout]))
-        same = stamp.exists() and stamp.read_text() == inputs
+        inputs = digest(json.dumps([(book.site / ".inputs").read_text(encoding="utf-8"), *layout]))
+        same = stamp.exists() and stamp.read_text(encoding="utf-8") == inputs
         if same and all(target.exists() for target in targets):
             print(f"  {language.code}: up to date")
             continue
@@ -295,4 +296,4 @@ def books(root: Path) -> None:
             for make, target in zip((pdf, epub), targets, strict=True):
                 print(f"  {target.relative_to(root)}", flush=True)
                 make(book, document, target)
-        stamp.write_text(inputs)
+        stamp.write_text(inputs, encoding="utf-8")

@@ -47,7 +47,7 @@ def sizes(root: Path) -> tuple[int, int] | None:
     manifest = folder(root) / "manifest.json"
     if not manifest.exists():
         return None
-    found = json.loads(manifest.read_text())
+    found = json.loads(manifest.read_text(encoding="utf-8"))
     return found["bytes"], found["compressed"]
 
 

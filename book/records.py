@@ -15,6 +15,7 @@ from typing import NamedTuple
 import execution
 import localize
 import nbformat
+from alone import CannotBuild
 from execution import digest
 
 FOLDER = Path("book/recorded")
@@ -81,9 +82,23 @@ def load(name: str, root: Path) -> list[Record]:
     for stamp in sorted((root / FOLDER).glob("*/stamp.json")):
         path = stamp.with_name(f"{name}.json")
         if path.exists():
-            content = json.loads(path.read_text(encoding="utf-8"))
-            records.append(Record(json.loads(stamp.read_text(encoding="utf-8")), **content))
+            records.append(Record(_read(stamp), **_read(path)))
     return records
+
+
+def _read(path):
+    """Return a file of JSON.
+
+    Raises:
+        CannotBuild: it is damaged.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CannotBuild(
+            f"{path} is damaged ({error}): git checkout brings it back, or delete its folder, and "
+            "make gpu records anew on such a machine"
+        ) from None
 
 
 def changed_cells(record: Record, notebook) -> list[str]:
@@ -143,17 +158,17 @@ def _expanded(match, root, language):
     folder = root / FOLDER / machine
     try:
         if kind == "steps":
-            stamp = json.loads((folder / "stamp.json").read_text(encoding="utf-8"))
+            stamp = _read(folder / "stamp.json")
             ended = {step["step"]: _ending(step) for step in stamp["steps"]}
             for path in _chapters(folder):  # which may be of an earlier run
-                seconds = json.loads(path.read_text())["executed"]["seconds"]
+                seconds = _read(path)["executed"]["seconds"]
                 ended.setdefault(path.stem, f"passed, {seconds} s")
             width = 2 + max(map(len, ended))
             order = sorted(ended, key=lambda name: (name[0].isdigit(), name))  # chapters last
             lines = [f"{name:{width}}{ended[name]}" for name in order]
             return _fenced("\n".join(lines))
         chapter, cell = where
-        content = json.loads((folder / f"{chapter}.json").read_text(encoding="utf-8"))
+        content = _read(folder / f"{chapter}.json")
         texts = [_plain(output["text"]) for output in content["cells"][cell]["outputs"]]
     except (FileNotFoundError, KeyError, ValueError) as error:
         raise ValueError(f"{match[0]}: nothing like that is recorded ({error})") from error

@@ -10,6 +10,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import execution
 import localize
@@ -56,8 +57,9 @@ NOT_FOUND = (
     + """<script>
   const codes = CODES;
   const parts = location.pathname.split("/");
-  const book = parts.slice(0, parts.findIndex((part) => codes.includes(part)));
-  if (book.length) document.write(`<base href="${book.join("/")}/">`);
+  const at = parts.findIndex((part) => codes.includes(part));
+  const book = at < 0 ? "BASE" || parts.slice(0, -1).join("/") : parts.slice(0, at).join("/");
+  document.write(`<base href="${book}/">`);
 </script>
 <h1>404</h1>
 MISSING
@@ -72,9 +74,15 @@ def landing(first: str) -> str:
     return _outside(LANDING, first)
 
 
-def not_found(first: str) -> str:
-    """The page that a server shows for an address that does not exist, at any depth."""
-    return _outside(NOT_FOUND, first)
+def not_found(first: str, address: str = "") -> str:
+    """The page that a server shows for an address that does not exist, at any depth.
+
+    Args:
+        first: the book's first page.
+        address: that of the book, where it is published. Without one, an address that names no
+            language is taken for one of the book's own folder.
+    """
+    return _outside(NOT_FOUND.replace("BASE", urlsplit(address).path.rstrip("/")), first)
 
 
 def _outside(page, first):
@@ -152,11 +160,11 @@ def stage(language: str, root: Path) -> tuple[Path, str]:
         # Sphinx compiles labels/…/sphinx.po by itself when it lies beside the sources.
         shutil.copytree(HERE / "_ext" / "locales" / language, folder / "locales" / language)
     captions = BY_CODE[language].captions
-    toc = yaml.safe_load((root / "_toc.yml").read_text())
+    toc = yaml.safe_load((root / "_toc.yml").read_text(encoding="utf-8"))
     for part in toc["parts"]:
         if "caption" in part:
             part["caption"] = captions.get(part["caption"], part["caption"])
-    (folder / "_toc.yml").write_text(yaml.safe_dump(toc, allow_unicode=True))
+    (folder / "_toc.yml").write_text(yaml.safe_dump(toc, allow_unicode=True), encoding="utf-8")
 
     inputs = [(p, folder) for p in folder.rglob("*")] + [(root / "_config.yml", root)]
     code = [*HERE.glob("*.py"), *HERE.glob("_ext/**/*.p[oy]"), *HERE.glob("_[st]*/**/*")]

@@ -168,6 +168,7 @@ class Lab(SphinxDirective):
             "data-catalogue": page_catalogue(language)[0],
             "data-loading": words["texts"]["loading"],
             "data-failed": words["errors"]["failed"],
+            "data-served": words["texts"]["served"],
         }
         opened = " ".join(f'{key}="{escape(value)}"' for key, value in attributes.items())
         title = escape(words["titles"][kind])
@@ -182,6 +183,8 @@ class Lab(SphinxDirective):
                 '<p class="naranhi-lab-start" hidden><button type="button" data-run>'
                 f"{escape(words['start'])}</button>"
                 f' <span aria-live="polite">{escape(size)}</span></p>'
+                f'<noscript><p class="naranhi-lab-failed">{escape(words["texts"]["script"])}</p>'
+                "</noscript>"
             )
         result = [nodes.raw("", html, format="html")]
         proof = self.options.get("proof", PROOFS[kind])
@@ -244,6 +247,7 @@ def page_scripts(app, pagename, templatename, context, doctree) -> None:
     """Load the script of two kilobytes that waits for a click, on pages with a lab."""
     if doctree is not None and 'class="naranhi-lab"' in context["body"]:
         app.add_js_file("lab/start.js", type="module")
+        app.add_js_file("lab/served.js", defer="defer")
         app.naranhi_labs = True
 
 

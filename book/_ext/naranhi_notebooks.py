@@ -183,7 +183,10 @@ def write(app, exception) -> None:
     resolver, folder = Resolver(app), Path(app.outdir, FOLDER)
     folder.mkdir(exist_ok=True)
     address = app.config.html_theme_options.get("repository_url", "")
+    listed = {page for pages in app.env.toctree_includes.values() for page in pages}
     for source in sorted(Path(app.srcdir).glob("*.ipynb")):
+        if source.stem not in listed:  # its figures have no numbers, and Sphinx has warned
+            continue
         notebook = readers(nbformat.read(source, as_version=4), resolver, address)
         nbformat.write(notebook, folder / source.name)
 

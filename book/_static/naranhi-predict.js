@@ -215,8 +215,9 @@
     const predictions = [...document.querySelectorAll(".naranhi-predict")]
       .map((root) => new Prediction(root));
     const uncover = () => {  // a link that leads to what is covered
-      const cell = document.getElementById(decodeURIComponent(location.hash.slice(1)))
-        ?.closest(".naranhi-covered");
+      let id = location.hash.slice(1);
+      try { id = decodeURIComponent(id); } catch { /* a % that encodes nothing */ }
+      const cell = document.getElementById(id)?.closest(".naranhi-covered");
       if (!cell) return;
       predictions.filter(({ name }) => cell.matches(`.naranhi-covered-${name}`))
         .forEach((one) => one.show(null));

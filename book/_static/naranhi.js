@@ -42,7 +42,7 @@ function markScrolling(around) {
   if (!wider) return;
   region.tabIndex = 0;
   region.setAttribute("role", "region");
-  region.ariaLabel ||= name[document.documentElement.lang];
+  region.ariaLabel ||= name[document.documentElement.lang] ?? name.en;
 }
 addEventListener("DOMContentLoaded", () => {
   const seen = new ResizeObserver((entries) => entries.forEach((one) => markScrolling(one.target)));

@@ -770,3 +770,66 @@ def test_the_key_speaks_of_cells_modules_and_requirements(built):
 def test_a_chapter_depends_on_what_its_packages_import_on_demand(chapter, module):
     notebook = nbformat.read(REPOSITORY / "notebooks" / "en" / f"{chapter}.ipynb", 4)
     assert module in execution.key(notebook, REPOSITORY)["modules"]
+
+
+def change_notebook(book: Path, language: str, edit) -> None:
+    path = book / "notebooks" / language / "01_ring.ipynb"
+    content = json.loads(path.read_text())
+    edit(content)
+    path.write_text(json.dumps(content))
+
+
+def old_format(content):
+    content["nbformat_minor"] = 0
+    for cell in content["cells"]:
+        del cell["id"]
+
+
+def same_id(content):
+    content["cells"][2]["id"] = content["cells"][1]["id"]
+
+
+@pytest.mark.parametrize(
+    "edit, words",
+    [
+        (old_format, "notebooks/ko/01_ring.ipynb: format 4.0 has no cell ids"),
+        (same_id, "notebooks/ko/01_ring.ipynb: 2 cells have the id 'run'"),
+        (lambda content: content.clear(), "notebooks/ko/01_ring.ipynb is not a notebook"),
+    ],
+)
+def test_a_notebook_that_cannot_be_shown_is_named_before_anything_is_executed(book, edit, words):
+    change_notebook(book, "ko", edit)
+    (book / "src/naranhi/ring.py").write_text("def total(n):\n    return n\n")
+    result = build(book)
+    assert result.returncode == 1 and executed(result) == []
+    assert words in result.stderr and "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("content", ['{"cells": [', '{"cells": [], "metadata": {}, "nbformat": 4}'])
+def test_an_execution_that_is_damaged_is_made_again(book, content):
+    (book / "_build/executed/01_ring.ipynb").write_text(content)
+    result = build(book, "--execute-only")
+    assert result.returncode == 0 and executed(result) == ["01_ring"]
+
+
+def test_a_thread_that_a_cell_left_may_print(book):
+    talking = (
+        "import threading, time\n\ndef talk():\n    while True:\n        time.sleep(0.002)\n"
+        "        print('.')\n\nthreading.Thread(target=talk, daemon=True).start()\n"
+    )
+    for language in ("en", "ko"):
+        change_notebook(book, language, lambda c: c["cells"][-2].update(source=talking))
+    result = build(book, "--execute-only")
+    assert result.returncode == 0, result.stderr
+
+
+def test_no_notebook_at_a_time_is_refused(book):
+    result = build(book, "--jobs", "0")
+    assert result.returncode == 2 and "--jobs 0: at least one notebook" in result.stderr
+
+
+def test_a_locale_of_other_characters_changes_nothing(book):
+    command = [sys.executable, BOOK / "build.py", "--root", book, "--execute-only"]
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr

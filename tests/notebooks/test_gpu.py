@@ -3,11 +3,13 @@
 import argparse
 import importlib.metadata
 import json
+import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import tomllib
 from pathlib import Path
@@ -122,7 +124,7 @@ def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path):
     command = [sys.executable, ROOT / "book/gpu.py", "--into", tmp_path / "new"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1
-    assert done.stderr.startswith("make gpu: no GPU: nvidia-smi is missing or lists none")
+    assert done.stderr.startswith("make gpu: no GPU: nvidia-smi is missing, lists none or does ")
     assert not (tmp_path / "new").exists()
 
 
@@ -237,6 +239,53 @@ def test_what_is_not_run_now_stays_in_the_stamp(tmp_path):
     assert gpu.before(tmp_path, stamp, ["a"], False) == BEFORE[1:]
     assert gpu.before(tmp_path, {**stamp, "torch": "2.12.0"}, ["a"], False) == []
     assert gpu.before(tmp_path, {**stamp, "device": "1 × NVIDIA H200"}, ["a"], False) == []
+
+
+def test_a_step_that_passed_before_stays_where_no_time_is_left(tmp_path):
+    """Its record is still there, and shown."""
+    passed = {"step": "a", "result": "passed", "seconds": 1, "commit": "0ther00"}
+    steps = gpu.Steps(tmp_path, {"commit": "abc1234", "steps": [passed]}, 0.0)
+    steps.run("a", [sys.executable, "-c", "pass"], 0.1)
+    assert json.loads((tmp_path / "stamp.json").read_text())["steps"] == [passed]
+
+
+def test_a_step_keeps_others_out_after_its_run_was_killed(tmp_path):
+    with gpu.alone(tmp_path) as lock:
+        steps = gpu.Steps(tmp_path, {"commit": None, "steps": []}, 60.0, lock)
+        program = "import os, time; print(os.getpid(), flush=True); time.sleep(61.8)"
+        threading.Thread(
+            target=steps.run, args=("a", [sys.executable, "-c", program], 0.1), daemon=True
+        ).start()
+        log = tmp_path / "a.log"
+        while not (log.exists() and log.read_text().endswith("\n")):
+            time.sleep(0.05)
+    try:  # as if the process were gone, whose lock ends here
+        with pytest.raises(gpu.CannotBuild, match="is in use"), gpu.alone(tmp_path):
+            pass
+    finally:
+        os.kill(int(log.read_text()), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("into, why", [("file/new", "Not a directory"), ("damaged", "Expecting")])
+def test_a_folder_that_cannot_be_used_is_named(tmp_path, into, why):
+    (tmp_path / "file").touch()
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "stamp.json").write_text('{"device":')
+    command = [sys.executable, ROOT / "book/gpu.py", "--rehearse", "--only", "bench"]
+    done = subprocess.run(
+        [*command, "--into", tmp_path / into, "--minutes", "0.01"], capture_output=True, text=True
+    )
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert f"make gpu: {tmp_path / into} cannot be used: " in done.stderr and why in done.stderr
+
+
+def test_a_driver_that_does_not_answer_is_no_gpu(tmp_path, monkeypatch):
+    hung = tmp_path / "nvidia-smi"
+    hung.write_text("#!/bin/sh\nexec sleep 61.9\n")
+    hung.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(gpu, "ANSWERS", 0.3)
+    assert gpu.machine(rehearse=False)["smi"] == []
 
 
 BESIDE = """
@@ -543,3 +592,11 @@ def test_a_chapter_shows_what_was_recorded_as_a_table_too(with_a_table):
     catalogue = localize.load("ko", with_a_table, "01_one")
     localize.outputs([cell for cell in notebook.cells if cell.cell_type == "code"], catalogue)
     assert "<pre>✓ 빠르다\nloss 3</pre>" in str(notebook.cells).replace("\\n", "\n")
+
+
+def test_a_record_that_is_damaged_is_named(root):
+    path = next((root / records.FOLDER).glob("*/stamp.json"))
+    path.write_text("{")
+    name = next(p.stem for p in path.parent.glob("[0-9]*.json"))
+    with pytest.raises(gpu.CannotBuild, match=r"stamp.json is damaged .* git checkout brings it"):
+        records.load(name, root)

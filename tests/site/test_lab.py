@@ -140,12 +140,33 @@ def english(chromium, site):
 def test_nothing_is_fetched_before_a_click_and_nothing_from_elsewhere(live, site):
     before, after = live.requests[: live.before], live.requests[live.before :]
     of_labs = [url for url in before if "/lab/" in url or "pyodide" in url]
-    assert [Path(urlsplit(url).path).name for url in of_labs] == ["start.js"]
+    assert [Path(urlsplit(url).path).name for url in of_labs] == ["start.js", "served.js"]
     loaded = [one for one in after if one.startswith("GET") and "pyodide.asm.wasm" in one]
     assert len(loaded) == 1, "one runtime for all labs"
     addresses = [one.partition(" ")[2] for one in live.requests]
     hosts = {urlsplit(url).netloc for url in addresses if not url.startswith("data:")}
     assert hosts == {urlsplit(site).netloc}
+
+
+def test_a_page_that_was_opened_as_a_file_says_what_to_do(chromium, built, site):
+    """There a browser loads no module: the button stayed hidden, without a word."""
+    page = chromium.new_page()
+    page.goto((built / "ko/06_gpipe.html").as_uri())
+    note = page.locator(".naranhi-lab .naranhi-lab-failed")
+    assert note.count() == 1 and "python3 -m http.server" in note.inner_text()
+    assert page.locator("button[data-run]").is_hidden()
+    page.goto(f"{site}/ko/06_gpipe.html")
+    page.wait_for_selector("button[data-run]")
+    assert note.count() == 0
+    page.close()
+
+
+def test_without_scripts_a_lab_says_so(chromium, site):
+    context = chromium.new_context(java_script_enabled=False)
+    page = context.new_page()
+    page.goto(f"{site}/en/06_gpipe.html")
+    assert "needs JavaScript" in page.locator(".naranhi-lab noscript").inner_text()
+    context.close()
 
 
 def test_a_page_weighs_no_more_before_a_click(built):
@@ -154,8 +175,8 @@ def test_a_page_weighs_no_more_before_a_click(built):
     [lab] = re.findall(r'<div id="lab-schedule".*?<div class="naranhi-lab-picture">', page, re.S)
     style = (built / "en/_static/naranhi.css").read_text()
     [rules] = re.findall(r"/\* ---- labs.*?(?=/\* ---- search)", style, re.S)
-    script = (built / "en/_static/lab/start.js").read_text()
-    assert len(lab) + len(rules) + len(script) < 5000
+    scripts = [(built / f"en/_static/lab/{name}.js").read_text() for name in ("start", "served")]
+    assert len(lab) + len(rules) + sum(map(len, scripts)) < 5800
 
 
 def test_a_hundred_settings_are_answered_as_natively(english):

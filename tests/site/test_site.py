@@ -624,6 +624,20 @@ def test_an_address_without_a_page_leads_back_into_the_book(site, chromium, addr
     page.close()
 
 
+def test_a_published_book_is_found_from_any_address(site, chromium):
+    """Of an address that names no language the page cannot tell where the book begins."""
+    text = render.not_found("welcome", "https://example.org/naranhi/")
+    page = chromium.new_page()
+    address = f"{site}/naranhi/de/nowhere.html"
+    page.route(
+        address, lambda route: route.fulfill(status=404, body=text, content_type="text/html")
+    )
+    page.goto(address)
+    link = page.locator("a[lang=ko]")
+    assert link.evaluate("(link) => link.href") == f"{site}/naranhi/ko/welcome.html"
+    page.close()
+
+
 def chapters() -> list[str]:
     return sorted(path.stem for path in (REPOSITORY / "notebooks" / "en").glob("*.ipynb"))
 
