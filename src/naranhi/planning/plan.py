@@ -6,6 +6,7 @@ from naranhi.costs.activations import RECOMPUTE
 from naranhi.planning.arguments import make_whole, whole
 from naranhi.planning.cluster import Cluster
 from naranhi.planning.model import Model
+from naranhi.planning.stages import cut
 from naranhi.schedules import names
 
 SCHEDULES = (
@@ -259,17 +260,12 @@ class Plan:
                 f"{cluster.engine} has to have on their way before a backward"
             )
         shards = self.tp if self.sequence_parallel else 1
-        cut = "tp" if self.etp is None else "etp"
+        degree = "tp" if self.etp is None else "etp"
         sparse, dense = model.experts > 0, not model.experts or model.dense_layers > 0
         for what, total, name, parts in (
             ("heads", model.heads, "tp", self.tp),
             ("ffn", model.ffn if dense else 0, "tp", self.tp),
-            (
-                "expert_ffn",
-                model.expert_ffn if sparse else 0,
-                "tp" if self.etp is None else "etp",
-                self.expert_tp,
-            ),
+            ("expert_ffn", model.expert_ffn if sparse else 0, degree, self.expert_tp),
             ("sequence_length", sequence_length, "cp x tp", self.cp * shards),
             ("experts", model.experts, "ep", self.ep),
         ):

@@ -106,11 +106,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         train(options, device)
         part(others)
     except UsageError as mistake:  # on every rank
-        part(others)
         if dist.get_rank() == 0:
             for line in str(mistake).splitlines():
                 print(f"naranhi.train: error: {line}", file=sys.stderr, flush=True)
-        dist.barrier()  # the launcher ends all ranks once one exits: print first
+        part(others)  # the launcher ends all ranks once one exits: print first
         sys.exit(1)
     except RuntimeError as error:
         if not LOST.search(str(error)):
