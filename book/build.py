@@ -237,8 +237,8 @@ def build(root: Path, options: argparse.Namespace) -> int:
 
         print("Printing books")
         printed.books(root)
+    print("Live pages need a server: python3 -m http.server --directory _build/html")
     print(f"Done in {time.monotonic() - started:.0f} s. Open {root / '_build/html/index.html'}")
-    print("(Its live pages need a server: python3 -m http.server --directory _build/html)")
     return 0
 
 

@@ -126,8 +126,9 @@ def unusable(root: Path) -> list[str]:
 
 def without_ids(name: str, notebook) -> list[str]:
     """Cells are told apart by their ids, which formats before 4.5 do not have."""
-    if (notebook.nbformat, notebook.nbformat_minor) < (4, 5):
-        return [f"{name}: format {notebook.nbformat}.{notebook.nbformat_minor} has no cell ids"]
+    form = notebook.get("nbformat", 1), notebook.get("nbformat_minor", 0)
+    if form < (4, 5):
+        return [f"{name}: format {form[0]}.{form[1]} has no cell ids"]
     if not all("id" in cell for cell in notebook.cells):
         return [f"{name}: a cell has no id"]
     uses = Counter(cell.id for cell in notebook.cells)

@@ -794,11 +794,15 @@ def same_id(content):
     [
         (old_format, "notebooks/ko/01_ring.ipynb: format 4.0 has no cell ids"),
         (same_id, "notebooks/ko/01_ring.ipynb: 2 cells have the id 'run'"),
-        (lambda content: content.clear(), "notebooks/ko/01_ring.ipynb is not a notebook"),
+        (lambda content: content.clear(), "notebooks/ko/01_ring.ipynb: format 1.0 has no cell ids"),
+        (None, "notebooks/ko/01_ring.ipynb is not a notebook"),
     ],
 )
 def test_a_notebook_that_cannot_be_shown_is_named_before_anything_is_executed(book, edit, words):
-    change_notebook(book, "ko", edit)
+    if edit:
+        change_notebook(book, "ko", edit)
+    else:
+        (book / "notebooks/ko/01_ring.ipynb").write_text("{")
     (book / "src/naranhi/ring.py").write_text("def total(n):\n    return n\n")
     result = build(book)
     assert result.returncode == 1 and executed(result) == []

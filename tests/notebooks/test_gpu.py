@@ -57,7 +57,7 @@ def test_nothing_is_wrong_with_a_machine_that_has_everything():
 @pytest.mark.parametrize(
     "facts, words",
     [
-        ({**FINE, "smi": [], "gpus": []}, "no GPU: nvidia-smi is missing or lists none"),
+        ({**FINE, "smi": [], "gpus": []}, "no GPU: nvidia-smi is missing, lists none or does not"),
         ({**FINE, "cuda": None, "gpus": []}, "is built without CUDA; name a Python"),
         (
             {**FINE, "gpus": [], "error": "The NVIDIA driver on your system is too old"},
