@@ -833,6 +833,8 @@ def test_no_notebook_at_a_time_is_refused(book):
 
 
 def test_a_locale_of_other_characters_changes_nothing(book):
+    ring = book / "src/naranhi/ring.py"
+    ring.write_text(ring.read_text() + "# 링\n", encoding="utf-8")
     command = [sys.executable, BOOK / "build.py", "--root", book, "--execute-only"]
     environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     result = subprocess.run(command, capture_output=True, text=True, env=environment)
