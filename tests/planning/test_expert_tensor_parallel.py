@@ -18,7 +18,7 @@ from naranhi.planning import (
 )
 from naranhi.planning import communication as comm
 from naranhi.planning.activations import layer_activations
-from naranhi.planning.compute import layer_work
+from naranhi.planning.compute import Arithmetic, _permuting_bytes, layer_work
 from naranhi.planning.memory import stage_memory, updated_parameters
 
 MIXTRAL = Model(
@@ -121,6 +121,18 @@ def test_what_is_kept_of_copies_grows_with_those_who_gather_them():
     copy = 2 * 4096 / CUT.tp * MIXTRAL.top_k * MIXTRAL.hidden
     assert kept[1] - kept[0] == pytest.approx(copy)
     assert kept[2] - kept[1] == pytest.approx(2 * copy)
+
+
+def test_what_is_gathered_for_a_moment_and_sorted_is_that_of_an_experts_ranks():
+    """A rank that cuts experts has the copies of its whole group; one of whole experts, its own."""
+    gpu, kept, sorted_bytes = Arithmetic(Cluster(16), "bf16"), [], []
+    for plan in (CUT, WHOLE):
+        kept.append(stage_memory(MIXTRAL, Cluster(16), plan, 4096, 16)[0].working)
+        sorted_bytes.append(_permuting_bytes(MIXTRAL, gpu, plan, 4096, 2))
+    # Attention gathers a layer's 4,096 tokens in either case: input, output and a gradient.
+    assert kept[0] - kept[1] == pytest.approx(2 * 4096 * 3 * MIXTRAL.hidden * (MIXTRAL.top_k - 1))
+    passes = 4 * MIXTRAL.top_k * (1 - 1 / 4)
+    assert sorted_bytes[0] - sorted_bytes[1] == pytest.approx(2 * 4096 * passes * MIXTRAL.hidden)
 
 
 def test_experts_of_one_tensor_group_have_replicas_in_it():
