@@ -174,6 +174,11 @@ def test_megatron_sends_tokens_to_experts_as_the_forecast_does():
     experts = replace(LLAMA, experts=8, top_k=2)
     text = commands.megatron(experts, Plan(4, 2, ep=4), 4096, 64)
     assert "--moe-token-dispatcher-type alltoall" in text
+    text = commands.megatron(experts, Plan(4, 2, ep=4), 4096, 64, deepep=True)
+    assert "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend deepep" in text
+    for engine, dispatcher in {"megatron": "alltoall", "megatron-deepep": "flex"}.items():
+        found = search(experts, Cluster(64, engine=engine), 4096, 64)
+        assert f"--moe-token-dispatcher-type {dispatcher}" in written(found)["Megatron-LM"]
     assert "dispatcher" not in commands.megatron(LLAMA, Plan(4, 2), 4096, 64)
     with pytest.raises(ValueError, match=r"Megatron-LM cannot run .* choose sequence_parallel"):
         commands.megatron(experts, Plan(4, 2, ep=4, sequence_parallel=False), 4096, 64)

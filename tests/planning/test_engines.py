@@ -72,6 +72,32 @@ def test_a_token_goes_once_to_each_node_that_has_one_of_its_experts(changed):
     assert hidden == pytest.approx(four * 0.1)  # the fixture's changes add up
 
 
+def test_deepep_sends_no_second_copy_to_a_node():
+    """Beyond a node less than the copies of an all-to-all, inside of one the same."""
+    far, near = Plan(64, ep=64), Plan(64, ep=8)
+    for plan, least, most in (far, 0.75, 0.9), (near, 1, 1):
+        copies, once = (
+            comm.expert_layer(SPARSE, Cluster(64, engine=engine), plan, 4096).forward
+            for engine in ("megatron", "megatron-deepep")
+        )
+        assert least <= once / copies <= most, plan
+
+
+def test_engines_of_one_program_share_its_matmuls_and_differ_in_what_their_names_say():
+    """What runs calibrate of NeMo holds for all of Megatron-Core; attention has its own date."""
+    now, then = Cluster(8), Cluster(8, engine="megatron-2024")
+    assert now.calibrated and then.calibrated
+    nemo = Cluster(8, engine="nemo").matmul_efficiency
+    assert then.matmul_efficiency == now.matmul_efficiency == nemo
+    plan = Plan(8)
+    ratio = attention_work(LLAMA, then, plan, 131072).forward
+    ratio /= attention_work(LLAMA, now, plan, 131072).forward
+    assert ratio == pytest.approx(now.sheet.flash[2] / now.sheet.flash[1], rel=0.02)
+    assert engines()["nemo-2024"]._replace(name="nemo", flash=3, note="") == engines()[
+        "nemo"
+    ]._replace(note="")
+
+
 def test_buckets_grow_with_the_ranks_so_that_a_ring_stays_bound_by_its_bytes(changed):
     """Of 4 billion fp32 gradients over 512 ranks: 8 messages of 2,048 MB, not 100 of 160 MB."""
     cluster, plan = Cluster(2048), Plan(512, 4, zero=1)

@@ -101,11 +101,11 @@ def written(found: Found) -> dict[str, str]:
     """Return the fastest plan as other programs want it, or why they cannot."""
     plan, _ = found[0]
     sequence, batch = found.sequence_length, found.global_batch
-    node = found.cluster.gpus_per_node
+    node, once = found.cluster.gpus_per_node, found.cluster.runs.expert_nodes > 0
     ways = {
         "naranhi.train": lambda: commands.naranhi_train(found.model, plan, batch, node),
         "torchtitan": lambda: commands.torchtitan(found.model, plan, sequence, batch),
-        "Megatron-LM": lambda: commands.megatron(found.model, plan, sequence, batch),
+        "Megatron-LM": lambda: commands.megatron(found.model, plan, sequence, batch, deepep=once),
     }
     result = {}
     for name, write in ways.items():

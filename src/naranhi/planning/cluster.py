@@ -229,8 +229,8 @@ def nearest_efficiency(gpu: str, engine: str, table: dict[tuple[str, str], float
     raise ValueError("the table of efficiencies is empty")
 
 
-# Engines with the kernels of another one, whose run calibrates both: Megatron-Core's.
-KERNELS = {"megatron": "nemo"}
+# Engines with the matmuls of another one, whose run calibrates them all: Megatron-Core's.
+KERNELS = dict.fromkeys(("megatron", "megatron-deepep", "megatron-2024", "nemo-2024"), "nemo")
 # More than the largest cluster that anybody has, and than one switch domain joins: beyond these a
 # number was meant in another unit, or mistyped.
 MOST_GPUS, MOST_IN_NODE = 2**20, 1024

@@ -5,11 +5,21 @@ from naranhi.planning.plan import Plan
 from naranhi.planning.refusals import check_heads
 
 
-def megatron(model: Model, plan: Plan, sequence_length: int, global_batch: int) -> str:
+def megatron(
+    model: Model, plan: Plan, sequence_length: int, global_batch: int, *, deepep: bool = False
+) -> str:
     """Return the arguments of Megatron-LM's `pretrain_gpt.py`.
 
     Where tp or cp is above 1 and ZeRO below 2, it also wants CUDA_DEVICE_MAX_CONNECTIONS=1 in the
     environment, on GPUs before Blackwell.
+
+    Args:
+        model: The model.
+        plan: The plan.
+        sequence_length: Tokens of a sequence.
+        global_batch: Sequences of a step.
+        deepep: Whether DeepEP sends tokens to their experts, as the engine "megatron-deepep"
+            forecasts; otherwise one all-to-all of all copies does.
 
     Raises:
         ValueError: If Megatron-LM has no argument for the schedule, cannot cut the model or the
@@ -44,7 +54,8 @@ def megatron(model: Model, plan: Plan, sequence_length: int, global_batch: int) 
         if plan.etp is not None:
             words.append(f"--expert-tensor-parallel-size {plan.etp}")
         # By default each rank would gather the tokens of all.
-        words.append("--moe-token-dispatcher-type alltoall")
+        dispatcher = "flex --moe-flex-dispatcher-backend deepep" if deepep else "alltoall"
+        words.append(f"--moe-token-dispatcher-type {dispatcher}")
     words += _pipeline(model, plan)
     if plan.sequence_parallel and plan.tp > 1:
         words.append("--sequence-parallel")

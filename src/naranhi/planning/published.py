@@ -29,7 +29,8 @@ def sweep() -> tuple[Run, ...]:
 def independent() -> tuple[Run, ...]:
     """Return runs of other sources, in which nothing was chosen by how near forecasts come.
 
-    Two of them calibrate an efficiency, as `calibrations.csv` says.
+    Two of them calibrate an efficiency, as `calibrations.csv` says, and the attention's generation
+    of the engine "nemo-2024" was read off the long sequences of NeMo 24.03.
     """
     data = files("naranhi.planning").joinpath("data", "independent_runs.json")
     return tuple(map(_independent, json.loads(data.read_text(encoding="utf-8"))))
