@@ -81,6 +81,27 @@ def test_the_model_is_on_the_device_of_the_group(eight):
 
 
 @pytest.mark.parametrize(
+    ("option", "name", "why"),
+    [
+        ("--save", "a file/runs", "[Errno 20] Not a directory"),
+        ("--log-file", "nowhere/log", "[Errno 2] No such file or directory"),
+    ],
+)
+def test_a_path_that_cannot_be_written_is_refused_by_its_options_name(
+    eight, tmp_path, option, name, why
+):
+    (tmp_path / "a file").touch()
+    arguments = ["--steps", "1", option, str(tmp_path / name)]
+    assert f"{option}: {why}: '{tmp_path / name}'" in eight(1, refusal, arguments)[0]
+
+
+def refusal(arguments):
+    with pytest.raises(train.UsageError) as error:
+        train.cli.train(train.parse(arguments))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--save", ""], "argument --save: it is empty, and has to name a path"),

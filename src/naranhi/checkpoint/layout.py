@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from naranhi.checkpoint.boxes import Box, tiling_fault, writers
-from naranhi.checkpoint.storage import CheckpointError
+from naranhi.checkpoint.storage import CheckpointError, OtherModelError
 
 
 class RankState(NamedTuple):
@@ -132,7 +132,7 @@ def merge(states: Sequence[RankState]) -> Layout:
 
 
 def compare(saved: Layout, own: Layout, with_optimizer: bool) -> None:
-    """Raise CheckpointError, naming the first difference, unless they are of the same model.
+    """Raise OtherModelError, naming the first difference, unless they are of the same model.
 
     Args:
         saved: the layout of the checkpoint.
@@ -145,18 +145,18 @@ def compare(saved: Layout, own: Layout, with_optimizer: bool) -> None:
             continue
         what = f"{kind.removesuffix('s')} {rest}"
         if name not in saved.tensors or name not in own.tensors:
-            raise CheckpointError(
+            raise OtherModelError(
                 f"the {'model' if name in saved.tensors else 'checkpoint'} has no {what}: load "
                 "into the model that was saved"
             )
         if saved.tensors[name] != own.tensors[name]:
-            raise CheckpointError(
+            raise OtherModelError(
                 f"{what} has {_describe(saved.tensors[name])} in the checkpoint, and "
                 f"{_describe(own.tensors[name])} in the model"
             )
     for name in dict.fromkeys((*saved.extra, *own.extra)):
         if name not in saved.extra or name not in own.extra:
-            raise CheckpointError(
+            raise OtherModelError(
                 f"the {'model' if name in saved.extra else 'checkpoint'} has no extra state of "
                 f"{name or 'the model'}: load into the model that was saved"
             )
@@ -169,14 +169,14 @@ def compare(saved: Layout, own: Layout, with_optimizer: bool) -> None:
         for kind, options in ((saved.kind, saved.options), (own.kind, own.options))
     ]
     if kinds[0] != kinds[1]:
-        raise CheckpointError(
+        raise OtherModelError(
             f"the checkpoint is of {kinds[0]}, not of {kinds[1]}; without an optimizer, load reads "
             "the model alone"
         )
     for name in dict.fromkeys((*saved.group_of, *own.group_of)):
         groups = [layout.group_of.get(name, "none") for layout in (saved, own)]
         if groups[0] != groups[1]:
-            raise CheckpointError(
+            raise OtherModelError(
                 f"parameter {name} is in parameter group {groups[0]} in the checkpoint, and in "
                 f"{groups[1]} in the optimizer"
             )

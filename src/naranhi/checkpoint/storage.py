@@ -49,6 +49,10 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be written, or is missing, damaged, or of another model."""
 
 
+class OtherModelError(CheckpointError):
+    """A checkpoint of another model or optimizer than the one to load into."""
+
+
 class DamagedError(CheckpointError):
     """A committed checkpoint that is not as it was written: an earlier one may be."""
 

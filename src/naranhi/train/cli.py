@@ -20,7 +20,7 @@ from naranhi.distributed import peers
 from naranhi.train.log import Log
 from naranhi.train.options import parse
 from naranhi.train.trainer import Training
-from naranhi.train.usage import UsageError, raise_on_all
+from naranhi.train.usage import UsageError, naming, raise_on_all
 
 EVERY = 10  # steps between two printed losses
 PATIENCE = 1800.0  # seconds; a rank may be downloading weights while the others wait for it
@@ -54,7 +54,11 @@ def train(
     first, step_losses = dist.get_rank() == 0, []
     with (
         Training(options, device) as training,
-        raise_on_all(lambda: Log(options.log if first else None, training.start)) as log,
+        raise_on_all(
+            lambda: naming(
+                "--log-file", lambda: Log(options.log if first else None, training.start)
+            )
+        ) as log,
     ):
         if first:
             say(training.about)

@@ -10,9 +10,10 @@ from torch.nn.utils import get_total_norm
 
 from naranhi.checkpoint import CheckpointError, Checkpoints
 from naranhi.checkpoint.ranks import LostRankError
+from naranhi.checkpoint.storage import OtherModelError
 from naranhi.pipeline import Pipeline
 from naranhi.train.build import default_top_k
-from naranhi.train.usage import UsageError, raise_on_all
+from naranhi.train.usage import UsageError, naming, raise_on_all
 
 # The options that have to be as they were, when a run goes on.
 RESUMED = "batch", "seed", "clip", "dropout", "untied", "experts", "top_k"
@@ -44,7 +45,7 @@ class Saves:
         self._begun = None
         if self.folder is not None:
             self._checkpoints = raise_on_all(lambda: Checkpoints(self.folder, options.keep))
-            self._or_close(lambda: self._begin(options.resume))
+            self._or_close(lambda: naming("--save", lambda: self._begin(options.resume)))
 
     def _begin(self, resume):
         self._checkpoints.claim()
@@ -81,7 +82,14 @@ class Saves:
             self._or_close(lambda: self._load(pipeline, optimizer))
 
     def _load(self, pipeline, optimizer):
-        saved = self._checkpoints.load(pipeline, optimizer)
+        try:
+            saved = self._checkpoints.load(pipeline, optimizer)
+        except OtherModelError as error:
+            raise UsageError(
+                f"{self.folder} was saved by a run of another model: resume with the options that "
+                f"it began with (--model, --experts, --untied), or begin another run in another "
+                f"folder; {error}"
+            ) from None
         if not isinstance(settings := saved.state.get("settings"), dict):
             raise UsageError(
                 f"step {saved.step} in {self.folder} was not saved by naranhi.train: resume it "

@@ -6,10 +6,23 @@ from collections.abc import Callable
 from typing import Any
 
 from naranhi import distributed
+from naranhi.checkpoint import CheckpointError
 
 
 class UsageError(Exception):
     """A user's error. `raise_on_all` puts one distinct message on a line."""
+
+
+def naming(option: str, function: Callable[[], Any]) -> Any:
+    """Return what `function()` returns, with files that an option names.
+
+    Raises:
+        UsageError: for an OSError or a CheckpointError, with the option's name.
+    """
+    try:
+        return function()
+    except (OSError, CheckpointError) as error:
+        raise UsageError(f"{option}: {error}") from None
 
 
 def raise_on_all(function: Callable[[], Any]) -> Any:
