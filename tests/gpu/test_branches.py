@@ -53,6 +53,7 @@ VERIFIED = {
 UNVERIFIED = {
     "03_communication_cost nccl-factors": "NCCL among several GPUs",
     "11_data_parallel nn-data-parallel": "two GPUs, for nn.DataParallel to use",
+    "17_from_one_to_many run-def": "an execution of this chapter on a GPU",
     "18_deepspeed arch-ask": "an execution of this chapter on a GPU",
     "18_deepspeed crash": "an execution of this chapter on several GPUs",
 }
