@@ -139,7 +139,7 @@ class FoldLabels(SphinxPostTransform):
         folds = []  # (node, labels, where it stands)
         heading = number = cell = None
         for node in self.document.findall():
-            if isinstance(node, nodes.title):
+            if isinstance(node, nodes.title) and isinstance(node.parent, nodes.section):
                 heading, number = node.astext(), None
             elif isinstance(node, nodes.strong) and (exercise := EXERCISE.match(node.astext())):
                 number = exercise[1]

@@ -51,6 +51,11 @@ PICTURES = {"": "side by side", "ko": "나란히"}
 
 FOLDED = ("import re", "x = 1", "class check:\n    true = print\n\n\ncheck.true(1)")
 EXERCISES = "## Exercises\n\n**1. Paper.** Why?\n"
+ADMONITION = """:::{admonition} Key point
+:class: important
+So.
+:::
+"""
 WORDS_OF_ANSWER = """<details>
 <summary>In words</summary>
 
@@ -79,6 +84,7 @@ def write_chapter(root: Path, name: str, source: str) -> None:
             new_code_cell(FIGURE, id="figure", metadata={**figure, **folded}),
             new_code_cell(TABLE.format(CAPTIONS[name]), id="rows"),
             new_code_cell("print('answer', 6 * 7)", id="answer", metadata={"tags": ["hide-cell"]}),
+            new_markdown_cell(ADMONITION, id="key"),  # whose title is no section's
             *(
                 new_code_cell(code, id=f"fold-{i}", metadata=folded)
                 for i, code in enumerate(FOLDED)
