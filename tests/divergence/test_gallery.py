@@ -3,10 +3,12 @@
 import re
 
 import pytest
+import torch
 import torch.distributed as dist
 from gloo_ranks import Ranks
 
 from naranhi.divergence import gallery
+from naranhi.divergence.gallery import toys
 
 PRELOAD = [
     "naranhi.divergence.gallery",
@@ -99,3 +101,14 @@ def worlds_of_three():
 def test_another_number_of_ranks(world):
     (words,) = set(world(3, worlds_of_three))
     assert words == "the gallery's bugs are for 2 or 4 ranks, and this world has 3"
+
+
+def test_models_and_batches_are_where_the_ranks_exchange_from(monkeypatch):
+    """Another device than the CPU's, which has no values here, in the place of a GPU."""
+    monkeypatch.setattr(toys, "device_of", lambda: torch.device("meta"))
+    values = [
+        *(param for layer in (*toys.mlp(), *toys.gpt2()) for param in layer.parameters()),
+        *toys.regression(0),
+        *toys.text(0)[:2],
+    ]
+    assert {value.device.type for value in values} == {"meta"}

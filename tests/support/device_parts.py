@@ -33,6 +33,7 @@ from naranhi.autograd import recompute, splittable
 from naranhi.checkpoint import Checkpoints
 from naranhi.data_parallel import DDP
 from naranhi.distributed import Mesh, streams
+from naranhi.divergence import gallery
 from naranhi.tensor_parallel import gpt2_plan, parallelize, vocabulary_cross_entropy
 from naranhi.tensor_parallel.random import fork_rng
 
@@ -379,6 +380,13 @@ def run_mesh(device):
         total = torch.ones(1, device=device)
         dist.all_reduce(total, group=mesh.data)
         assert total.item() == ranks
+
+
+def run_gallery(device):
+    """Its models, batches and messages are on the device that the ranks exchange from."""
+    if place()[1] == 2:
+        for name, bug in gallery.BUGS.items():
+            assert str(bug.hunt(fixed=True)).startswith("no divergence: "), name
 
 
 PARTS = {

@@ -1,5 +1,7 @@
 """The vocabulary over ranks: embedding, head and cross-entropy beside torch's own."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -112,3 +114,18 @@ def large_logits():
 
 def test_large_logits_half_precision_and_nothing_valid(five):
     five.call(large_logits)
+
+
+def values_reduced(ranks):
+    group = first_ranks(ranks)
+    if dist.get_rank() >= ranks:
+        return None
+    targets, logits = torch.arange(6), torch.randn(6, 4)
+    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced:
+        vocabulary_cross_entropy(logits, targets, group)
+    return [call.args[0].numel() for call in reduced.call_args_list]
+
+
+def test_the_loss_takes_two_messages(five):
+    """The largest logit; then the sum of exponentials, and the target's logit, in one."""
+    assert five.call(values_reduced, 2)[:2] == [[6, 12], [6, 12]]

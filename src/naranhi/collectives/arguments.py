@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -65,8 +66,16 @@ def expect_none(name: str, tensor: object) -> None:
 
 def require_sum(tensor: torch.Tensor) -> None:
     """Raise TypeError if torch cannot add tensors of this dtype on this device."""
-    element = tensor.new_empty(1)
+    if not _has_sum(tensor.dtype, tensor.device):
+        raise TypeError(f"{tensor.dtype} has no sum on {tensor.device}")
+
+
+@cache
+def _has_sum(dtype, device):
+    """Return whether torch adds such tensors, by adding two: once, for on a GPU that takes time."""
+    element = torch.empty(1, dtype=dtype, device=device)
     try:
         torch.add(element, element)
-    except RuntimeError as error:
-        raise TypeError(f"{tensor.dtype} has no sum on {tensor.device}") from error
+    except RuntimeError:
+        return False
+    return True

@@ -114,10 +114,15 @@ def backward(
 def plain_forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return output and lse in plain products, which hold the scores of the whole tile."""
+    """Return output and lse in plain products, which hold the scores of the whole tile.
+
+    They are computed in fp32 at least: scores that were rounded to 16 bits would be off by more
+    than the output's rounding, and so would `lse`, by which tiles are merged.
+    """
     scores = _scores(query, key, causal, scale)
     lse = scores.logsumexp(-1)
-    return (scores - lse.unsqueeze(-1)).exp().to(value.dtype) @ value, lse
+    output = (scores - lse.unsqueeze(-1)).exp() @ value.to(scores.dtype)
+    return output.to(value.dtype), lse
 
 
 def plain_backward(
@@ -132,14 +137,21 @@ def plain_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of queries, keys and values, from output and lse over all keys."""
     weights = (_scores(query, key, causal, scale) - lse.unsqueeze(-1)).exp()
+    wide = weights.dtype
+    grad_output, output = grad_output.to(wide), output.to(wide)
     inner = (grad_output * output).sum(-1, keepdim=True)
-    to_scores = (weights * (grad_output @ value.mT - inner) * scale).to(query.dtype)
-    return to_scores @ key, to_scores.mT @ query, weights.to(query.dtype).mT @ grad_output
+    to_scores = weights * (grad_output @ value.to(wide).mT - inner) * scale
+    return (
+        (to_scores @ key.to(wide)).to(query.dtype),
+        (to_scores.mT @ query.to(wide)).to(key.dtype),
+        (weights.mT @ grad_output).to(value.dtype),
+    )
 
 
 def _scores(query, key, causal, scale):
-    scores = query @ key.mT * scale
+    wide = torch.promote_types(query.dtype, torch.float32)
+    scores = query.to(wide) @ key.to(wide).mT * scale
     if causal:
         behind = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         scores = scores.masked_fill(behind, -torch.inf)
-    return scores if scores.dtype == torch.float64 else scores.float()
+    return scores

@@ -33,9 +33,9 @@ def global_count(count: int, group: dist.ProcessGroup | None = None) -> int:
     group = group or dist.group.WORLD
     total = torch.tensor([count], device=device_of(group))
     all_reduce(total, group)
-    if not total.item():
+    if not (valid := total.item()):
         raise ValueError("no rank has anything valid in this step")
-    return total.item()
+    return valid
 
 
 def all_reduce_gradients(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:

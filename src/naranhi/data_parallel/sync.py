@@ -186,6 +186,7 @@ def require_same_gradients(names: Iterable[str], table: torch.Tensor) -> None:
         names: The parameters' names, one for each column.
         table: The flags of each rank's gradients, as `have_gradients` returns them.
     """
+    table = table.cpu()  # once
     busy = table.any(1).tolist()
     hint = (
         (

@@ -137,7 +137,7 @@ class Recorder:
         if self.first is None:
             self.first = name
         if name == self.first:
-            self.inputs.append([tensor.detach().clone().cpu() for tensor in tensors])
+            self.inputs.append([tensor.detach().to("cpu", copy=True) for tensor in tensors])
 
     def _after(self, name, module, args, output):
         tensors = _tensors(output)
@@ -150,12 +150,12 @@ class Recorder:
                 self.expects.add((name, len(calls), number))
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._got_gradient, name, len(calls), number))
-        calls.append([tensor.detach().clone().cpu() for tensor in tensors])
+        calls.append([tensor.detach().to("cpu", copy=True) for tensor in tensors])
 
     def _got_gradient(self, name, call, number, gradient):
         gradients = self.gradients.setdefault(name, {})
         if (call, number) not in gradients:  # a split backward runs through a layer twice
-            gradients[call, number] = gradient.detach().clone().cpu()
+            gradients[call, number] = gradient.detach().to("cpu", copy=True)
             self.backward_order.append((name, call, number))
 
     def _drawn(self, mask):

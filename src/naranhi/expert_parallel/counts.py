@@ -41,14 +41,17 @@ def gather_counts(
 
     Returns:
         counts of shape (sources, experts, top_k), in which the ranks of the first copy come first;
-        sums of shape (experts), in float64.
+        sums of shape (experts), in float64. Both are on the CPU, which decides by them what to
+        send: a GPU is waited for here, and not once for each question.
 
     Raises:
         ValueError: on every rank, if a rank has failed, has other circumstances, or has a
             probability that is NaN.
     """
-    sign = sums.new_tensor([zlib.crc32(circumstances.encode())], dtype=torch.float64)
-    table = _gather(torch.cat([counts.flatten().double(), sums.double(), sign]), group, replicas)
+    sign = zlib.crc32(circumstances.encode())
+    last = torch.tensor([sign], dtype=torch.float64, device=sums.device)
+    row = torch.cat([counts.flatten().double(), sums.double(), last])
+    table = _gather(row, group, replicas).cpu()
     if (table[:, -1] != sign).any():
         _explain(None, circumstances, group, replicas)
     total = table[:, counts.numel() : -1].sum(0)

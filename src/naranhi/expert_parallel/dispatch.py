@@ -47,7 +47,8 @@ def count_choices(experts: torch.Tensor, total: int) -> torch.Tensor:
     """
     top_k = experts.shape[1]
     block = experts * top_k + torch.arange(top_k, device=experts.device)
-    return torch.bincount(block.flatten(), minlength=total * top_k).view(total, top_k)
+    counts = experts.new_zeros(total * top_k)  # `bincount` would wait for a GPU
+    return counts.scatter_add_(0, block.flatten(), torch.ones_like(block).flatten()).view(total, -1)
 
 
 def make_plan(

@@ -134,11 +134,12 @@ class MoE(ShardedModule):
             own_counts, own_sums.detach(), self._circumstances(tokens), *axes
         )
 
-        self.load, size = counts.sum((0, 2)), int(counts.sum()) // self.top_k
+        self.load = counts.sum((0, 2)).to(own_sums.device)
+        size = int(counts.sum()) // self.top_k
         capacity = self._capacity(size)
         self.plan = make_plan(routing.experts, counts, self._place, self.ranks, capacity)
         # The value is the whole step's; the gradient is that of this rank's probabilities.
-        sums = sums.to(own_sums.dtype) + (own_sums - own_sums.detach())
+        sums = sums.to(own_sums) + (own_sums - own_sums.detach())
         auxiliary = balancing_loss(self.load, sums, size)
         return self.dispatch_and_combine(tokens, routing.gates), auxiliary
 

@@ -13,7 +13,7 @@ from naranhi.pipeline.groups import key_of
 from naranhi.schedules import Message, Schedule, channels
 
 if TYPE_CHECKING:
-    from naranhi.pipeline.shape_inference import StageSignature
+    from naranhi.pipeline.stage_signature import StageSignature
 
 
 class Messages:

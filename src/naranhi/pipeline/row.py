@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from naranhi.measure import Recorder
     from naranhi.pipeline.messages import Messages
     from naranhi.pipeline.microbatches import Microbatches
-    from naranhi.pipeline.shape_inference import StageSignature
     from naranhi.pipeline.sharding import ShardedStages
     from naranhi.pipeline.stage import Stage
+    from naranhi.pipeline.stage_signature import StageSignature
 
 
 class Row:

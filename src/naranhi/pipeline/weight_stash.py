@@ -17,6 +17,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from naranhi.autograd.parameter_hooks import has_hooks
+
 
 class WeightStash:
     """The versions of a module's parameters, and the optimizer that makes the next one.
@@ -76,7 +78,7 @@ class WeightStash:
         finally:
             self._put(self.newest)
         for param, newest in zip(view, self.newest, strict=True):
-            if param.grad is not None and _has_hooks(newest):
+            if param.grad is not None and has_hooks(newest):
                 torch.autograd.backward(newest.view_as(newest), param.grad)  # runs the hooks
             elif param.grad is not None and newest.grad is None:
                 newest.grad = param.grad
@@ -107,7 +109,3 @@ class WeightStash:
     def release(self, version: int) -> None:
         """Drop a version that nothing needs any more."""
         del self.versions[version]
-
-
-def _has_hooks(parameter):
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)

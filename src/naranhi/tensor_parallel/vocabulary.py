@@ -161,7 +161,8 @@ def vocabulary_cross_entropy(
 ) -> torch.Tensor:
     """Return the cross-entropy in nats, summed over the valid targets.
 
-    The forward all-reduces three values for each target; the backward sends nothing.
+    The forward all-reduces three values for each target, in two messages; the backward sends
+    nothing.
 
     Args:
         logits: this rank's logits, (..., vocabulary / ranks), as a VocabularyParallelHead returns
@@ -192,7 +193,8 @@ class CrossEntropyFunction(Function):
         group: dist.ProcessGroup | None,
     ) -> torch.Tensor:
         """Return the summed loss, and save this rank's part of the softmax."""
-        ctx.dtype, logits = logits.dtype, logits.to(torch.promote_types(logits.dtype, torch.float))
+        given, logits = logits, logits.to(torch.promote_types(logits.dtype, torch.float))
+        ctx.dtype = given.dtype
         valid = targets != IGNORE_INDEX
         words = logits.shape[-1] * dist.get_world_size(group)
         fine = (~valid | (targets >= 0) & (targets < words)).all()
@@ -201,9 +203,10 @@ class CrossEntropyFunction(Function):
 
         largest = start_reduce(logits.amax(-1), group, dist.ReduceOp.MAX)()
         score = (_at(logits, column) - largest).masked_fill(~own, 0)
-        score = start_reduce(score, group)()
-        softmax = (logits - largest.unsqueeze(-1)).exp_()
-        total = start_reduce(softmax.sum(-1), group)()
+        # The largest activation of a model: no second copy where a cast has just made one.
+        shift = largest.unsqueeze(-1)
+        softmax = (logits - shift if logits is given else logits.sub_(shift)).exp_()
+        score, total = start_reduce(torch.stack([score, softmax.sum(-1)]), group)()
 
         ctx.save_for_backward(softmax.div_(total.unsqueeze(-1)), column, own, valid)
         return (total.log() - score).masked_fill(~valid, 0).sum()

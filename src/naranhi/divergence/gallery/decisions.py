@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from naranhi.distributed import Mesh
+from naranhi.distributed import Mesh, device_of
 from naranhi.divergence.gallery import toys
 from naranhi.divergence.gallery.bug import Bug, Case, Expected
 from naranhi.tensor_parallel import clip_grad_norm_, mlp_plan, parallelize
@@ -76,7 +76,7 @@ def own_overflow(layers: Sequence[nn.Module]) -> bool:
 
 def any_overflow(layers: Sequence[nn.Module]) -> bool:
     """Return whether a gradient is infinite or NaN on any rank."""
-    flag = torch.tensor(float(own_overflow(layers)))
+    flag = torch.tensor(float(own_overflow(layers)), device=device_of())
     dist.all_reduce(flag, dist.ReduceOp.MAX)
     return bool(flag.item())
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from naranhi import models
-from naranhi.distributed import Mesh
+from naranhi.distributed import Mesh, device_of
 from naranhi.divergence.gallery import toys
 from naranhi.divergence.gallery.bug import Bug, Case, Expected
 from naranhi.tensor_parallel import ColumnParallelLinear, gather_from_group
@@ -161,22 +161,23 @@ class Positions(nn.Module):
 
 def from_zero(length: int) -> torch.Tensor:
     """Return the positions of `length` tokens."""
-    return torch.arange(length)
+    return torch.arange(length, device=device_of())
 
 
 def from_own_start(length: int) -> torch.Tensor:
     """Return the positions of this rank's `length` tokens in the whole sequence."""
-    return torch.arange(length) + dist.get_rank() * length
+    return torch.arange(length, device=device_of()) + dist.get_rank() * length
 
 
 def positions_case(number: Callable[[int], torch.Tensor]) -> Case:
     """Train a model without attention on sequences of which each rank has a part."""
     ranks = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("context",))
+    mesh = init_device_mesh(device_of().type, (ranks,), mesh_dim_names=("context",))
 
     def layers(number) -> list[nn.Module]:
         torch.manual_seed(0)
-        return [Positions(number), *models.mlp(1, toys.HIDDEN), nn.Linear(toys.HIDDEN, toys.WORDS)]
+        head = nn.Linear(toys.HIDDEN, toys.WORDS)
+        return toys.on_device([Positions(number), *models.mlp(1, toys.HIDDEN), head])
 
     def run(layers, step):
         tokens, targets, count = toys.text(step)

@@ -13,6 +13,7 @@ from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
+from naranhi.distributed import device_of
 from naranhi.divergence.gallery import toys
 from naranhi.divergence.gallery.bug import Bug, Case, Expected
 
@@ -107,15 +108,16 @@ class AttentionBlock(nn.Module):
 def ring_case(blocks: Blocks) -> Case:
     """Train two blocks of attention on sequences of which each rank has a part."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("context",))
+    mesh = init_device_mesh(device_of().type, (ranks,), mesh_dim_names=("context",))
 
     def layers(attend) -> list[nn.Module]:
         torch.manual_seed(0)
-        return [AttentionBlock(attend) for _ in range(2)]
+        return toys.on_device([AttentionBlock(attend) for _ in range(2)])
 
     def sequences(step):
         generator = torch.Generator().manual_seed(step)
         inputs = torch.randn(toys.ROWS, toys.LENGTH, toys.HIDDEN, generator=generator)
+        inputs = inputs.to(device_of())
         return inputs, inputs.mean(1, keepdim=True) - inputs.roll(1, -1)
 
     def alone(layers, step):

@@ -1,4 +1,7 @@
-"""The models, batches and optimizers of the gallery: as small as a bug needs."""
+"""The models, batches and optimizers of the gallery: as small as a bug needs.
+
+They are on the device whose tensors the ranks exchange, with the values of the CPU's generator.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from naranhi import models
+from naranhi.distributed import device_of
 from naranhi.tensor_parallel.shards import as_module
 
 RATE = 0.1  # of SGD, which shows a gradient that is wrong by a factor
@@ -18,13 +22,19 @@ ROWS, LENGTH, HIDDEN, WORDS = 8, 12, 8, 32
 def mlp() -> list[nn.Module]:
     """Return an MLP of two blocks, the same on every rank."""
     torch.manual_seed(0)
-    return models.mlp(2, HIDDEN)
+    return on_device(models.mlp(2, HIDDEN))
+
+
+def on_device(layers: list[nn.Module]) -> list[nn.Module]:
+    """Move layers to this rank's device, and return them."""
+    nn.ModuleList(layers).to(device_of())
+    return layers
 
 
 def regression(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the inputs and targets of a step, (ROWS, HIDDEN) each: the targets of a fixed map."""
     generator = torch.Generator().manual_seed(step)
-    inputs = torch.randn(ROWS, HIDDEN, generator=generator)
+    inputs = torch.randn(ROWS, HIDDEN, generator=generator).to(device_of())
     return inputs, inputs.roll(1, -1).tanh()
 
 
@@ -39,7 +49,7 @@ def gpt2(dropout: float = 0.0) -> list[nn.Module]:
     config = models.gpt2_config(
         vocabulary=WORDS, positions=LENGTH, hidden=HIDDEN, heads=4, blocks=2
     )
-    return models.gpt2(config, tied=True, dropout=dropout)
+    return on_device(models.gpt2(config, tied=True, dropout=dropout))
 
 
 def text(step: int) -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -54,7 +64,8 @@ def text(step: int) -> tuple[torch.Tensor, torch.Tensor, int]:
     targets = ((tokens + 1) % WORDS).masked_fill(
         torch.arange(LENGTH) >= lengths, models.IGNORE_INDEX
     )
-    return tokens, targets, int((targets != models.IGNORE_INDEX).sum())
+    count = int((targets != models.IGNORE_INDEX).sum())
+    return tokens.to(device_of()), targets.to(device_of()), count
 
 
 def forward(layers: Sequence[nn.Module], x: torch.Tensor) -> torch.Tensor:
@@ -87,6 +98,6 @@ def sgd(model: nn.Module | list[nn.Module]) -> None:
 
 def total(loss: torch.Tensor | None) -> float:
     """Return the sum of the ranks' losses; None counts as 0."""
-    value = torch.tensor(0.0 if loss is None else loss.item())
+    value = torch.tensor(0.0 if loss is None else loss.item(), device=device_of())
     dist.all_reduce(value)
     return value.item()
