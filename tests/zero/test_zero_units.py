@@ -454,3 +454,39 @@ def gathered_in_another_order():
 
 def test_gathers_in_different_orders_do_not_mistake_one_another(five):
     assert five.call(gathered_in_another_order)[:2] == [[[1.0] * 16, [2.0] * 16]] * 2
+
+
+class HeadFirst(nn.Module):
+    """Its head is registered before the layers that run before it."""
+
+    def __init__(self):
+        super().__init__()
+        self.head, self.first, self.second = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        return self.head(self.second(self.first(x)))
+
+
+def orders(stage):
+    """On a rank: the order of the reductions of each step."""
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return None
+    model, told = HeadFirst(), []
+    zero = Zero(model, stage, group=group, on_event=lambda *event: told.append(event))
+    optimizer = torch.optim.SGD(zero.param_groups, lr=0.1)
+    found = []
+    for _ in range(3):
+        del told[:]
+        model(torch.ones(2, 4)).sum().backward()
+        zero.step(optimizer)
+        found.append([what for event, what in told if event == "reduce"])
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_reductions_follow_the_backward_from_the_second_step_on(five, stage):
+    """The head's backward ends first. Registered first, it would be the last to be reduced."""
+    answers = five.call(orders, stage)[:2]
+    assert answers[0] == answers[1]
+    assert answers[0][1:] == 2 * [["head", "second", "first"]]

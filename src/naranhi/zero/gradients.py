@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from naranhi.collectives import chunks, ring
 from naranhi.data_parallel.sync import have_gradients
-from naranhi.distributed.agreement import groups_of
+from naranhi.distributed.agreement import from_all_ranks, groups_of
 from naranhi.zero.units import Transfer, Unit
 
 if TYPE_CHECKING:
@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 class Gradients:
     """Reductions in one order on all ranks, of which at most one is in flight.
 
-    It is that of a unit whose backward is over, while the next unit computes. With replicas, the
+    It is that of a unit whose backward is over, while the next unit computes. In the first step the
+    order is that in which the units were registered, from the last to the first. From then on it is
+    that in which the backward of rank 0 came to its units in the first step: a head that was
+    registered before the blocks would keep the gradients of all of them waiting. With replicas, the
     last reduction of a step goes on: while the next unit's gradients are reduced, this rank's shard
     is summed over the ranks that hold the same shard.
 
@@ -62,11 +65,8 @@ class Gradients:
         self.seen = None
         self._in_flight = None  # a unit, the Transfer that reduces it, and whether it is the last
         self._summing = None  # a unit, and the Transfer that sums its shard over the replicas
-        self.reset()
-
-    def reset(self) -> None:
-        """Prepare for another backward."""
         self._started = 0  # how many of `order` in this backward
+        self._ended: list[int] | None = []  # places in `order`, as units end; None after a step
 
     def reduce(self, last: bool) -> None:
         """Reduce the gradients of units that are done.
@@ -74,10 +74,20 @@ class Gradients:
         Args:
             last: Whether this is the last backward of the step.
         """
+        if self._ended is not None:
+            ended = (place for place, unit in enumerate(self.order) if unit.done)
+            self._ended += [place for place in ended if place not in self._ended]
         while self._started < len(self.order) and self.order[self._started].done:
             unit = self.order[self._started]
             self._started += 1
             self.start(unit, last)
+
+    def adopt_order(self) -> None:
+        """After the first step, take over the order in which rank 0 came to the units' ends."""
+        if self._ended is not None:
+            first, self._ended = from_all_ranks(self._ended, self.axes)[0], None
+            rest = [place for place in range(len(self.order)) if place not in first]
+            self.order = [self.order[place] for place in (*first, *rest)]
 
     def start(self, unit: Unit, last: bool = False) -> None:
         """Start to reduce a unit's gradients, once the reduction in flight is over.
@@ -129,9 +139,10 @@ class Gradients:
                 self._summing = unit, Transfer(_sums(unit, *self._far))
 
     def finish_all(self) -> None:
-        """Wait for the reduction in flight, and for its sum over the replicas."""
+        """Wait for the reduction in flight and its sum over the replicas; prepare for another."""
         self.finish()
         self._finish_sum()
+        self._started = 0
 
     def _finish_sum(self):
         if self._summing:

@@ -245,7 +245,6 @@ class Hooks:
         self._gradients.finish_all()
         for unit in self.units:
             unit.settle()
-        self._gradients.reset()
         self._parameters.end_pass()
         if self._phase is Phase.REDUCING:
             self._end_reduction()
@@ -256,6 +255,7 @@ class Hooks:
     def _end_reduction(self):
         """Check the step's gradients; by now all ranks know which rank has which."""
         require_same_gradients(self.names.values(), self._gradients.seen)
+        self._gradients.adopt_order()
         if not any(flat.seen for flat in self.flats):  # after torch.autograd.grad, for example
             self._forget()
             return

@@ -231,7 +231,6 @@ class Zero(Hooks):
         for unit in self.units:
             unit.settle()
         self._backward.end()
-        self._gradients.reset()
         self._parameters.order.begin(True)
         self.reshard()
 
