@@ -68,7 +68,9 @@ class DDP:
         model: Built alike on every rank; construction calls `require_supported` (TypeError) and
             `broadcast_parameters` (ValueError). The model keeps this object alive until `close()`.
         group: The process group; None for the default one.
-        bucket_bytes: See `buckets`. Small buckets start early; large ones cost less each.
+        bucket_bytes: See `buckets`. Small buckets start early; large ones cost less each. They are
+            started from the last registered parameter to the first (torch's DDP learns the order of
+            the first backward), so register layers in the order in which they run.
         buffers: Whether each step ends with `broadcast_buffers`.
         check_finite: Whether each step ends with `require_finite`.
         on_event: Called as on_event("gradient", name) when a parameter's last gradient has arrived,
