@@ -1,5 +1,6 @@
 """What data parallelism and ZeRO refuse to train, before anything is sent and on all ranks."""
 
+import contextlib
 import re
 
 import pytest
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from naranhi.data_parallel import DDP, all_reduce_bucketed, all_reduce_gradients
+from naranhi.expert_parallel import MoE, sum_gradients
 from naranhi.tensor_parallel import ColumnParallelLinear
 from naranhi.zero import Zero
 
@@ -232,3 +234,45 @@ def test_a_gradient_with_a_graph_is_refused(five, listener):
     kept = r"the gradient of parameter 2\.\w+ has a graph, from backward\(create_graph=True\)"
     for told in five.call(create_graph, listener)[:2]:
         assert re.match(freed if listener == "Zero 3" else kept, told)
+
+
+def summed_again(listener):
+    """What other functions that sum gradients say of a model that is in a listener."""
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return None
+    model = nn.Linear(3, 3)
+    with contextlib.closing(LISTENERS[listener](model, group)):
+        model(torch.ones(1, 3)).sum().backward()
+        said = []
+        for again in all_reduce_gradients, all_reduce_bucketed, sum_gradients:
+            with pytest.raises(RuntimeError) as error:
+                again(model, group)
+            said.append(str(error.value))
+    return said
+
+
+@pytest.mark.parametrize("listener", LISTENERS)
+def test_gradients_are_not_summed_twice(five, listener):
+    """It would multiply them by the number of ranks, which AdamW hides."""
+    words = f"parameter weight belongs to a {listener.partition(' ')[0]}, which sums its gradient"
+    for said in five.call(summed_again, listener)[:2]:
+        assert len(said) == 3 and all(one.startswith(words) for one in said)
+
+
+def with_experts(listener):
+    """What is said of experts that are divided over ranks which the group does not have."""
+    both, alone = first_ranks(2), [dist.new_group([rank]) for rank in (0, 1)]
+    rank = dist.get_rank()
+    if rank >= 2:
+        return None
+    with pytest.raises(TypeError) as error:
+        LISTENERS[listener](nn.Sequential(MoE(4, 4, 2, 1, both)), alone[rank])
+    return str(error.value)
+
+
+@pytest.mark.parametrize("listener", LISTENERS)
+def test_ranks_with_other_tokens_are_not_left_out(five, listener):
+    for rank, said in enumerate(five.call(with_experts, listener)[:2]):
+        assert said.startswith(f"MoE 0 has experts on rank {1 - rank} too, which is not in the")
+        assert said.endswith("use expert_parallel.sum_gradients instead")

@@ -107,28 +107,28 @@ LISTENERS = {
 
 
 def wrapped(listener):
-    """What is said where the group has other experts; then where it has copies of the same."""
+    """What is said where the group has other experts; then where it has copies of the same only."""
     everyone, rank = first_ranks(4), dist.get_rank()
     pairs = [dist.new_group(one) for one in ([0, 1], [2, 3], [0, 2], [1, 3])]
     if rank >= 4:
         return None
-    said = None
-    try:
-        LISTENERS[listener](gpt2(everyone), everyone)
-    except TypeError as error:
-        said = str(error)
-    LISTENERS[listener](gpt2(pairs[rank // 2]), pairs[2 + rank % 2])
+    said = []
+    for group, listens in (everyone, everyone), (pairs[rank // 2], pairs[2 + rank % 2]):
+        with pytest.raises(TypeError) as error:
+            LISTENERS[listener](gpt2(group), listens)
+        said.append(str(error.value))
     return said
 
 
 @pytest.mark.parametrize("listener", LISTENERS)
 def test_ranks_with_other_experts_are_no_replicas(five, listener):
     """Wrapped all the same, the experts of all ranks would become the first rank's."""
-    for rank, said in enumerate(five.call(wrapped, listener)[:4]):
-        assert said == (
+    for rank, (others, copies) in enumerate(five.call(wrapped, listener)[:4]):
+        assert others == (
             "MoE 2.block.mlp.moe has other shards on rank 1, 2, 3: replicas are ranks that hold "
             "the same shards"
         ), rank
+        assert f"has experts on rank {1 - rank % 2} too, which is not in the group" in copies
 
 
 def copied(explicit):

@@ -148,7 +148,9 @@ def test_what_cannot_be_sharded_is_refused():
         with_sharding(once, 3)
     with pytest.raises(ScheduleError, match="rank 0 forgets 0B0"):
         with_sharding(Schedule(["0F0"]), 3)
-    with pytest.raises(ValueError, match="stage is 2 or 3, as stage 1 needs no action: not 1"):
+    with pytest.raises(
+        ValueError, match=r"stage is 2 or 3, not 1: .* ZeroRedundancyOptimizer does"
+    ):
         with_sharding(schedules.gpipe(2, 2), 1)
     with pytest.raises(ValueError, match="at stage 2 all parameters stay whole"):
         with_sharding(schedules.gpipe(2, 2), 2, keep=1)

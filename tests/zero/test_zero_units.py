@@ -490,3 +490,31 @@ def test_reductions_follow_the_backward_from_the_second_step_on(five, stage):
     answers = five.call(orders, stage)[:2]
     assert answers[0] == answers[1]
     assert answers[0][1:] == 2 * [["head", "second", "first"]]
+
+
+def frozen_for_a_while(stage, precision):
+    """On a rank: whether a unit, frozen between two steps, stays as it is, and goes on later."""
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return None
+    model = HeadFirst()
+    zero = Zero(model, stage, group=group, precision=precision)
+    optimizer = torch.optim.SGD(zero.param_groups, lr=0.1)
+    moved = []
+    for trained in True, False, True:
+        model.first.requires_grad_(trained)
+        with zero.gathered():
+            before = model.first.weight.detach().clone(), model.second.weight.detach().clone()
+        model(torch.ones(2, 4)).sum().backward()
+        zero.step(optimizer)
+        with zero.gathered():
+            after = model.first.weight, model.second.weight
+            moved.append([not torch.equal(*pair) for pair in zip(before, after, strict=True)])
+    return moved
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_unit_that_is_frozen_between_steps_can_be_gathered(five, stage, precision):
+    answers = five.call(frozen_for_a_while, stage, precision)[:2]
+    assert answers == 2 * [[[True, True], [False, True], [True, True]]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 
 def graph_behind(
@@ -65,3 +66,12 @@ def has_group_norm(nodes: Iterable[torch.autograd.graph.Node], name: str) -> boo
                 "torch crashes in its backward; make the input contiguous() before the layer"
             )
     return bool(norms)
+
+
+def edge_of_leaf(parameter: torch.Tensor) -> GradientEdge:
+    """Return the edge that leads to a leaf's gradient, whether it requires one now or is frozen."""
+    frozen = not parameter.requires_grad
+    try:
+        return get_gradient_edge(parameter.requires_grad_())
+    finally:
+        parameter.requires_grad_(not frozen)

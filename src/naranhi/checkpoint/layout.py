@@ -145,9 +145,11 @@ def compare(saved: Layout, own: Layout, with_optimizer: bool) -> None:
             continue
         what = f"{kind.removesuffix('s')} {rest}"
         if name not in saved.tensors or name not in own.tensors:
+            here, there = ("model", own) if name in saved.tensors else ("checkpoint", saved)
+            first = next((n for n in there.tensors if n.startswith(f"{kind}.")), None)
+            example = f" (its first is {first.partition('.')[2]})" if first else ""
             raise OtherModelError(
-                f"the {'model' if name in saved.tensors else 'checkpoint'} has no {what}: load "
-                "into the model that was saved"
+                f"the {here} has no {what}{example}: load into the model that was saved"
             )
         if saved.tensors[name] != own.tensors[name]:
             raise OtherModelError(

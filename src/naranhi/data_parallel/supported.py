@@ -28,7 +28,9 @@ def require_supported(model: nn.Module, group: Axes = None) -> None:
     - parameters that accumulate their gradient in another dtype than their own;
     - hooks of another `DDP` or `Zero`: gradients would be summed twice;
     - layers of which these ranks hold different shards (tensor parallel layers, experts): they
-      would be overwritten by the first rank's, and their gradients mixed up.
+      would be overwritten by the first rank's, and their gradients mixed up;
+    - experts that are divided over other ranks too, which have tokens of their own: the gradients
+      of those would be left out (`expert_parallel.sum_gradients` sums them).
 
     Args:
         model: This rank's replica.
@@ -41,6 +43,20 @@ def require_supported(model: nn.Module, group: Axes = None) -> None:
     for rank, reason in enumerate(reasons):
         if reason:
             raise TypeError(reason if all(reasons) else f"on rank {rank} {reason}")
+
+
+def require_unsummed(model: nn.Module) -> None:
+    """Raise if something else sums a gradient of the model.
+
+    Raises:
+        RuntimeError: Naming the first such parameter, and what it belongs to.
+    """
+    for name, param in model.named_parameters():
+        if (owner := owner_of(param)) is not None:
+            raise RuntimeError(
+                f"parameter {name} belongs to a {type(owner).__name__}, which sums its gradient: "
+                "a second sum would multiply it by the number of ranks"
+            )
 
 
 def require_same_parameters(model: nn.Module, names: Container[nn.Parameter], kind: str) -> None:
@@ -119,6 +135,14 @@ def _sharded(model, group):
                     f"{type(module).__name__} {name or 'itself'} has other shards on rank "
                     f"{', '.join(map(str, sorted(others)))}: replicas are ranks that hold the same "
                     "shards"
+                )
+            outside = {*dist.get_process_group_ranks(module.group)} - ranks
+            if outside and getattr(module, "own_tokens", False):
+                return (
+                    f"{type(module).__name__} {name or 'itself'} has experts on rank "
+                    f"{', '.join(map(str, sorted(outside)))} too, which is not in the group and "
+                    "has tokens of its own, whose gradients would be left out: use "
+                    "expert_parallel.sum_gradients instead"
                 )
     return None
 

@@ -9,6 +9,7 @@ from torch import nn
 from naranhi.collectives import all_reduce
 from naranhi.collectives.buckets import buckets, pack, unpack
 from naranhi.collectives.chunks import overlap
+from naranhi.data_parallel.supported import require_unsummed
 from naranhi.data_parallel.sync import have_gradients
 from naranhi.expert_parallel.moe import MoE
 from naranhi.tensor_parallel.shards import ShardedModule
@@ -53,7 +54,8 @@ def sum_gradients(model: nn.Module, everyone: dist.ProcessGroup | None = None) -
         ValueError: ranks of `everyone` hold other shards of a tensor parallel layer; raised before
             anything is sent.
         RuntimeError: a parameter is trained on some of the ranks that hold it, and frozen on
-            others; raised on every rank, before any gradient is summed.
+            others; raised on every rank, before any gradient is summed. Also if a parameter belongs
+            to a `DDP` or `Zero`, which sums its gradient.
     """
     sum_over_copies(model, dist.group.WORLD if everyone is None else everyone)
 
@@ -69,6 +71,7 @@ def sum_over_copies(model: nn.Module, replicas: dist.ProcessGroup | None) -> Non
         ValueError: see `sum_gradients`.
         RuntimeError: see `sum_gradients`.
     """
+    require_unsummed(model)
     if replicas is not None:
         _require_same_shards(model, replicas)
     for group, params in _with_gradient(model, replicas).items():

@@ -33,6 +33,9 @@ class MoE(ShardedModule):
     `Checkpoints` have them all. `state_dict` has this rank's only, in plain tensors, which
     `torch.distributed.checkpoint` takes for copies.
 
+    Sum the gradients by `sum_gradients`. `DDP` and `Zero` refuse divided experts. torch's DDP and
+    `fully_shard` do not: they would overwrite the experts of all ranks with the first rank's.
+
     Args:
         hidden: the size of a token.
         ffn: the size inside an expert.
@@ -68,6 +71,7 @@ class MoE(ShardedModule):
     down: nn.Parameter
     plan: Plan | None
     load: torch.Tensor | None
+    own_tokens = True  # each rank of the group has tokens of its own, not a copy of all
 
     def __init__(
         self,

@@ -79,7 +79,8 @@ def check_sharding(
     if not level:
         raise ValueError(
             "sharding is given, but the schedule has no action that gathers or reduces a stage: "
-            "add them by schedules.with_sharding"
+            "add them by schedules.with_sharding, for stage 2 or 3 (stage 1 needs none, but an "
+            "optimizer that shards its own state, as torch's ZeroRedundancyOptimizer does)"
         )
     if sharding is None or replicas is None:
         first = next(action for row in schedule for action in row if action.kind in SHARDING)

@@ -17,6 +17,11 @@ from naranhi.planning.explanation import describe, explain
 from naranhi.planning.model import Model
 from naranhi.planning.plan_search import Found, search
 
+LEFT_OUT = (
+    "(These decide how long a step takes. Add what else your model has: --rotary-base, "
+    "--norm-epsilon, --qk-layernorm, --add-qkv-bias.)"
+)
+
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
@@ -82,6 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(explain(result))
     for name, text in written(result).items():
         print(f"\n{name}:\n{text}")
+        if name == "Megatron-LM" and text.startswith("--"):
+            print(LEFT_OUT)
     return 0
 
 

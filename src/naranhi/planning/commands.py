@@ -30,7 +30,7 @@ def naranhi_train(
         f"experts are divided over {plan.ep} ranks, which do not divide the {plan.dp} that share "
         "the batch"
     )
-    for refused, why in (
+    reasons = (
         (plan.zero, f"it has no ZeRO-{plan.zero}"),
         (plan.chunks > 1, chunks),
         (plan.dp % plan.ep, experts),
@@ -41,9 +41,9 @@ def naranhi_train(
         ),
         (plan.recompute == "selective", "it recomputes whole blocks or nothing; choose full"),
         (plan.precision != "fp32", f"it computes in fp32, not {plan.precision}; choose fp32"),
-    ):
-        if refused:
-            raise ValueError(f"naranhi.train cannot run this plan: {why}")
+    )
+    if refused := [why for holds, why in reasons if holds]:
+        raise ValueError(f"naranhi.train cannot run this plan: {'; '.join(refused)}")
     nodes = 1 if gpus_per_node is None else -(-plan.ranks // gpus_per_node)
     words = [
         "torchrun",

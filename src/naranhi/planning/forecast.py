@@ -18,7 +18,9 @@ class Forecast(NamedTuple):
         memory: The `Memory` of each stage.
         capacity: Bytes of a GPU that training can fill.
         tokens_per_second_per_gpu: Tokens of the global batch over seconds and GPUs.
-        tflops_per_gpu: Model operations in 10^12 per second per GPU, without recomputed ones.
+        tflops_per_gpu: Model operations in 10^12 per second per GPU, without recomputed ones, and
+            with attention to all tokens (`Model.flops_per_token`): causal kernels compute half of
+            that, so that with long sequences more seems to be reached than is computed.
         mfu: The same as a part of the GPU's peak at the plan's precision.
     """
 

@@ -13,6 +13,10 @@ def megatron(
     Where tp or cp is above 1 and ZeRO below 2, it also wants CUDA_DEVICE_MAX_CONNECTIONS=1 in the
     environment, on GPUs before Blackwell.
 
+    The arguments are those that decide how long a step takes and what it holds. Others that
+    describe a model keep Megatron-LM's defaults: the base of rotary positions, epsilons, norms of
+    queries and keys, biases of them alone.
+
     Args:
         model: The model.
         plan: The plan.

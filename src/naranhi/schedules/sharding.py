@@ -58,7 +58,11 @@ def with_sharding(
                 why = "give a schedule with a flush and without actions of ZeRO"
                 raise ScheduleError(f"rank {rank} has {action} already: {why}", rank, action)
     if stage not in (2, 3):
-        raise ValueError(f"stage is 2 or 3, as stage 1 needs no action: not {stage!r}")
+        raise ValueError(
+            f"stage is 2 or 3, not {stage!r}: stage 1 needs no action of a schedule, but an "
+            "optimizer that shards its own state over the replicas, as torch's "
+            "ZeroRedundancyOptimizer does"
+        )
     if keep is not None and (not isinstance(keep, int) or keep < 0):
         raise ValueError(f"keep must be a whole number of at least 0, or None, not {keep!r}")
     if keep is not None and stage == 2:

@@ -67,6 +67,18 @@ def parallelize(
       `precision.LossScaler` with its `finite` all-reduced.
     - With `sequence`, parameters need hooks on every rank of the group or on none, because the
       gradient of a parameter with hooks is summed in the backward.
+    - With `sequence`, what runs between the split layers sees this rank's part of each sequence:
+      positions counted from its length begin at 0 on every rank, unless the embedding is in the
+      plan. An attention has to read the length from what its column-parallel layers return.
+    - An attention reads its number of heads from what the layers return, not from a constant, and
+      a layer whose outputs are several matrices (queries, keys and values together) has to be named
+      as `Column(parts=...)`: otherwise heads or matrices are mixed, and only numbers show it.
+    - `torch.nn.utils.clip_grad_norm_` takes each rank's norm for the whole one, so that copies of
+      what is not split drift apart: clip by `tensor_parallel.clip_grad_norm_`.
+    - torch's `DistributedDataParallel` and `fully_shard` over ranks that hold different shards
+      overwrite them with the first rank's (`data_parallel.DDP` and `zero.Zero` refuse that): give
+      them the ranks with the same shards, `Mesh.data`.
+    - Optimizers that work on a matrix as a whole (Muon, Adafactor) see a shard of it.
 
     Args:
         model: a module, or a list of layers, with the same weights on every rank (built from the

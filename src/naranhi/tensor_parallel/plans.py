@@ -71,6 +71,10 @@ class Heads:
 class Vocabulary:
     """Split an embedding, or a head, by its vocabulary.
 
+    A head then returns the logits of its rank's tokens: compute the loss of them by
+    `vocabulary_cross_entropy`. `F.cross_entropy` would be wrong, or say "Target ... is out of
+    bounds".
+
     Args:
         gather_output: whether a head returns the logits of the whole vocabulary on every rank, as
             generation needs them, instead of the logits of the rank's own tokens.

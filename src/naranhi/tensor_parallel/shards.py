@@ -78,6 +78,11 @@ class ShardedModule(SharesGroups, nn.Module):
             whole = nn.Parameter(shard, requires_grad=whole.requires_grad)
         self.register_parameter(name, whole)
 
+    def extra_repr(self) -> str:
+        """Return what `print` shows of the layer: the shapes of this rank's shards."""
+        shapes = (f"{name}={tuple(p.shape)}" for name, p in self.named_parameters(recurse=False))
+        return ", ".join([*shapes, f"rank={self.rank} of {self.ranks}"])
+
 
 def as_module(model: nn.Module | list[nn.Module]) -> nn.Module:
     """Return a module as it is, or a list of layers as a module that names them by index."""

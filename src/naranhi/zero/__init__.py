@@ -43,6 +43,12 @@ experts do) is not seen: a backward through it may read memory that is freed, an
 gradients or ends the process. Return it from the unit, or leave that module to the root, which
 stays gathered until the backward is over.
 
+At stage 3 parameters have no elements between forwards: sums over them, such as a norm of the
+weights or a number of parameters, are 0 there and right inside of `gathered()`. A weight that is
+used outside of its unit's forward (a tied head that reads `embedding.weight`) fails with a shape
+error: leave its module to the root, by `units`. Units by default are children; of a model whose
+blocks are all in one child, as Hugging Face's, name the blocks (`units=model.model.layers`).
+
 With precision "bf16", gradients of micro-batches are added up in bf16 at stage 1, as in a model
 in bf16; at stages 2 and 3 the sums over the ranks are added up in fp32.
 

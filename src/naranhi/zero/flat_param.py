@@ -16,8 +16,8 @@ from itertools import groupby
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd.graph import get_gradient_edge, increment_version
 
+from naranhi.autograd.graph import edge_of_leaf
 from naranhi.collectives import chunks, ring
 from naranhi.zero.absent_gradient import sharded_gradient, unset_gradient
 
@@ -181,8 +181,8 @@ class FlatParam:
         """Put the parameters into their state between two steps: at stage 3, empty."""
         with torch.inference_mode(False):  # in which parameters would get no such nodes
             self.use_unsharded()
-            # Autograd's nodes for the parameters remember shape and dtype: make and keep them now.
-            self._nodes = [get_gradient_edge(param) for param in self.parameters if self.trained]
+            # Autograd's nodes remember a parameter's shape and dtype: make and keep them now.
+            self._nodes = [edge_of_leaf(param) for param in self.parameters if self.trained]
         if self.stage == 3:
             self.reshard()
 
@@ -284,7 +284,7 @@ class FlatParam:
         """Copy the master, which the optimizer has changed, into the shard."""
         if self.shard is not self.master:
             self.shard.copy_(self.master)
-        increment_version(self.parameters)  # so that autograd refuses a graph of the old values
+        torch.autograd.graph.increment_version(self.parameters)  # refuse graphs of old values
 
 
 def shard_size(length: int, ranks: int) -> int:
