@@ -15,6 +15,7 @@ from naranhi.tensor_parallel.parallelize import parallelize
 from naranhi.tensor_parallel.plans import (
     Column,
     Heads,
+    PartialGradient,
     Row,
     SequenceParallel,
     Vocabulary,
@@ -35,6 +36,7 @@ __all__ = [
     "ColumnParallelLinear",
     "Heads",
     "ParallelAttention",
+    "PartialGradient",
     "Row",
     "RowParallelLinear",
     "SequenceParallel",

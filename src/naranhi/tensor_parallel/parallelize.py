@@ -33,7 +33,14 @@ from naranhi.autograd.shared_memory import sharing_memory
 from naranhi.distributed import fingerprint, from_all_ranks
 from naranhi.tensor_parallel.attention import ParallelAttention
 from naranhi.tensor_parallel.layer_checks import require_layers_of_tokens, require_slow_path
-from naranhi.tensor_parallel.plans import Column, Heads, Row, SequenceParallel, Vocabulary
+from naranhi.tensor_parallel.plans import (
+    Column,
+    Heads,
+    PartialGradient,
+    Row,
+    SequenceParallel,
+    Vocabulary,
+)
 from naranhi.tensor_parallel.sequence_gradients import sequence_parameters, sum_before_other_hooks
 from naranhi.tensor_parallel.shards import ShardedModule, as_module
 from naranhi.tensor_parallel.vocabulary import refuse_partial_logits
@@ -41,7 +48,7 @@ from naranhi.tensor_parallel.vocabulary import refuse_partial_logits
 
 def parallelize(
     model: nn.Module | list[nn.Module],
-    plan: Mapping[str, Column | Row | Heads | Vocabulary | SequenceParallel],
+    plan: Mapping[str, Column | Row | Heads | Vocabulary | SequenceParallel | PartialGradient],
     group: dist.ProcessGroup | None = None,
     *,
     sequence: bool = False,
@@ -55,8 +62,9 @@ def parallelize(
 
     - A trained parameter that the plan does not name has to be used on activations that every rank
       holds whole. Between a column-parallel and a row-parallel layer (PReLU, norms of queries and
-      keys), each rank computes a part of its gradient, and nothing sums the parts. With `sequence`,
-      the same happens outside (LayerScale), unless the plan names it as `SequenceParallel()`.
+      keys), each rank computes a part of its gradient, and nothing sums the parts, unless the plan
+      names it as `PartialGradient()`. With `sequence`, the same happens outside (LayerScale),
+      unless the plan names it as `SequenceParallel()`.
     - A dropout between a column-parallel and a row-parallel layer draws the same mask on every
       rank, unless it is a `random.ShardedDropout`.
     - `state_dict()` returns this rank's shards as plain tensors. `torch.distributed.checkpoint`

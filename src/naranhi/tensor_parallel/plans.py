@@ -125,6 +125,28 @@ class SequenceParallel:
         return layer
 
 
+@dataclass(frozen=True)
+class PartialGradient:
+    """Run a norm of queries or keys, or an activation with weights, on this rank's heads or units.
+
+    Every rank holds such a layer whole, between one split by `Column` and one split by `Row`, and
+    its backward gives a part of its gradient. `sum_sequence_gradients` sums the parts, with
+    sequence parallelism and without. (Megatron-LM does so for `--qk-layernorm`.) It must not
+    compare what other ranks have, as a norm over all heads together would.
+    """
+
+    def cut(self, layer: nn.Module, group: dist.ProcessGroup | None, sequence: bool) -> nn.Module:
+        """Return the layer, marked.
+
+        Raises:
+            ValueError: a layer made of layers, each of which needs a plan entry of its own.
+        """
+        require_tokenwise(layer)
+        layer = copy(layer)  # the copy has the same parameters
+        mark_sequence_module(layer, group)
+        return layer
+
+
 class SequencePositions(ShardedModule):
     """Embed this rank's positions: (..., sequence) to (..., sequence / ranks, hidden).
 

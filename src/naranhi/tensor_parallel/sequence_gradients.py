@@ -1,11 +1,12 @@
 """Gradients of parameters that every rank holds whole, but uses only on its part of the sequence.
 
 With sequence parallelism, norms, position embeddings and biases added after a row-parallel product
-see only this rank's tokens; so do routers of experts on a tensor group, with sequence parallelism
-and without. Their gradient is the sum of the ranks' partial gradients. Reducing once per step,
-after the last backward, takes the fewest messages: `sum_sequence_gradients`. But ZeRO and `DDP` use
-a gradient as soon as a backward has computed it, and a user's hook reads it at that time. If a
-parameter has such hooks, each backward sums its gradient first.
+see only this rank's tokens. Routers of experts on a tensor group see only this rank's tokens too,
+and norms of queries and keys only this rank's heads, with sequence parallelism and without. Their
+gradient is the sum of the ranks' partial gradients. Reducing once per step, after the last
+backward, takes the fewest messages: `sum_sequence_gradients`. But ZeRO and `DDP` use a gradient as
+soon as a backward has computed it, and a user's hook reads it at that time. If a parameter has such
+hooks, each backward sums its gradient first.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ def sum_sequence_gradients(model: nn.Module | list[nn.Module]) -> None:
 
     Call it once per step, after the last micro-batch's backward and before the optimizer's step, on
     all ranks of the group. Sums over data-parallel ranks may come before or after. Without sequence
-    parallelism only routers of `expert_parallel.add_experts(tensor=...)` need it, and without those
-    it does nothing.
+    parallelism only routers of `expert_parallel.add_experts(tensor=...)` and layers that a plan
+    names as `PartialGradient` need it, and without those it does nothing.
 
     The gradient of a parameter with hooks (a user's, `DDP`'s, ZeRO's) is skipped: the backward
     already summed it, before the hooks saw it. So with ZeRO this call is not needed.

@@ -1,0 +1,113 @@
+"""Weights between split layers: norms of queries and keys, as Qwen3 and OLMo-2 have them."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from gloo_ranks import first_ranks
+from torch import nn
+from torch.nn import functional as F
+
+from naranhi.data_parallel import DDP
+from naranhi.tensor_parallel import (
+    Column,
+    PartialGradient,
+    Row,
+    clip_grad_norm_,
+    full_state_dict,
+    parallelize,
+    sum_sequence_gradients,
+)
+from naranhi.zero import Zero
+
+WIDTH, HEAD = 16, 4
+PLAN = {"[qkv]": Column(), "o": Row()}
+NORMS = {"*_norm": PartialGradient()}
+
+
+class Attention(nn.Module):
+    """Heads of a given size, however many there are, with norms of queries and keys."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.q_norm, self.k_norm = nn.RMSNorm(HEAD), nn.RMSNorm(HEAD)
+
+    def forward(self, x):
+        q, k, v = (layer(x).unflatten(-1, (-1, HEAD)).transpose(1, 2) for layer in self.parts())
+        y = F.scaled_dot_product_attention(self.q_norm(q), self.k_norm(k), v, is_causal=True)
+        return self.o(y.transpose(1, 2).flatten(2))
+
+    def parts(self):
+        return self.q, self.k, self.v
+
+
+def trained(ranks, norms, sequence, wrapper):
+    """On a rank: how far three steps are from those of one process, by parameter."""
+    group = first_ranks(ranks)
+    alone = [dist.new_group([rank]) for rank in range(ranks)]
+    if (rank := dist.get_rank()) >= ranks:
+        return None
+    torch.manual_seed(0)
+    one = Attention()
+    plan = PLAN | (NORMS if norms else {})
+    ours = parallelize(copy.deepcopy(one), plan, group, sequence=sequence)
+    wrapped = {"DDP": DDP, "Zero": lambda m, group: Zero(m, 2, group=group)}.get(wrapper)
+    wrapped = wrapped and wrapped(ours, alone[rank])
+    zero = wrapped if wrapper == "Zero" else None
+    mine = torch.optim.SGD(zero.param_groups if zero else ours.parameters(), lr=0.5)
+    theirs = torch.optim.SGD(one.parameters(), lr=0.5)
+    for step in range(3):
+        x = torch.randn(2, 8, WIDTH, generator=torch.Generator().manual_seed(step))
+        theirs.zero_grad()
+        one(x).square().mean().backward()
+        nn.utils.clip_grad_norm_(one.parameters(), 0.05)
+        theirs.step()
+        part = x.chunk(ranks, 1)[rank] if sequence else x
+        (ours(part).square().sum() / x.numel()).backward()
+        if zero:
+            zero.clip_grad_norm_(0.05)
+            zero.step(mine)
+        else:
+            sum_sequence_gradients(ours)
+            clip_grad_norm_(ours, 0.05)
+            mine.step()
+            mine.zero_grad()
+    if zero:
+        zero.close()
+    state = full_state_dict(ours)
+    return {name: (state[name] - p).abs().max().item() for name, p in one.named_parameters()}
+
+
+@pytest.mark.parametrize("wrapper", [None, "DDP", "Zero"])
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_norms_of_queries_and_keys_train_as_in_one_process(five, ranks, sequence, wrapper):
+    for apart in five.call(trained, ranks, True, sequence, wrapper)[:ranks]:
+        assert max(apart.values()) < 1e-6, apart
+
+
+def test_unnamed_norms_get_a_part_of_their_gradient(five):
+    """So the entry is what makes it right."""
+    apart = five.call(trained, 2, False, False, None)[0]
+    assert min(apart["q_norm.weight"], apart["k_norm.weight"]) > 1e-5
+
+
+def unsummed():
+    group = first_ranks(2)
+    if dist.get_rank() >= 2:
+        return None
+    model = parallelize(Attention(), PLAN | NORMS, group)
+    model(torch.ones(1, 4, WIDTH)).sum().backward()
+    with pytest.raises(RuntimeError) as error:
+        clip_grad_norm_(model, 1.0)
+    with pytest.raises(ValueError) as composed:
+        parallelize(nn.Sequential(nn.Sequential(nn.RMSNorm(4))), {"0": PartialGradient()}, group)
+    return str(error.value), str(composed.value)
+
+
+def test_a_forgotten_sum_and_a_composed_layer_are_refused(five):
+    for forgotten, composed in five.call(unsummed)[:2]:
+        assert "sum_sequence_gradients" in forgotten and "q_norm.weight" in forgotten
+        assert "has to be named, layer by layer" in composed
