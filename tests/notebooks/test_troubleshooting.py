@@ -40,6 +40,8 @@ THEIRS = {
     "Duplicate GPU detected",
     "CUDA out of memory. Tried to allocate …",
     "Watchdog caught collective operation timeout: …",
+    "size mismatch, got input (…), mat (…), vec (0)",
+    "Target … is out of bounds.",
     "The IPv6 network addresses of … cannot be retrieved (gai error: …)",
     # transformers
     "We couldn't connect to 'https://huggingface.co' to load the files, …",
