@@ -176,8 +176,8 @@ def positions_case(number: Callable[[int], torch.Tensor]) -> Case:
 
     def layers(number) -> list[nn.Module]:
         torch.manual_seed(0)
-        head = nn.Linear(toys.HIDDEN, toys.WORDS)
-        return toys.on_device([Positions(number), *models.mlp(1, toys.HIDDEN), head])
+        middle = [Positions(number), *models.mlp(1, toys.HIDDEN)]
+        return toys.on_device([*middle, nn.Linear(toys.HIDDEN, toys.WORDS)])
 
     def run(layers, step):
         tokens, targets, count = toys.text(step)
