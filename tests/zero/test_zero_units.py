@@ -492,6 +492,47 @@ def test_reductions_follow_the_backward_from_the_second_step_on(five, stage):
     assert answers[0][1:] == 2 * [["head", "second", "first"]]
 
 
+class Branches(nn.Module):
+    """Two branches, which rank 1 computes in the other order."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        left_first = dist.get_rank() == 0
+        y = self.left(x) if left_first else self.right(x)
+        return y + (self.right(x) if left_first else self.left(x)) ** 2
+
+
+def branches(stage):
+    """On a rank: the order of each step's reductions, and the summed gradients of the last."""
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return None
+    torch.manual_seed(0)
+    model, told = Branches(), []
+    zero = Zero(model, stage, group=group, on_event=lambda *event: told.append(event))
+    optimizer = torch.optim.SGD(zero.param_groups, lr=0.0)
+    found = []
+    for _ in range(3):
+        del told[:]
+        model(torch.ones(2, 4, requires_grad=True)).sum().backward()
+        norm = zero.clip_grad_norm_(1e9)
+        zero.step(optimizer)
+        found.append(([what for event, what in told if event == "reduce"], norm))
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_rank_0_says_in_which_order_all_ranks_reduce(five, stage):
+    """In orders of their own, they would add up gradients of different units."""
+    one, other = five.call(branches, stage)[:2]
+    assert one == other
+    assert one[0][0] == one[1][0] == one[2][0] == ["right", "left"]
+    assert one[0][1] == one[1][1] == one[2][1]
+
+
 def frozen_for_a_while(stage, precision):
     """On a rank: whether a unit, frozen between two steps, stays as it is, and goes on later."""
     group, rank = first_ranks(2), dist.get_rank()
