@@ -116,16 +116,19 @@ def test_large_logits_half_precision_and_nothing_valid(five):
     five.call(large_logits)
 
 
-def values_reduced(ranks):
+def values_reduced(ranks, dtype):
     group = first_ranks(ranks)
     if dist.get_rank() >= ranks:
         return None
-    targets, logits = torch.arange(6), torch.randn(6, 4)
+    targets, logits = torch.arange(6), torch.randn(6, 4, dtype=dtype)
+    before = logits.clone()
     with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced:
         vocabulary_cross_entropy(logits, targets, group)
+    assert torch.equal(logits, before), "the caller's"
     return [call.args[0].numel() for call in reduced.call_args_list]
 
 
-def test_the_loss_takes_two_messages(five):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_loss_takes_two_messages_and_leaves_the_logits(five, dtype):
     """The largest logit; then the sum of exponentials, and the target's logit, in one."""
-    assert five.call(values_reduced, 2)[:2] == [[6, 12], [6, 12]]
+    assert five.call(values_reduced, 2, dtype)[:2] == [[6, 12], [6, 12]]
