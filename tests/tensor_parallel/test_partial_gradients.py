@@ -9,7 +9,9 @@ from gloo_ranks import first_ranks
 from torch import nn
 from torch.nn import functional as F
 
+from naranhi import schedules
 from naranhi.data_parallel import DDP
+from naranhi.pipeline import Pipeline, join_group_creation
 from naranhi.tensor_parallel import (
     Column,
     PartialGradient,
@@ -19,7 +21,7 @@ from naranhi.tensor_parallel import (
     parallelize,
     sum_sequence_gradients,
 )
-from naranhi.zero import Zero
+from naranhi.zero import Zero, ZeroStages
 
 WIDTH, HEAD = 16, 4
 PLAN = {"[qkv]": Column(), "o": Row()}
@@ -111,3 +113,43 @@ def test_a_forgotten_sum_and_a_composed_layer_are_refused(five):
     for forgotten, composed in five.call(unsummed)[:2]:
         assert "sum_sequence_gradients" in forgotten and "q_norm.weight" in forgotten
         assert "has to be named, layer by layer" in composed
+
+
+def in_stages(way):
+    """On a rank: how far the stages of a pipeline, in shards, are from one process."""
+    pairs = [[0, 1], [2, 3]], [[0, 2], [1, 3]], [[rank] for rank in range(4)]
+    made = [[dist.new_group(ranks) for ranks in axis] for axis in pairs]
+    if (rank := dist.get_rank()) >= 4:
+        return join_group_creation()
+    tensor, replicas, alone = made[0][rank // 2], made[1][rank % 2], made[2][rank]
+    torch.manual_seed(0)
+    one = nn.Sequential(Attention(), Attention())
+    plan = {f"[01].{name}": kind for name, kind in (PLAN | NORMS).items()}
+    ours = parallelize(copy.deepcopy(one), plan, tensor)
+    schedule = schedules.with_sharding(schedules.gpipe(1, 2), **way)
+    axes = {"group": alone, "replicas": replicas, "sharding": ZeroStages}
+    theirs = torch.optim.SGD(one.parameters(), lr=0.5)
+    with Pipeline(ours, schedule, lambda y, target: y.square().sum(), **axes) as pipeline:
+        mine = torch.optim.SGD(pipeline.sharded.param_groups, lr=0.5)
+        for step in range(3):
+            x = torch.randn(8, 4, WIDTH, generator=torch.Generator().manual_seed(step))
+            theirs.zero_grad()
+            one(x).square().mean().backward()
+            nn.utils.clip_grad_norm_(one.parameters(), 0.05)
+            theirs.step()
+            share = x.chunk(2)[rank // 2]
+            pipeline.step(share, share, x.numel())
+            pipeline.clip_grad_norm_(0.05)
+            pipeline.sharded.step(mine)
+        with pipeline.sharded.gathered():
+            state = full_state_dict(ours)
+    return {name: (state[name] - p).abs().max().item() for name, p in one.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    "way", [{"stage": 2}, {"stage": 2, "reduce_each": True}, {"stage": 3, "keep": 0}], ids=str
+)
+def test_stages_in_shards_train_as_one_process(five, way):
+    """Their parameters have no hooks, so no backward sums."""
+    for apart in five.call(in_stages, way)[:4]:
+        assert max(apart.values()) < 1e-6, apart

@@ -89,6 +89,29 @@ def sum_sequence_gradients(model: nn.Module | list[nn.Module]) -> None:
             to zero since; or a parameter got a hook after its backward; or one has hooks, and was
             unfrozen, replaced or copied after `parallelize`.
     """
+    params = _left_to_sum(model)
+    if params and all(param.grad is None for param, _ in params.values()):
+        raise RuntimeError(
+            f"none of {', '.join(params)} has a gradient to be summed: call "
+            "sum_sequence_gradients after the backward, before zero_grad()"
+        )
+    _sum(params)
+
+
+def sum_before_reduction(model: nn.Module) -> None:
+    """Do as `sum_sequence_gradients`, for a caller that takes the gradients from the parameters.
+
+    `ZeroStages` calls it, which has no hooks at parameters: so no backward sums. That none has a
+    gradient is no error here.
+
+    Args:
+        model: the layers of a stage.
+    """
+    _sum(_left_to_sum(model))
+
+
+def _left_to_sum(model):
+    """Return {name: (parameter, group)} of those that no backward sums."""
     params, late = {}, []
     for name, (param, group) in sequence_parameters(model).items():
         sum_of = _sum_of(param)
@@ -105,11 +128,11 @@ def sum_sequence_gradients(model: nn.Module | list[nn.Module]) -> None:
             "parallelize and has hooks: its gradient is not summed over the tensor group, and the "
             "next ones will be; call zero_grad() and run the backward again"
         )
-    if params and all(param.grad is None for param, _ in params.values()):
-        raise RuntimeError(
-            f"none of {', '.join(params)} has a gradient to be summed: call "
-            "sum_sequence_gradients after the backward, before zero_grad()"
-        )
+    return params
+
+
+def _sum(params):
+    """Sum the gradients of {name: (parameter, group)}, packed."""
     _refuse_second_sums({name: _sum_of(param) for name, (param, _) in params.items()})
     alike = {}  # by group; a parameter may have several names
     for param, group in params.values():

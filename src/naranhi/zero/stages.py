@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +10,7 @@ from torch import nn
 
 from naranhi.collectives.chunks import overlap
 from naranhi.data_parallel.sync import have_gradients
+from naranhi.tensor_parallel.sequence_gradients import sum_before_reduction
 from naranhi.zero.phase import ParamState, Phase
 from naranhi.zero.zero import Zero
 
@@ -35,6 +36,8 @@ class ZeroStages(Zero):
         stages: {number of a stage: its layers}, those of this rank.
         stage: The stage of ZeRO, 2 or 3.
         group: The ranks over which the stages are sharded.
+        param_groups: What makes parameter groups of the names and parameters of all stages, in
+            `Pipeline(sharding=partial(ZeroStages, param_groups=...))`; by default one group.
         on_event: As in `Zero`.
     """
 
@@ -44,11 +47,19 @@ class ZeroStages(Zero):
         stage: int,
         group: dist.ProcessGroup,
         *,
+        param_groups: Callable[[Iterator[tuple[str, nn.Parameter]]], Iterable[dict[str, Any]]]
+        | None = None,
         on_event: Callable[[str, str], object] | None = None,
     ) -> None:
         model = nn.ModuleDict({f"stage {number}": module for number, module in stages.items()})
         super().__init__(
-            model, stage, units=model.values(), group=group, on_event=on_event, buffers=False
+            model,
+            stage,
+            units=model.values(),
+            param_groups=param_groups and param_groups(model.named_parameters()),
+            group=group,
+            on_event=on_event,
+            buffers=False,
         )
         self._unit_of: dict[int, Unit] = dict(zip(stages, self.units, strict=False))
 
@@ -79,7 +90,11 @@ class ZeroStages(Zero):
             self._parameters.reshard(self._unit_of[stage])
 
     def reduce_grad(self, stage: int) -> None:
-        """Start to reduce a stage's gradients, once the reduction in flight is over."""
+        """Start to reduce a stage's gradients, once the reduction in flight is over.
+
+        Those that tensor ranks have in part are summed first: without hooks no backward does it.
+        """
+        sum_before_reduction(self.model[f"stage {stage}"])
         self._gradients.start(self._unit_of[stage])
 
     def finish(self) -> None:
