@@ -58,8 +58,17 @@ def test_adam_goes_on_with_weights_that_are_not_row_major(one, tmp_path, options
     assert one(in_columns, str(tmp_path), options) == 0
 
 
+class WeightedLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, output, target):
+        return (self.weight * (output - target)).square().sum()
+
+
 def sharded_by_zero(folder):
-    """What is said of a module, and of a pipeline, whose parameters a Zero trains."""
+    """What is said of a module, and of a pipeline's loss, whose parameters a Zero trains."""
     torch.manual_seed(0)
     answers, mesh = {}, Mesh(data=2, pipeline=2)
     layers = models.mlp(4, 3, 3)
@@ -74,7 +83,7 @@ def sharded_by_zero(folder):
         with Pipeline(
             layers,
             schedule,
-            lambda y, t: (y - t).square().sum(),
+            WeightedLoss(),
             group=mesh.pipeline,
             replicas=mesh.data,
             sharding=ZeroStages,
@@ -101,7 +110,7 @@ def test_what_zero_trains_is_saved_by_the_zero(eight, tmp_path):
     assert all(other == answers for other, _ in results)
     assert all(losses[1] == losses[2] for _, losses in results)
     assert any(losses[0] != losses[1] for _, losses in results), "it has been trained"
-    assert "are sharded by ZeRO: give its `sharded`" in answers.pop("pipeline")
+    assert "loss.weight is a parameter of the pipeline's loss" in answers.pop("pipeline")
     assert len(answers) == 4
     for words in answers.values():
         assert words.endswith("a Zero trains the parameters of this model: give that Zero")

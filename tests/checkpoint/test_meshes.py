@@ -25,9 +25,9 @@ def trained(kind, folder, first, last, method="save"):
     return losses, begin, end, rates, checkpoints.steps()
 
 
-def alone(steps):
+def alone(steps, kind="plain"):
     """One process without checkpoints: losses, and {name: tensor} after each step."""
-    run, losses, states = Run("plain"), [], []
+    run, losses, states = Run(kind), [], []
     for step in range(steps):
         losses.append(run.step(step))
         state = {}

@@ -15,7 +15,7 @@ from naranhi.checkpoint.state import State
 from naranhi.distributed import Mesh
 from naranhi.pipeline import Pipeline
 from naranhi.tensor_parallel import gpt2_plan, parallelize, vocabulary_cross_entropy
-from naranhi.zero import Zero
+from naranhi.zero import Zero, ZeroStages
 
 ROWS, LENGTH, WORDS = 12, 6, 51  # an odd vocabulary: two tensor ranks pad it
 
@@ -27,7 +27,7 @@ def batch(step):
 
 class Run:
     """kind: "plain", "zero3", "zero3 copied" (over pairs of ranks), or a mesh of data x tensor x
-    pipeline, "2x2x2".
+    pipeline, "2x2x2", or one whose stages are sharded, "2x2x2 zero3". "untied" may follow.
 
     The optimizer has two parameter groups, and a learning rate that falls.
     """
@@ -37,8 +37,9 @@ class Run:
         config = models.gpt2_config(
             vocabulary=WORDS, positions=LENGTH, hidden=16, heads=2, blocks=2
         )
-        layers = models.gpt2(config, tied=True, dropout=0.0)
-        self.kind, self.mesh, self.group = kind, None, group
+        kind, untied = kind.removesuffix(" untied"), kind.endswith(" untied")
+        layers = models.gpt2(config, tied=not untied, dropout=0.0)
+        self.kind, self.mesh, self.group, self.sharded = kind, None, group, None
         if kind.startswith("zero"):
             whole = nn.Sequential(*layers)
             groups, axes = grouped(whole.named_parameters()), {"group": group}
@@ -51,6 +52,7 @@ class Run:
             self.model = layers
             groups = grouped(nn.ModuleList(layers).named_parameters())
         else:
+            kind, _, sharded = kind.partition(" zero")
             data, tensor, pipeline = map(int, kind.split("x"))
             self.mesh, loss = Mesh(data=data, tensor=tensor, pipeline=pipeline), models.loss
             if tensor > 1:
@@ -61,10 +63,15 @@ class Run:
                 if kind == "1x1x2"
                 else schedules.gpipe(pipeline, 2)
             )
-            self.model = Pipeline(
-                layers, schedule, loss, group=self.mesh.pipeline, replicas=self.mesh.data
-            )
+            axes, shard = {"group": self.mesh.pipeline, "replicas": self.mesh.data}, None
+            if sharded:
+                schedule = schedules.with_sharding(schedule, int(sharded))
+                shard = partial(ZeroStages, param_groups=grouped)
+            self.model = Pipeline(layers, schedule, loss, **axes, sharding=shard)
+            self.sharded = self.model.sharded
             groups = grouped(nn.ModuleList(self.model.stages.values()).named_parameters())
+            if self.sharded:
+                groups = self.sharded.param_groups
         # With a smaller eps, Adam makes whole steps of gradients that are nothing but rounding (the
         # bias of the keys), which is another on each mesh and on each processor.
         self.optimizer = torch.optim.AdamW(groups, lr=1e-3, eps=1e-4)
@@ -91,9 +98,10 @@ class Run:
         else:
             several, own = self.mesh.sizes.data, self.mesh.place.data
             rows = [tensor.chunk(several)[own] for tensor in (tokens, mask, targets)]
-            self.optimizer.zero_grad()
+            if not self.sharded:
+                self.optimizer.zero_grad()
             loss = self.model.step(tuple(rows[:2]), rows[2], count)
-            self.optimizer.step()
+            self.sharded.step(self.optimizer) if self.sharded else self.optimizer.step()
             has_loss = loss is not None and self.mesh.place.tensor == 0
             loss = loss if has_loss else torch.zeros(())
         self.rates.step()

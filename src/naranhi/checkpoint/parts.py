@@ -91,17 +91,12 @@ def require_own_parameters(model: Model) -> None:
     are shards of which only torch knows the place.
     """
     zeros = {
-        hook.owner
+        hook.owner.zero
         for module in _modules(model).modules()
         for hook in module._state_dict_pre_hooks.values()
         if isinstance(hook, ModuleHook) and isinstance(hook.owner, Whole)
     }
-    if zeros and isinstance(model, Pipeline):
-        raise CheckpointError(
-            "the stages of this Pipeline are sharded by ZeRO: give its `sharded`, which can be "
-            "loaded into a pipeline that is cut into the same stages"
-        )
-    if zeros and not isinstance(model, Zero):
+    if zeros - {zero_of(model)}:
         raise CheckpointError("a Zero trains the parameters of this model: give that Zero")
     for method in "named_parameters", "named_buffers":
         for name, tensor in _named(model, method):
@@ -112,10 +107,22 @@ def require_own_parameters(model: Model) -> None:
                 )
 
 
+def zero_of(model: Model) -> Zero | None:
+    """Return the Zero that shards a model: itself, or that of a pipeline's stages; else None."""
+    zero = model.sharded if isinstance(model, Pipeline) else model
+    return zero if isinstance(zero, Zero) else None
+
+
 def parameters_of(model: Model) -> list[Part]:
-    """Return this rank's parts of parameters, those without elements here included."""
-    if isinstance(model, Zero):
-        return [part for unit in model.units for flat in unit.flats for part in _of(flat, model)]
+    """Return this rank's parts of parameters, those without elements here included.
+
+    Raises:
+        CheckpointError: the loss of a pipeline has parameters that are sharded with its stage.
+    """
+    if zero := zero_of(model):
+        names, splits = _names_of(zero, model), splits_of(zero.model)
+        flats = [flat for unit in zero.units for flat in unit.flats]
+        return [part for flat in flats for part in _of(flat, splits, names)]
     splits, parts = splits_of(_modules(model)), {}
     for name, param in _named(model, "named_parameters"):
         split, group = splits.get(param, (None, None))
@@ -161,16 +168,14 @@ def optimizer_parts(
         CheckpointError: the optimizer works on a parameter that is not the model's.
     """
     parts = {}
-    if isinstance(model, Zero):
-        by_name = {part.name: part for part in parameters}
-        for flat in model.flats:
+    if zero := zero_of(model):
+        by_name, names = {part.name: part for part in parameters}, _names_of(zero, model)
+        for flat in zero.flats:
             for number, piece in flat.pieces.items():
                 first = max(flat.starts[number], flat.shard_slice.start)
                 parts[id(piece)] = [
-                    (by_name[_name(model.model, name)], max(place.start - first, 0))
-                    for name, place, param in zip(
-                        flat.names, flat.places, flat.parameters, strict=True
-                    )
+                    (by_name[names[param]], max(place.start - first, 0))
+                    for place, param in zip(flat.places, flat.parameters, strict=True)
                     if flat.group_of[param] == number
                 ]
     else:
@@ -200,17 +205,35 @@ def optimizers_of(
     return [optimizer for optimizer in own if optimizer is not None]
 
 
-def _of(flat, model):
+def _names_of(zero, model):
+    """Return {parameter: its name in the whole model}, of all that a Zero has in flat parameters.
+
+    A pipeline's are not named as in its `sharded`, whose names have the numbers of stages in them.
+    """
+    flats = [flat for unit in zero.units for flat in unit.flats]
+    own = {p: name for flat in flats for p, name in zip(flat.parameters, flat.names, strict=True)}
+    if model is zero:
+        return {param: _name(zero.model, name) for param, name in own.items()}
+    names = {}
+    for name, param in _named(model, "named_parameters"):
+        names.setdefault(param, name)
+    if others := [name for param, name in own.items() if param not in names]:
+        raise CheckpointError(
+            f"{others[0]} is a parameter of the pipeline's loss, which is no layer: give the "
+            "pipeline's `sharded`, which can be loaded into one that is cut into the same stages"
+        )
+    return names
+
+
+def _of(flat, splits, names):
     """Yield this rank's parts of the parameters of a flat parameter, as runs of its master."""
-    splits, begin = splits_of(model.model), flat.shard_slice.start
-    for name, param, shape, place in zip(
-        flat.names, flat.parameters, flat.shapes, flat.places, strict=True
-    ):
+    begin = flat.shard_slice.start
+    for param, shape, place in zip(flat.parameters, flat.shapes, flat.places, strict=True):
         start, stop = (min(max(edge - begin, 0), flat.size) for edge in (place.start, place.stop))
         split, group = splits.get(param, (None, None))
         rank = dist.get_rank(group) if split else 0
         yield Part(
-            _name(model.model, name),
+            names[param],
             flat.master[start:stop],
             tuple(shape),
             max(begin - place.start, 0),

@@ -24,9 +24,9 @@ from naranhi.checkpoint.parts import (
     optimizers_of,
     parameters_of,
     require_own_parameters,
+    zero_of,
 )
 from naranhi.checkpoint.storage import CheckpointError
-from naranhi.zero import Zero
 
 # What torch's optimizers keep for a parameter as a whole, although it may have a parameter's shape:
 # that of a scalar parameter.
@@ -50,8 +50,8 @@ class State:
     """
 
     def __init__(self, model: Model, optimizer: torch.optim.Optimizer | None) -> None:
-        if isinstance(model, Zero):
-            model.require_between_steps(optimizer)
+        if zero := zero_of(model):
+            zero.require_between_steps(optimizer)
         require_own_parameters(model)
         self.model: Model = model
         self.parameters: list[Part] = parameters_of(model)
@@ -186,9 +186,9 @@ class Loading:
             options: of each parameter group.
             extra: the extra state of each module that has one.
         """
-        model = self.state.model
-        if isinstance(model, Zero):
-            model.zero_grad()
+        zero = zero_of(self.state.model)
+        if zero:
+            zero.zero_grad()
         for optimizer in self.state.optimizers:
             number_of = {
                 tensor: i
@@ -223,8 +223,8 @@ class Loading:
             part.values.copy_(memory.view(part.values.shape))
         for name, module in self.state.with_extra.items():
             module.set_extra_state(extra[name])
-        if isinstance(model, Zero):
-            model.refresh([flat for unit in model.units for flat in unit.flats])  # frozen ones, too
+        if zero:
+            zero.refresh([flat for unit in zero.units for flat in unit.flats])  # frozen ones, too
 
 
 def _common(of, scalars):
