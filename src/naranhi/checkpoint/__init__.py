@@ -12,10 +12,13 @@ A rank's part of the model, however it is cut, is a set of boxes of named tensor
 (`layout`); then each writes some of the boxes, through `torch.distributed.checkpoint` (`planners`).
 A save that is interrupted leaves the earlier checkpoints as they were (`storage`).
 
+`consolidated_state_dict` returns the whole model on one rank, for other programs.
+
 Load only checkpoints that you trust: torch's own file `.metadata` is read by pickle.
 """
 
 from naranhi.checkpoint.checkpoints import Checkpoints, Saved
+from naranhi.checkpoint.consolidated import consolidated_state_dict
 from naranhi.checkpoint.storage import CheckpointError
 
-__all__ = ["CheckpointError", "Checkpoints", "Saved"]
+__all__ = ["CheckpointError", "Checkpoints", "Saved", "consolidated_state_dict"]

@@ -8,6 +8,7 @@ from naranhi.models.gpt2_blocks import (
     gpt2_config,
     gpt2_layers,
 )
+from naranhi.models.gpt2_model import gpt2_model
 from naranhi.models.losses import IGNORE_INDEX, loss
 from naranhi.models.mlp_blocks import MLPBlock, mlp
 from naranhi.models.paced import Paced
@@ -24,6 +25,7 @@ __all__ = [
     "gpt2",
     "gpt2_config",
     "gpt2_layers",
+    "gpt2_model",
     "loss",
     "mlp",
 ]

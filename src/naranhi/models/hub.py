@@ -18,7 +18,7 @@ def offline(name: str) -> str:
 
 @contextmanager
 def fetching(what: str, advice: str) -> Iterator[None]:
-    """Wrap a call that may ask the hub. It is quiet: no bars, no warnings about each attempt.
+    """Wrap a call that may ask the hub, quietly.
 
     Args:
         what: what the call fetches, for the error.
@@ -28,6 +28,17 @@ def fetching(what: str, advice: str) -> Iterator[None]:
         OSError: for any OSError inside, such as an unreachable hub. The message says what is
             missing, then the advice, then the cause in one line.
     """
+    try:
+        with quiet():
+            yield
+    except OSError as error:
+        cause = str(error).strip().partition("\n")[0]
+        raise OSError(f"no {what}. {advice} (The cause: {cause})") from None
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep the libraries of the hub quiet: no bars, no warnings about each attempt."""
     from huggingface_hub.utils import (
         are_progress_bars_disabled,
         disable_progress_bars,
@@ -45,9 +56,6 @@ def fetching(what: str, advice: str) -> Iterator[None]:
     transformers_logging.disable_progress_bar()
     try:
         yield
-    except OSError as error:
-        cause = str(error).strip().partition("\n")[0]
-        raise OSError(f"no {what}. {advice} (The cause: {cause})") from None
     finally:
         for logger, level in zip(talkative, levels, strict=True):
             logger.setLevel(level)

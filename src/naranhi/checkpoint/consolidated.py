@@ -1,0 +1,70 @@
+"""The whole model on one rank, put together from the parts that the ranks of a mesh have."""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+import torch.distributed as dist
+
+from naranhi.checkpoint.layout import merge
+from naranhi.checkpoint.parts import Model
+from naranhi.checkpoint.ranks import gather, none_lost, on_all
+from naranhi.checkpoint.state import State
+from naranhi.distributed import device_of
+
+
+def consolidated_state_dict(
+    model: Model, group: dist.ProcessGroup | None = None
+) -> dict[str, torch.Tensor] | None:
+    """Return the state_dict of the whole model, in CPU memory, on the first rank of a group.
+
+    Its names are those of one list of layers, unsplit, so `nn.ModuleList(layers).load_state_dict`
+    takes it; with `strict=False` if parameters are tied, for such a one is in it once, under its
+    first name. Extra state of modules is not in it. Each element is sent once, box after box, so
+    no other rank needs more memory than it has, but for a copy of one box.
+
+    Args:
+        model: as `Checkpoints.save` takes it, between two steps.
+        group: the ranks that together have the model, all of which call this; None for all ranks.
+
+    Returns:
+        {name: tensor} on the first rank of the group, None on the others.
+
+    Raises:
+        CheckpointError: on every rank: the ranks' parts are not the whole of a model, or a Zero
+            trains them that was not given, or the first rank has no room for it.
+        LostRankError: a rank was lost.
+    """
+    group = dist.group.WORLD if group is None else group
+    rank, device = dist.get_rank(group), device_of(group)
+    state = on_all(lambda: State(model, None), group)
+    layout = merge(gather(state.summary(), group))
+
+    def empty():
+        """Return tensors to be filled, on the first rank."""
+        tensors = layout.tensors if rank == 0 else {}
+        return {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in tensors.items()}
+
+    whole = on_all(empty, group)
+    with none_lost(), torch.no_grad():
+        for (name, box), writer in layout.writes.items():
+            if writer == rank:
+                values = state.tensors[name].views[box].contiguous()
+                if rank:
+                    dist.send(_bytes(values).to(device), group=group, group_dst=0)
+            elif rank == 0:
+                size = prod(box.sizes) * whole[name].element_size()
+                received = torch.empty(size, dtype=torch.uint8, device=device)
+                dist.recv(received, group=group, group_src=writer)
+                values = received.cpu().view(whole[name].dtype).view(box.sizes)
+            if rank == 0:
+                place = tuple(map(slice, box.offset, map(sum, zip(*box, strict=True))))
+                whole[name][place] = values
+    if rank:
+        return None
+    return {name.partition(".")[2]: tensor for name, tensor in whole.items()}
+
+
+def _bytes(values):
+    return values.reshape(-1).view(torch.uint8)
