@@ -23,7 +23,8 @@ from naranhi import schedules, train
 from naranhi.distributed import processes
 from naranhi.train import cli, trainer
 from naranhi.train.log import Log
-from naranhi.train.options import RATE, schedule_names
+from naranhi.train.options import RATE
+from naranhi.train.schedule import schedule_names, takes_chunks
 
 
 def command(ranks, *options):
@@ -432,22 +433,27 @@ def test_schedules_are_found_by_their_arguments(monkeypatch):
     def mine(stages, microbatches, more=1):
         return schedules.gpipe(stages, microbatches)
 
-    def other(stages, microbatches, chunks):
+    def other(stages, microbatches, rows):
+        return schedules.interleaved(stages, microbatches, rows)
+
+    def chunked(stages, microbatches, chunks, more=1):
         return schedules.interleaved(stages, microbatches, chunks)
 
     assert set(schedule_names()) == {
         "gpipe",
         "inter_layer",
+        "interleaved",
         "one_f_one_b",
         "zero_bubble_h1",
         "zero_bubble_h2",
         "zero_bubble_v",
         "dualpipe_v",
     }
-    for function in (mine, other):
+    for function in (mine, other, chunked):
         monkeypatch.setattr(schedules, function.__name__, function, raising=False)
-    monkeypatch.setattr(schedules, "__all__", ["mine", "other"])
-    assert list(schedule_names()) == ["mine"]
+    monkeypatch.setattr(schedules, "__all__", ["mine", "other", "chunked"])
+    assert list(schedule_names()) == ["mine", "chunked"]
+    assert not takes_chunks("mine") and takes_chunks("chunked")
 
 
 # --- the log -------------------------------------------------------------------------------------
@@ -456,7 +462,6 @@ def test_schedules_are_found_by_their_arguments(monkeypatch):
 LOGGING = """
 import resource, sys
 from naranhi.train.log import Log
-from naranhi.train.options import RATE, schedule_names
 resource.setrlimit(resource.RLIMIT_FSIZE, (110, 110))
 with Log(sys.argv[1]) as log:
     for step in range(20):

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from functools import partial
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,8 +17,12 @@ from naranhi.autograd import Recompute
 from naranhi.context_parallel import cut_sequence, split_sequence
 from naranhi.distributed import Mesh
 from naranhi.expert_parallel import add_experts
+from naranhi.schedules import Schedule
 from naranhi.tensor_parallel import gpt2_plan, parallelize, vocabulary_cross_entropy
 from naranhi.train.usage import UsageError
+
+if TYPE_CHECKING:
+    from transformers import GPT2Config
 
 MULTIPLE = 8  # lengths are multiples of it: the stages do one dry run for each length
 ORDER = "head_tail"  # of the positions on context ranks: as much attention on each
@@ -50,6 +54,7 @@ def make_mesh(options: argparse.Namespace) -> Mesh:
         )
     require_sequences(options)
     require_experts(options)
+    require_sharding(options)
     return Mesh(options.dp, options.pp or ranks // across, options.tp, options.cp, options.ep)
 
 
@@ -94,6 +99,28 @@ def require_experts(options: argparse.Namespace) -> None:
         raise UsageError(f"--top-k {top_k} is more than --experts {experts}")
 
 
+def require_sharding(options: argparse.Namespace) -> None:
+    """Raise UsageError if there is nothing to shard over, or what cannot be sharded or exported."""
+    if options.zero and options.experts is not None:
+        raise UsageError(f"--zero {options.zero} does not go with --experts, of which ranks differ")
+    if options.zero and options.dp * options.cp == 1:
+        raise UsageError(
+            f"--zero {options.zero} goes with --dp or --cp of 2 or more: it shards over the ranks "
+            "with the same layers"
+        )
+    if options.export is not None and options.experts is not None:
+        raise UsageError("--export does not go with --experts, which no GPT-2 of transformers has")
+
+
+def require_untied(options: argparse.Namespace, schedule: Schedule) -> None:
+    """Raise UsageError if two stages would share the embedding's weights, sharded by `--zero`."""
+    if options.zero and not options.untied and schedule.virtual_stages > 1:
+        raise UsageError(
+            f"--zero {options.zero} in a pipeline of several stages goes with --untied: the first "
+            "stage and the last would have other shards of the weights that they share"
+        )
+
+
 def default_top_k(experts: int) -> int:
     """Return how many of so many experts a token goes to without `--top-k`."""
     return min(2, experts)
@@ -101,12 +128,17 @@ def default_top_k(experts: int) -> int:
 
 def computed_as(layers: list[nn.Module]) -> str:
     """Return what a GPT-2 of the same shapes may compute otherwise, in words."""
-    config = next(
+    config = config_of(layers)
+    return ", ".join(f"{name} {getattr(config, name)}" for name in COMPUTED_AS)
+
+
+def config_of(layers: list[nn.Module]) -> GPT2Config:
+    """Return the configuration of GPT-2's layers."""
+    return next(
         module.config
         for module in nn.ModuleList(layers).modules()
         if hasattr(getattr(module, "config", None), "n_head")
     )
-    return ", ".join(f"{name} {getattr(config, name)}" for name in COMPUTED_AS)
 
 
 def build_model_and_data(

@@ -70,6 +70,10 @@ def train(
                 say(f"step: {step.step}, loss: {step.loss:.4f}")
         if first:
             say(f"{len(step_losses)} steps in {perf_counter() - start:.1f} s")
+        if options.export is not None:
+            training.export(options.export)
+            if first:
+                say(f"the model is in {options.export}")
     return step_losses
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from naranhi import schedules
+from naranhi.train.schedule import CHUNKS, schedule_names, schedule_type, takes_chunks
 from naranhi.train.usage import UsageError
 from naranhi.train.values import balance, path, positive, probability, whole
 
@@ -15,6 +14,7 @@ DESCRIPTION = """Train GPT-2 on a pipeline of ranks, or on a mesh of them.
     torchrun --nproc-per-node 4 -m naranhi.train --schedule gpipe --balance 4,3,3,4 --microbatches 4
     torchrun --nproc-per-node 8 -m naranhi.train --dp 2 --tp 2 --pp 2
     torchrun --nproc-per-node 8 -m naranhi.train --cp 2 --pp 2 --experts 4 --ep 2
+    torchrun --nproc-per-node 4 -m naranhi.train --dp 4 --zero 1 --bf16 --export trained
 
 The sizes of all axes (--dp, --pp, --tp, --cp, --ep) multiply to the number of ranks. Rank 0 prints
 the loss of the whole step, whatever the mesh, and writes the log. The module naranhi.train.trainer
@@ -26,7 +26,7 @@ describes what a step does.
 A run that is resumed has the losses of one that was never interrupted: to the bit on the same
 ranks, and on another mesh, or with other micro-batches, up to the rounding of sums. (With --dropout
 only the former holds: others draw other masks.) Corpus, model, --batch, --seed, --lr, --clip,
---dropout, --untied, --experts and --top-k have to be what they were; with --experts also
+--dropout, --untied, --bf16, --experts and --top-k have to be what they were; with --experts also
 --microbatches, for tokens are balanced over the experts in each micro-batch.
 
 With torchrun --max-restarts, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment: without
@@ -96,7 +96,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add(
         "--schedule",
-        type=_schedule,
+        type=schedule_type,
         choices=sorted(schedule_names()),
         default="gpipe",
         help="one of these, or a name as torch writes it (1F1B); default: gpipe",
@@ -163,6 +163,26 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         default=1,
         metavar="N",
         help="with --experts: ranks that share them, and each batch; default: 1",
+    )
+    add(
+        "--chunks",
+        type=whole(1),
+        metavar="N",
+        help=f"with --schedule interleaved: stages of each rank; default: {CHUNKS}",
+    )
+    add(
+        "--zero",
+        type=int,
+        choices=(0, 1, 2, 3),
+        default=0,
+        help="shard over the ranks with the same layers: 1, the optimizer's state; 2, gradients as "
+        "well, which are reduced in each micro-batch; 3, between steps parameters, too, which a "
+        "stage gathers once a step; default: 0",
+    )
+    add(
+        "--bf16",
+        action="store_true",
+        help="compute products in bf16, under autocast; parameters and their sums stay in fp32",
     )
     add(
         "--microbatches",
@@ -238,6 +258,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--log-file goes on from there, too",
     )
     add(
+        "--export",
+        type=path,
+        metavar="DIR",
+        help="after the last step, write the whole model and its tokenizer into this new folder, "
+        "on the machine of rank 0, as from_pretrained and --model read them",
+    )
+    add(
         "--silence",
         type=positive,
         default=60.0,
@@ -260,33 +287,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.resume and options.save is None:
         parser.error("--resume goes with --save DIR, the folder of the run to go on with")
+    if options.chunks is not None and not takes_chunks(options.schedule):
+        parser.error("--chunks goes with --schedule interleaved")
     return options
-
-
-def schedule_names() -> Iterator[str]:
-    """Yield the names of the schedules that a training can use.
-
-    These are the functions of `naranhi.schedules` that require only stages and micro-batches, and
-    whose schedules do not update the weights during a step.
-    """
-    for name in schedules.__all__:
-        function = getattr(schedules, name)
-        if inspect.isfunction(function):
-            parameters = inspect.signature(function).parameters.values()
-            needed = [
-                parameter.name for parameter in parameters if parameter.default is parameter.empty
-            ]
-            if needed == ["stages", "microbatches"] and not actions_of(function(1, 2), "U"):
-                yield name
-
-
-def _schedule(name):
-    try:
-        return schedules.get(name).__name__
-    except ValueError:
-        return name  # not one of the choices, so argparse rejects it
-
-
-def actions_of(schedule: schedules.Schedule, kind: str) -> list[schedules.Action]:
-    """Return the actions of a kind, such as "U" or "I", in a schedule."""
-    return [action for row in schedule for action in row if action.kind == kind]

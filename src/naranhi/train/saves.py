@@ -16,7 +16,7 @@ from naranhi.train.build import default_top_k
 from naranhi.train.usage import UsageError, naming, raise_on_all
 
 # The options that have to be as they were, when a run goes on.
-RESUMED = "batch", "seed", "clip", "dropout", "untied", "experts", "top_k"
+RESUMED = "batch", "seed", "clip", "dropout", "untied", "bf16", "experts", "top_k"
 MODEL = "model"  # what its weights do not show, in `settings`
 PADDING = "padding token"  # with experts
 
@@ -96,7 +96,8 @@ class Saves:
                 "with the program that saved it, or begin a run in another folder"
             )
         # What older runs did not note.
-        settings = {name: self.settings.get(name) for name in (MODEL, PADDING)} | settings
+        unnoted = {name: self.settings.get(name) for name in (MODEL, PADDING)} | {"--bf16": False}
+        settings = unnoted | settings
         for name, own in self.settings.items():
             was = settings.get(name)
             if name == "--top-k" and was is None and settings.get("--experts"):
@@ -142,7 +143,7 @@ class Saves:
             try:
                 self._checkpoints.wait()
                 failing = steps
-                raise_on_all(lambda: self._require_finite(steps, pipeline, optimizer))
+                raise_on_all(lambda: self._require_finite(steps, optimizer))
                 self._begun = steps
                 self._checkpoints.save_async(steps, pipeline, optimizer, settings=self.settings)
             except LostRankError:  # this rank alone may know it, so nobody can be told
@@ -150,10 +151,12 @@ class Saves:
             except CheckpointError as error:
                 raise UsageError(f"step {failing} is not saved: {error}") from None
 
-    def _require_finite(self, steps, pipeline, optimizer):
+    def _require_finite(self, steps, optimizer):
         """Raise UsageError if a finite loss was followed by an update that is not finite."""
         kept = [value for values in optimizer.state.values() for value in values.values()]
-        tensors = [*pipeline.parameters(), *filter(torch.is_tensor, kept)]
+        updated = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+        tensors = [tensor for tensor in (*updated, *kept) if torch.is_tensor(tensor)]
+        tensors = [tensor for tensor in tensors if tensor.numel()]  # a shard may have no elements
         with torch.no_grad():
             largest = get_total_norm(tensors, norm_type=torch.inf)
         if not largest.isfinite():

@@ -9,7 +9,8 @@ its positions of those. A step:
                                    and an expert group exchanges tokens; losses are divided by the
                                    number of valid targets in the *whole* batch
     gradients of replicas          are summed, once the pipeline is empty: of experts over data,
-                                   context and tensor, of all else over data, expert and context
+                                   context and tensor, of all else over data, expert and context;
+                                   with ZeRO each rank gets the sum of its shard
     gradients of tied weights      are summed over first and last stage, so the copies stay equal
     gradients outside the shards,  with sequence parallelism, and those of routers, are summed in
                                    the tensor group
@@ -36,23 +37,29 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from naranhi import data, schedules
+from naranhi import data
 from naranhi.autograd import splittable
 from naranhi.distributed import Mesh, agree, device_of, fingerprint
 from naranhi.pipeline import Pipeline
+from naranhi.schedules.balance import uniform
 from naranhi.tensor_parallel import sum_sequence_gradients
 from naranhi.train.build import (
     MULTIPLE,
     build_model_and_data,
     computed_as,
+    config_of,
     default_top_k,
     divide,
     make_mesh,
+    require_untied,
     share_of,
 )
-from naranhi.train.options import RATE, actions_of
+from naranhi.train.export import export, require_new
+from naranhi.train.options import RATE
 from naranhi.train.saves import MODEL, PADDING, RESUMED, Saves
+from naranhi.train.schedule import actions_of, make_schedule
 from naranhi.train.usage import UsageError, raise_on_all
+from naranhi.zero import ZeroStages
 
 
 class Step(NamedTuple):
@@ -112,6 +119,8 @@ class Training:
                 **{f"--{name}": value for name, value in vars(options).items() if name != "log"}
             )
         )
+        if options.export is not None:
+            raise_on_all(partial(require_new, options.export))
         self.mesh = raise_on_all(partial(make_mesh, options))
         with ExitStack() as undo:  # or the groups of what is refused would stay
             undo.callback(self.close)
@@ -122,7 +131,7 @@ class Training:
         """Make all but the mesh: model, pipeline, optimizer and data, and resume."""
         options = self.options
         layers, sequences, pad, self.about = raise_on_all(lambda: build_model_and_data(options))
-        computed = computed_as(layers)
+        computed, self._config = computed_as(layers), config_of(layers)
         ends = [token for sequence in sequences for token in (*sequence, -1)]
         passages = torch.tensor(ends)
         raise_on_all(partial(agree, weights=nn.ModuleList(layers), passages=passages, padding=pad))
@@ -132,25 +141,30 @@ class Training:
         share = place.data * sizes.expert + place.expert
         drawn = random.Random(f"{options.seed}/{share}/{place.pipeline}")
         torch.manual_seed(drawn.getrandbits(63))
-        make = getattr(schedules, options.schedule)
-        schedule = raise_on_all(partial(make, sizes.pipeline, options.microbatches))
+        schedule = raise_on_all(partial(make_schedule, options, sizes.pipeline))
+        raise_on_all(partial(require_untied, options, schedule))
         if actions_of(schedule, "I"):
             layers = splittable(layers)
         nn.ModuleList(layers).to(self.device)
+        even = partial(uniform, layers, schedule.virtual_stages)
+        balance = options.balance or raise_on_all(even)
         self.pipeline = raise_on_all(
             partial(
                 Pipeline,
                 layers,
                 schedule,
                 loss,
-                balance=options.balance,
+                balance=balance,
                 group=self.mesh.pipeline,
                 replicas=self.mesh.replicas,
+                sharding=ZeroStages if options.zero else None,
             )
         )
         del layers  # free the layers of the other stages
         rate = options.lr or RATE["trained" if options.model else "random"]
-        self.optimizer = torch.optim.Adam(self.pipeline.parameters(), lr=rate)
+        sharded = self.pipeline.sharded
+        trained = sharded.param_groups if sharded else self.pipeline.parameters()
+        self.optimizer = torch.optim.Adam(trained, lr=rate)
         settings = {f"--{name.replace('_', '-')}": getattr(options, name) for name in RESUMED} | {
             "--lr": rate
         }
@@ -191,18 +205,33 @@ class Training:
     def _step(self, batch):
         """Run one optimizer step on a whole batch, and return its loss as a float."""
         inputs, targets = share_of(batch.to(self.device), self.options, self.mesh)
+        sharded, kind = self.pipeline.sharded, torch.device(self.device).type
         self.optimizer.zero_grad()
-        loss = self.pipeline.step(inputs, targets, batch.count)
-        sum_sequence_gradients(nn.ModuleList(self.pipeline.stages.values()))
+        with torch.autocast(kind, torch.bfloat16, enabled=self.options.bf16):
+            loss = self.pipeline.step(inputs, targets, batch.count)
+        if not sharded:  # ZeRO sums these before it reduces them
+            sum_sequence_gradients(nn.ModuleList(self.pipeline.stages.values()))
         if self.options.clip:
             self.pipeline.clip_grad_norm_(self.options.clip)
-        self.optimizer.step()
+        if sharded:
+            sharded.step(self.optimizer)
+        else:
+            self.optimizer.step()
         dtype = next(iter(self.pipeline.parameters())).dtype  # of the loss, on its ranks
         total = torch.zeros((), dtype=dtype, device=self.device)
         if loss is not None and self.mesh.place.tensor == 0:  # once in a tensor group
             total += loss
         dist.all_reduce(total)
         return total.item()
+
+    def export(self, folder: str) -> None:
+        """Write the whole model and its tokenizer into a folder of rank 0; see `--export`.
+
+        Raises:
+            UsageError: on every rank: the folder has something in it, or cannot be written.
+        """
+        tied = not self.options.untied
+        export(self.pipeline, self._config, tied, self.options.model, folder)
 
     def close(self) -> None:
         """Close the channels and groups; call it when every rank is done.
