@@ -21,10 +21,7 @@ def test_commands_say_the_same_plan():
     assert "pipeline_parallel_degree = 2" in text
     assert 'pipeline_parallel_schedule = "1F1B"' in text
     assert "local_batch_size = 64" in text  # 256 sequences over dp = 4
-    with pytest.raises(ValueError, match=r"cannot run this plan: it has no ZeRO-1"):
-        commands.naranhi_train(LLAMA, plan, 256)
-    with pytest.raises(ValueError, match=r"cannot run this plan: a rank has 2 chunks of it"):
-        commands.naranhi_train(LLAMA, replace(plan, zero=0, chunks=2, schedule="interleaved"), 256)
+    assert "--dp 4 --tp 2 --pp 2" in commands.naranhi_train(LLAMA, plan, 256)
     with pytest.raises(ValueError, match="Megatron-LM has no argument for the schedule"):
         commands.megatron(LLAMA, replace(plan, schedule="gpipe"), 4096, 256)
 
@@ -44,6 +41,27 @@ def test_naranhi_train_knows_the_command_that_is_written():
     assert (options.experts, options.top_k) == (8, 2)
     with pytest.raises(ValueError, match="4 ranks, which do not divide the 2 that share the batch"):
         commands.naranhi_train(experts, Plan(2, ep=4, cp=2), 32)
+
+
+@pytest.mark.parametrize(
+    ("plan", "tied", "told"),
+    [
+        (Plan(4, zero=1), True, (1, None, False, True)),
+        (Plan(2, zero=2, precision="fp32"), True, (2, None, False, False)),
+        (Plan(2, pp=2, zero=3), True, (3, None, True, True)),
+        (Plan(2, pp=2, chunks=4, schedule="interleaved"), True, (0, 4, False, True)),
+        (Plan(1, pp=2, schedule="zero_bubble_v"), False, (0, None, True, True)),
+        (Plan(1, zero=1), True, (0, None, False, True)),  # nothing to shard over
+        (Plan(1, cp=2, zero=1), True, (1, None, False, True)),
+    ],
+)
+def test_naranhi_train_is_told_of_shards_chunks_and_precision(plan, tied, told):
+    from naranhi.train import cli
+
+    line = commands.naranhi_train(replace(LLAMA, tied=tied), plan, 32)
+    options = cli.parse(line.split("naranhi.train ")[1].split())
+    assert (options.zero, options.chunks, options.untied, options.bf16) == told
+    assert options.schedule == plan.schedule
 
 
 def test_megatron_is_told_the_shape_of_latent_attention_and_of_experts():
@@ -279,10 +297,15 @@ def test_naranhi_train_is_told_of_recomputation_and_nodes():
 
 
 def test_naranhi_train_refuses_what_it_cannot_compute():
-    for precision in ("bf16", "fp8"):
-        words = f"naranhi.train cannot run this plan: it computes in fp32, not {precision}"
-        with pytest.raises(ValueError, match=words):
-            commands.naranhi_train(LLAMA, Plan(2, precision=precision), 32)
+    experts = replace(LLAMA, experts=8, top_k=2)
+    for model, plan, words in (
+        (LLAMA, Plan(2, precision="fp8"), "it computes in bf16 or fp32, not in fp8"),
+        (LLAMA, Plan(4, zero=1, zero_group=2), "over all 4 ranks of dp x cp, not over 2 of them"),
+        (LLAMA, Plan(4, zero=3), "gathers a whole stage for a step, and this one layer after"),
+        (experts, Plan(2, zero=1), "its ZeRO shards no experts"),
+    ):
+        with pytest.raises(ValueError, match=f"naranhi.train cannot run this plan: .*{words}"):
+            commands.naranhi_train(model, plan, 32)
     with pytest.raises(ValueError, match="it recomputes whole blocks or nothing; choose full"):
         commands.naranhi_train(LLAMA, Plan(2, recompute="selective"), 32)
 

@@ -14,25 +14,33 @@ def naranhi_train(
     """Return the command of `naranhi.train` with these degrees, for its own GPT-2.
 
     Args:
-        model: The model, of which only the experts count.
+        model: The model, of which only the experts count, and whether embedding and head are tied.
         plan: The plan.
         global_batch: Sequences of a step.
         gpus_per_node: Ranks that one node can have; all of them, if None. On several nodes the
             same command starts on each, with the first node's name in place of FIRST_NODE.
 
     Raises:
-        ValueError: If the plan has what `naranhi.train` does not: ZeRO, several chunks on a rank,
-            experts that are divided over ranks of one sequence or cut over tensor parallel ranks,
-            selective recomputation, or another precision than fp32.
+        ValueError: If the plan has what `naranhi.train` does not: ZeRO for experts, over fewer than
+            all replicas, or that gathers layer after layer; experts that are divided over ranks of
+            one sequence or cut over tensor parallel ranks; selective recomputation; fp8.
     """
-    chunks = f"a rank has {plan.chunks} chunks of it, and of naranhi.train's one"
     experts = (
         f"experts are divided over {plan.ep} ranks, which do not divide the {plan.dp} that share "
         "the batch"
     )
     reasons = (
-        (plan.zero, f"it has no ZeRO-{plan.zero}"),
-        (plan.chunks > 1, chunks),
+        (plan.zero and model.experts, "its ZeRO shards no experts; choose zero = 0"),
+        (
+            plan.zero and plan.zero_group < plan.replicas,
+            f"its ZeRO shards over all {plan.replicas} ranks of dp x cp, not over "
+            f"{plan.zero_group} of them",
+        ),
+        (
+            plan.zero == 3 and not plan.kept_whole,
+            "its ZeRO-3 gathers a whole stage for a step, and this one layer after layer; choose "
+            "zero = 1 or 2",
+        ),
         (plan.dp % plan.ep, experts),
         (
             model.experts and plan.expert_tp > 1,
@@ -40,7 +48,7 @@ def naranhi_train(
             "etp = 1",
         ),
         (plan.recompute == "selective", "it recomputes whole blocks or nothing; choose full"),
-        (plan.precision != "fp32", f"it computes in fp32, not {plan.precision}; choose fp32"),
+        (plan.precision == "fp8", "it computes in bf16 or fp32, not in fp8; choose one of them"),
     )
     if refused := [why for holds, why in reasons if holds]:
         raise ValueError(f"naranhi.train cannot run this plan: {'; '.join(refused)}")
@@ -55,8 +63,16 @@ def naranhi_train(
         f"--schedule {plan.schedule}",
         f"--batch {global_batch} --microbatches {plan.microbatches(global_batch)}",
     ]
+    if plan.schedule == "interleaved":
+        words.append(f"--chunks {plan.chunks}")
     if plan.cp > 1:
         words.append(f"--cp {plan.cp}")
+    if plan.zero and plan.replicas > 1:
+        words.append(f"--zero {plan.zero}")
+    if not model.tied or (plan.zero and plan.pp > 1):  # stages in shards cannot share weights
+        words.append("--untied")
+    if plan.precision == "bf16":
+        words.append("--bf16")
     if model.experts:
         words.append(f"--experts {model.experts} --top-k {model.top_k} --ep {plan.ep}")
     if plan.tp > 1 and plan.sequence_parallel:
