@@ -276,3 +276,19 @@ def test_ranks_with_other_tokens_are_not_left_out(five, listener):
     for rank, said in enumerate(five.call(with_experts, listener)[:2]):
         assert said.startswith(f"MoE 0 has experts on rank {1 - rank} too, which is not in the")
         assert said.endswith("use expert_parallel.sum_gradients instead")
+
+
+def called():
+    """What is said of a call of the wrapper, which torch's takes."""
+    words = []
+    for wrapper in DDP, lambda model: Zero(model, 2):
+        with pytest.raises(TypeError) as error:
+            wrapper(nn.Linear(2, 2))(torch.ones(1, 2))
+        words.append(str(error.value))
+    return words
+
+
+def test_whoever_calls_the_wrapper_is_told_to_call_the_model(five):
+    for words in five.call(called):
+        for kind, told in zip(("DDP", "Zero"), words, strict=True):
+            assert told.startswith(f"{kind} has no forward of its own: call the model that it was")

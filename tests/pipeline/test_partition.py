@@ -15,6 +15,7 @@ from torch import nn
 from naranhi import models, pipeline, schedules
 from naranhi.autograd import SavedTensors
 from naranhi.pipeline import LayerProfile, profile
+from naranhi.pipeline.partition import as_list
 from naranhi.pipeline.tied_weights import check_max_norm
 from naranhi.schedules import simulate
 
@@ -304,3 +305,11 @@ def test_an_embedding_with_max_norm_needs_to_be_the_only_copy():
     check_max_norm([[table], [head]], (0, 0), has_replicas=False)
     with pytest.raises(ValueError, match=r"0\.weight has max_norm"):
         check_max_norm([[table], [head]], (0, 1), has_replicas=False)
+
+
+def test_a_model_that_is_no_list_is_told_from_one():
+    layers = [nn.Linear(2, 2), nn.ReLU()]
+    assert as_list(nn.Sequential(*layers)) == as_list(nn.ModuleList(layers)) == layers
+    assert as_list(iter(layers)) == layers
+    with pytest.raises(TypeError, match=r"a pipeline takes a list of layers, .* not a Linear: "):
+        as_list(layers[0])

@@ -11,10 +11,22 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from types import MethodType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils.hooks import RemovableHandle
+
+
+class Attached:
+    """What is attached to a model by hooks: the model itself is called, as before."""
+
+    def __call__(self, *inputs: Any, **options: Any) -> NoReturn:
+        """Raise TypeError: users of wrappers, such as torch's DDP, will try it."""
+        kind = type(self).__name__
+        raise TypeError(
+            f"{kind} has no forward of its own: call the model that it was made of, whose hooks "
+            "do the rest"
+        )
 
 
 class Hook:

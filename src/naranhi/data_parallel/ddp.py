@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from naranhi.autograd.containers import tensors_of
-from naranhi.autograd.hooks import Backward, Handles, Hook, ModuleHook
+from naranhi.autograd.hooks import Attached, Backward, Handles, Hook, ModuleHook
 from naranhi.collectives.buckets import BUCKET, buckets
 from naranhi.data_parallel.bucket import GradientBucket, read_flags, strides_of
 from naranhi.data_parallel.supported import (
@@ -31,7 +31,7 @@ from naranhi.data_parallel.sync import (
 from naranhi.distributed import agree
 
 
-class DDP:
+class DDP(Attached):
     """Gradients are summed in buckets, each as soon as the backward has filled it.
 
         parallel = DDP(model)

@@ -13,6 +13,17 @@ from naranhi.schedules import Schedule
 from naranhi.schedules.balance import uniform
 
 
+def as_list(layers: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the layers as a list, or raise TypeError for a model that cannot be cut."""
+    if isinstance(layers, nn.Module) and not isinstance(layers, Iterable):
+        raise TypeError(
+            f"a pipeline takes a list of layers, which it can cut into stages, not a "
+            f"{type(layers).__name__}: write the model as a list of modules, of which each takes "
+            "what the one before returns"
+        )
+    return list(layers)
+
+
 def cut(
     layers: Sequence[nn.Module], stages: int, balance: Sequence[int] | None = None, chunks: int = 1
 ) -> list[Sequence[nn.Module]]:

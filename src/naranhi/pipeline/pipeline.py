@@ -129,7 +129,7 @@ class Pipeline:
         sharding: Sharding | None = None,
     ) -> None:
         self.group = dist.group.WORLD if group is None else group
-        self.rank, self.schedule, layers = dist.get_rank(self.group), schedule, list(layers)
+        self.rank, self.schedule = dist.get_rank(self.group), schedule
         self.device = device_of(self.group)
         self.replicas = replicas if replicas and dist.get_world_size(replicas) > 1 else None
         local, parts, tied = prepared(

@@ -12,7 +12,7 @@ from torch import nn
 
 from naranhi.distributed import device_of
 from naranhi.pipeline.groups import AGREEMENT, key_of
-from naranhi.pipeline.partition import check_kinds, check_layers, cut
+from naranhi.pipeline.partition import as_list, check_kinds, check_layers, cut
 from naranhi.pipeline.sharding import check_sharding
 from naranhi.pipeline.tied_weights import check_max_norm, check_memory, copies, tied_parameters
 from naranhi.schedules import Schedule, channels, check, check_versions
@@ -24,7 +24,7 @@ Tied = list[tuple[str, nn.Parameter, tuple[int, ...]]]
 
 
 def prepared(
-    layers: Sequence[nn.Module],
+    layers: Iterable[nn.Module],
     schedule: Schedule,
     loss_fn: Callable[..., torch.Tensor],
     group: dist.ProcessGroup,
@@ -40,7 +40,11 @@ def prepared(
 
     The arguments are those of `pipeline.Pipeline`. What is wrong is not raised here but returned,
     as the entry "error", so that every rank can raise it.
+
+    Raises:
+        TypeError: at once, if the layers are no list.
     """
+    layers = as_list(layers)
     parts, tied, rank = [], [], dist.get_rank(group)
     several = replicas if replicas and dist.get_world_size(replicas) > 1 else None
     local = {

@@ -15,7 +15,7 @@ from naranhi.autograd.containers import (
     watch_backward,
     write_back,
 )
-from naranhi.autograd.hooks import Backward, Handles, Hook, ModuleHook
+from naranhi.autograd.hooks import Attached, Backward, Handles, Hook, ModuleHook
 from naranhi.data_parallel import broadcast_buffers
 from naranhi.data_parallel.supported import require_gradient, require_same_parameters
 from naranhi.data_parallel.sync import require_same_gradients
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from naranhi.zero.units import Unit
 
 
-class Hooks:
+class Hooks(Attached):
     """The hooks of a sharded model: the part of `zero.Zero` that autograd and modules call."""
 
     group: dist.ProcessGroup
