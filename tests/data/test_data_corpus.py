@@ -137,9 +137,9 @@ def test_nothing_old_is_read(tmp_path):
         ("", "is empty"),
         ("One of the most famous people.", r"no JSON \(Expecting value: line 1 column 1"),
         ('{"data": [{"title":', r"no JSON \(Expecting value: line 1 column 20"),
-        (b"\xff\xfe\x00\x01", "no JSON"),
-        (b"\x1f\x8b\x00\x00", "no JSON"),
-        (gzip.compress(json.dumps(SQUAD).encode())[:-20], "no JSON"),
+        (b"\xff\xfe\x00\x01", "can't decode byte 0xff"),
+        (b"\x1f\x8b\x00\x00", "ended before"),
+        (gzip.compress(json.dumps(SQUAD).encode())[:-20], "ended before"),
         ("[1, 2]", 'has no "data"'),
         ('{"version": "1.1"}', 'has no "data"'),
         ('{"data": {"title": "Warsaw"}}', "data is not a list"),
@@ -163,6 +163,49 @@ def test_what_is_not_in_squads_form_is_named_and_the_place(content, fault, name,
     content = content.encode() if isinstance(content, str) else content
     packed = name.endswith("gz") and content and content[0] not in (0x1F, 0xFF)
     (tmp_path / name).write_bytes(gzip.compress(content) if packed else content)
+    with pytest.raises(ValueError, match=fault) as caught:
+        data.contexts(tmp_path / name)
+    assert str(tmp_path / name) in str(caught.value)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_files_of_text_and_of_json_lines(tmp_path, packed):
+    """From Windows, too: a mark at the start, and its ends of lines."""
+    text = "One\r\nof two.\r\n \r\n\r\n비가 온다.\r\n\r\n\r\nIt rains.\n"
+    lines = [
+        {"text": "One\nof two."},
+        {"id": 1, "text": "비가 온다."},
+        {"text": " "},
+        {"text": "It."},
+    ]
+    for name, content, passages in (
+        ("a.txt", text, ["One\nof two.", "비가 온다.", "It rains."]),
+        (
+            "b [v1].jsonl",
+            "\n\n".join(map(json.dumps, lines)),
+            ["One\nof two.", "비가 온다.", "It."],
+        ),
+    ):
+        encoded = content.encode("utf-8-sig")
+        file = tmp_path / (name + ".gz" * packed)
+        file.write_bytes(gzip.compress(encoded) if packed else encoded)
+        assert data.contexts(file) == passages
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "fault"),
+    [
+        ("a.txt", b"\xb0\xa1", "is not text in UTF-8, with .*: 'utf-8' codec can't decode byte"),
+        ("a.txt", b" \n\n \n", "has no passage with text in it"),
+        ("a.jsonl", b'{"text": "a"}\n\n{"text":', r"is not lines of JSON, .*: line 3 is no JSON"),
+        ("a.jsonl", b'{"text": "a"}\n[1]', 'line 2 has no text as its "text"'),
+        ("a.jsonl", b'{"content": "a"}', 'line 1 has no text as its "text"'),
+        ("a.jsonl", b'{"text": "\\ud800"}', "line 1 has half of a character"),
+        ("a.jsonl.gz", b"\x1f\x8b\x08", "is not lines of JSON"),
+    ],
+)
+def test_what_is_wrong_in_such_a_file_is_named(tmp_path, name, content, fault):
+    (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=fault) as caught:
         data.contexts(tmp_path / name)
     assert str(tmp_path / name) in str(caught.value)

@@ -1,4 +1,4 @@
-"""Text to train on: the passages of SQuAD, of a file in its form, or those that ship with the book.
+"""Text to train on: the passages of SQuAD, of a file, or those that ship with the book.
 
 SQuAD: Rajpurkar, Zhang, Lopyrev and Liang, "SQuAD: 100,000+ questions for machine comprehension of
 text" (2016). Only its passages ("contexts") are used here. naranhi/data/bundled/LICENSE.md lists
@@ -10,8 +10,9 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 BUNDLED = Path(__file__).parent / "bundled"
 UNPACKING = OSError, EOFError, zlib.error  # what reading a badly packed file raises
-FORM = '{"data": [{"paragraphs": [{"context": "..."}, ...]}, ...]}'
 
 
 def contexts(source: str | os.PathLike[str] | None = None) -> list[str]:
@@ -31,12 +31,13 @@ def contexts(source: str | os.PathLike[str] | None = None) -> list[str]:
 
     Args:
         source: None for the book's own; "squad" for SQuAD from the hub, with a passage once for
-            each question on it; else the path of a JSON file (which may be packed by gzip) in
-            SQuAD's form.
+            each question on it; else the path of a file, which may be packed by gzip (".gz"): of
+            text (".txt"), with blank lines between passages; of JSON lines (".jsonl"), each with a
+            passage as its "text"; or else of JSON in SQuAD's form.
 
     Raises:
         OSError: if the file does not exist or the hub cannot be reached; it says what to do.
-        ValueError: if the source is empty or not in SQuAD's form; it names the file and the place.
+        ValueError: if the source is empty or not in its form; it names the file and the place.
     """
     if source == "squad":
         passages = _squad()
@@ -125,15 +126,62 @@ def _read(path):
     packed = path.read_bytes()
     if not packed:
         raise ValueError(f"the corpus {path} is empty")
+    form, read = FORMS.get(Path(path.name.removesuffix(".gz")).suffix, (SQUAD, _articles))
     try:
-        content = json.loads(gzip.decompress(packed) if packed[:2] == b"\x1f\x8b" else packed)
-        fault = _fault_in(content)
-    except (ValueError, RecursionError, *UNPACKING) as error:
-        fault = f"it is no JSON ({error})"
-    if fault:
-        raise ValueError(f"the corpus {path} is not in SQuAD's form, {FORM}: {fault}")
+        text = gzip.decompress(packed) if packed[:2] == b"\x1f\x8b" else packed
+        return read(text.decode("utf-8-sig"))
+    except (ValueError, *UNPACKING) as error:
+        raise ValueError(f"the corpus {path} is not {form}: {error}") from None
+
+
+def _paragraphs(text):
+    """Return what blank lines separate."""
+    return re.split(r"\n\s*\n", text.strip().replace("\r\n", "\n"))
+
+
+def _lines(text):
+    """Return the "text" of the JSON object on each line."""
+    passages = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            entry = _json(line, f"line {number} is ")
+            passage = entry.get("text") if isinstance(entry, dict) else None
+            if fault := _fault_of(passage):
+                raise ValueError(f'line {number} {fault} as its "text"')
+            passages.append(passage)
+    return passages
+
+
+def _articles(text):
+    """Return the contexts of SQuAD's articles."""
+    content = _json(text, "it is ")
+    if fault := _fault_in(content):
+        raise ValueError(fault)
     articles = content["data"]
     return [paragraph["context"] for article in articles for paragraph in article["paragraphs"]]
+
+
+SQUAD = 'in SQuAD\'s form, {"data": [{"paragraphs": [{"context": "..."}, ...]}, ...]}'
+FORMS: dict[str, tuple[str, Callable[[str], list[str]]]] = {
+    ".txt": ("text in UTF-8, with blank lines between passages", _paragraphs),
+    ".jsonl": ('lines of JSON, {"text": "..."}', _lines),
+}
+
+
+def _json(text, where):
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}no JSON ({error})") from None
+
+
+def _fault_of(passage):
+    """Return what is wrong with a passage, if it is no text that can be encoded; None if it is."""
+    if not isinstance(passage, str):
+        return "has no text"
+    if any("\ud800" <= character <= "\udfff" for character in passage):
+        return "has half of a character (a surrogate)"
+    return None
 
 
 def _fault_in(content):
@@ -150,10 +198,9 @@ def _fault_in(content):
         if not isinstance(paragraphs, list):
             return f'data[{i}] has no list of "paragraphs"'
         for j, paragraph in enumerate(paragraphs):
-            if not isinstance(paragraph, dict) or not isinstance(paragraph.get("context"), str):
-                return f'data[{i}].paragraphs[{j}] has no text as its "context"'
-            if any("\ud800" <= character <= "\udfff" for character in paragraph["context"]):
-                return f"data[{i}].paragraphs[{j}] has half of a character (a surrogate)"
+            context = paragraph.get("context") if isinstance(paragraph, dict) else None
+            if fault := _fault_of(context):
+                return f'data[{i}].paragraphs[{j}] {fault} as its "context"'
     if not any(article["paragraphs"] for article in articles):
         return "no article has a paragraph"
     return None

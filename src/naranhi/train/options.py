@@ -91,8 +91,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add(
         "--corpus",
         metavar="NAME",
-        help="squad, which is fetched from the hub, or a JSON file in "
-        "SQuAD's form; by default the text that ships with this package",
+        help="squad, which is fetched from the hub, or a file: .txt with blank lines between "
+        'passages, .jsonl with {"text": ...} on each line, or JSON in SQuAD\'s form; by default '
+        "the text that ships with this package",
     )
     add(
         "--schedule",
