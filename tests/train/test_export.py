@@ -73,6 +73,10 @@ def test_a_run_that_is_resumed_at_its_end_only_exports(eight, small, tmp_path):
 
 def refused(folder, fails=None):
     arguments = ["--steps=1", "--batch=4", "--export", folder]
+    if not fails:  # before anything is trained
+        with pytest.raises(train.UsageError) as error:
+            train.Training(train.parse(arguments))
+        return str(error.value)
     if fails and dist.get_rank() == 0:
         original = models.gpt2_model
         models.gpt2_model = partial(fails, original)

@@ -38,9 +38,10 @@ def told(options, changed=None):
     return str(error.value)
 
 
-def test_an_update_that_is_not_finite_is_not_saved(eight, small, tmp_path):
+@pytest.mark.parametrize("more", [[], ["--dp=2", "--zero=3"]])
+def test_an_update_that_is_not_finite_is_not_saved(eight, small, tmp_path, more):
     """The loss of the step was finite: it was computed before the update."""
-    options = [*small, "--save", tmp_path / "run", "--steps", 1]
+    options = [*small, "--save", tmp_path / "run", "--steps", 1, *more]
     first, second = eight(2, told, options, "gradient")
     assert first == second
     assert first == (

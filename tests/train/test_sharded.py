@@ -7,7 +7,9 @@ import small_gpt2
 import torch
 from torch import nn
 
-from naranhi import train
+from naranhi import schedules, train
+from naranhi.train.saves import Saves
+from naranhi.train.schedule import make_schedule
 
 STEPS, RATE = 20, 0.5
 RUNS = [  # {axis: size}, options
@@ -117,11 +119,40 @@ def test_bf16_computes_products_in_bf16_and_keeps_fp32(eight, small):
             assert computed <= {torch.bfloat16} and kept == {torch.float32}
 
 
+def without_a_note(arguments, option):
+    """On a rank: as `of_adam`, by a version that did not note an option."""
+    original = Saves.after
+
+    def after(saves, *given):
+        del saves.settings[option]
+        original(saves, *given)
+
+    Saves.after = after
+    try:
+        return of_adam(arguments)
+    finally:
+        Saves.after = original
+
+
 def test_a_run_goes_on_in_the_precision_that_it_began_in(eight, small, tmp_path):
-    save = ["--save", str(tmp_path / "run"), "--resume"]
-    assert len(eight(1, of_adam, [*small, *save, "--steps=1"])[0]) == 1
-    said = eight(1, of_adam, [*small, *save, "--steps=2", "--bf16"])[0]
-    assert "was saved with another --bf16 (False, now True)" in said
+    """Those of older versions in fp32."""
+    for name, begin in ("new", (of_adam,)), ("old", (without_a_note, "--bf16")):
+        base = [*small, "--save", str(tmp_path / name), "--resume"]
+        function, *more = begin
+        assert len(eight(1, function, [*base, "--steps=1"], *more)[0]) == 1
+        said = eight(1, of_adam, [*base, "--steps=2", "--bf16"])[0]
+        assert "was saved with another --bf16 (False, now True)" in said
+        assert len(eight(1, of_adam, [*base, "--steps=2"])[0]) == 1
+
+
+@pytest.mark.parametrize(
+    ("zero", "gathers", "reductions"), [(0, 0, 0), (1, 0, 1), (2, 0, 4), (3, 1, 1)]
+)
+@pytest.mark.parametrize("order", ["gpipe", "interleaved"])
+def test_what_a_stage_of_zero_sends_in_a_step(order, zero, gathers, reductions):
+    options = train.parse([f"--zero={zero}", "--schedule", order, "--microbatches=4"])
+    for counted in schedules.transfers(make_schedule(options, 2)):
+        assert counted == (gathers, reductions)
 
 
 @pytest.mark.parametrize(
