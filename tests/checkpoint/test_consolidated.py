@@ -15,6 +15,7 @@ MESHES = [
     (2, "1x1x2"),
     (4, "2x1x2 zero3 untied"),
     (3, "3x1x1 zero2 untied"),
+    (2, "2x1x1 zero3"),  # both uses of the tied parameter in one stage
     (3, "zero3"),
     (4, "zero2 copied"),
 ]

@@ -1,6 +1,7 @@
 """`naranhi.train --export`: the trained model in the form of `transformers`."""
 
 import json
+import os
 import re
 from functools import partial
 
@@ -110,10 +111,31 @@ def test_a_folder_that_cannot_be_written_is_told_before_and_after(eight, tmp_pat
     assert not (tmp_path / "new").exists()
 
 
-def test_an_empty_folder_is_filled(eight, small, tmp_path):
+def test_an_empty_folder_is_filled_by_this_export_alone(eight, small, tmp_path):
     (tmp_path / "empty").mkdir()
-    losses, _ = eight(1, run, [*small, "--steps=1", "--export", tmp_path / "empty"])[0]
-    assert len(losses) == 1 and (tmp_path / "empty" / "config.json").exists()
+    killed = tmp_path / "empty.part"
+    killed.mkdir()
+    (killed / "model-00002-of-00002.safetensors").touch()
+    losses, _ = eight(1, run, [*small, "--steps=1", "--export", f"{tmp_path}/empty/"])[0]
+    found = {path.name for path in (tmp_path / "empty").iterdir()}
+    assert len(losses) == 1 and {"config.json", "model.safetensors", "tokenizer.json"} <= found
+    assert "model-00002-of-00002.safetensors" not in found and not killed.exists()
+
+
+def full_when_renamed(folder):
+    """On a rank: what is told of a folder that is filled while the training runs."""
+    training = train.Training(train.parse(["--steps=1", "--batch=4", "--export", folder]))
+    with training, pytest.raises(train.UsageError) as error:
+        if dist.get_rank() == 0:
+            os.makedirs(f"{folder}/notes")
+        training.export(folder)
+    return str(error.value)
+
+
+def test_a_folder_that_is_filled_meanwhile_is_left_alone(eight, tmp_path):
+    said = eight(2, full_when_renamed, str(tmp_path / "taken"))
+    assert said[0] == said[1] and "--export: [Errno 39] Directory not empty" in said[0]
+    assert [path.name for path in (tmp_path / "taken").iterdir()] == ["notes"]
 
 
 def test_a_state_of_another_model_is_refused():
@@ -125,6 +147,7 @@ def test_a_state_of_another_model_is_refused():
     models.gpt2_model(state, config)  # tied, so the first name is enough
     with pytest.raises(ValueError, match=r"3.lm_head.weight has shape None in the state"):
         models.gpt2_model(state, config, tied=False)
+    assert config.tie_word_embeddings, "the caller's own"
     more = models.gpt2_config(hidden=16, blocks=1)
     with pytest.raises(ValueError, match=r"has shape .* in the state, and .* in a GPT-2 of this"):
         models.gpt2_model(state, more)

@@ -57,7 +57,6 @@ def export(
     def write():
         if state is None:
             return
-        _require_new(folder)
         part = f"{os.path.normpath(folder)}.part"
         shutil.rmtree(part, ignore_errors=True)  # of a run that was killed
         try:
