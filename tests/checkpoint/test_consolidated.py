@@ -5,9 +5,11 @@ import torch
 from checkpointed import Run, refusal
 from torch import nn
 
+from naranhi import models, schedules
 from naranhi.checkpoint import consolidated_state_dict
 from naranhi.data_parallel import DDP
 from naranhi.distributed import Mesh
+from naranhi.pipeline import Pipeline
 
 MESHES = [
     (1, "plain"),
@@ -95,3 +97,20 @@ def test_ranks_with_different_models_are_refused(eight):
     assert names == {"0.weight", "0.bias", "1.weight", "1.bias"}
     assert refused == other
     assert "give all ranks the same model" in refused
+
+
+def of_stages_with_optimizers():
+    """Names, where each stage has an optimizer that keeps moments."""
+    layers, x = models.mlp(4, 4), torch.ones(4, 4)
+    schedule = schedules.pipedream(2, 4)
+    with Pipeline(
+        layers, schedule, lambda y, t: (y - t).square().sum(), optimizer=torch.optim.AdamW
+    ) as pipeline:
+        pipeline.step(x, x, 4)
+        found = consolidated_state_dict(pipeline)
+    return found and set(found), set(nn.ModuleList(layers).state_dict())
+
+
+def test_moments_of_a_stages_own_optimizer_are_left_out(eight):
+    (found, expected), _ = eight(2, of_stages_with_optimizers)
+    assert found == expected

@@ -251,6 +251,29 @@ def test_what_cannot_be_sharded_is_refused_on_every_rank(four, what, words):
         assert words in told
 
 
+def grouped(named):
+    """Whole-model names of this rank's parameters; a rule that only the first stage allows."""
+    names = [name for name, _ in named]
+    if "0.up.weight" not in names:
+        raise ValueError(f"no rule for {names[0]}")
+    return []
+
+
+def groups_of_some():
+    along, across = grid()
+    schedule = with_sharding(schedules.gpipe(2, 2), 3)
+    layers, loss, *_ = work("mlp", schedule)
+    sharding = partial(ZeroStages, param_groups=grouped)
+    with pytest.raises(ValueError) as caught:
+        pipeline.Pipeline(layers, schedule, loss, group=along, replicas=across, sharding=sharding)
+    return str(caught.value)
+
+
+def test_an_error_in_the_sharding_of_a_stage_is_told_on_all(four):
+    for told in four.call(groups_of_some):
+        assert "on rank 1: no rule for 4.up.weight" in told
+
+
 def no_gradients_yet():
     along, across = grid()
     schedule = with_sharding(schedules.gpipe(2, 2), 3)

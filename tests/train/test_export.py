@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 from functools import partial
 
 import pytest
@@ -49,17 +50,22 @@ def test_transformers_reads_what_a_mesh_has_trained(eight, small, tmp_path, tied
         answers = eight(ranks, run, [*small, *tied, *mesh, "--steps=4", "--export", folder])
         assert answers[0][1][-1] == f"the model is in {folder}"
         exports[ranks] = loss_of(folder, passage)
-        assert not folder.with_name(f"{folder.name}.part").exists()
+        assert [path.name for path in tmp_path.glob(f"{folder.name}*")] == [folder.name]
     before = loss_of(small[1], passage)
     assert exports[4] == pytest.approx(exports[1], abs=1e-5)
     assert exports[1] < before - 0.1, "it has learned"
     config = json.loads((folder / "config.json").read_text())
     assert config["tie_word_embeddings"] == (not tied)
 
-    options = [*small[2:], *tied, "--model", folder, "--steps=1"]
-    again = eight(1, run, options)[0][0][0]
+    again, other = [], tmp_path / "again"
+    for more in tied, []:  # what is untied stays so, with --untied and without
+        options = [*small[2:], *more, "--model", folder, "--steps=1", "--lr=1e-12"]
+        again.append(eight(2, run, [*options, "--tp=2", "--export", other])[0][0][0])
+        assert loss_of(other, passage) == pytest.approx(exports[4], abs=1e-5)
+        shutil.rmtree(other)
+    assert again[0] == again[1]
     longer = eight(1, run, [*small, *tied, "--steps=1"])[0][0][0]
-    assert again < longer - 0.1, "the first loss of a run that begins where the other ended"
+    assert again[0] < longer - 0.1, "the first loss of a run that begins where the other ended"
 
 
 def test_a_run_that_is_resumed_at_its_end_only_exports(eight, small, tmp_path):
@@ -70,6 +76,45 @@ def test_a_run_that_is_resumed_at_its_end_only_exports(eight, small, tmp_path):
     assert losses == [] and said[-1].startswith("the model is in ")
     config = AutoModelForCausalLM.from_pretrained(tmp_path / "model").config
     assert (config.n_layer, config.n_embd) == (12, 64)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert config.eos_token_id == tokenizer.eos_token_id is not None
+    assert tokenizer.model_max_length == config.n_positions
+
+
+def test_what_a_training_leaves_alone_is_the_sources(eight, tmp_path):
+    """Its dropout, and how it generates."""
+    options = small_gpt2.write(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"attn_pdrop": 0.3}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"max_new_tokens": 7}))
+    for number, more in enumerate(([], ["--dropout=0.2"])):
+        folder = tmp_path / str(number)
+        eight(1, run, [*options, "--steps=1", *more, "--export", folder])
+        found = AutoModelForCausalLM.from_pretrained(folder)
+        assert (found.config.attn_pdrop, found.config.resid_pdrop) == (0.3, 0.1)
+        assert found.generation_config.max_new_tokens == 7
+
+
+def exported_midway(arguments, folder):
+    """On a rank: losses, where the model is exported after the first step, and where it is not."""
+    losses = []
+    for number, exports in enumerate((True, False)):
+        options = train.parse([*map(str, arguments), "--export", f"{folder}/{number}"])
+        with train.Training(options) as training:
+            losses.append([])
+            for step in training:
+                losses[-1].append(step.loss)
+                if exports and step.step == 0:
+                    training.export()
+            weights = [p.detach().clone() for p in training.pipeline.parameters()]
+    return losses, weights
+
+
+def test_an_export_draws_no_random_numbers(eight, small, tmp_path):
+    """Or dropout would be another afterwards, on rank 0 alone."""
+    options = [*small, "--tp=2", "--dropout=0.2", "--steps=3"]
+    for (exported, plain), _ in eight(2, exported_midway, options, str(tmp_path)):
+        assert exported == plain
 
 
 def refused(folder, fails=None):
@@ -89,7 +134,7 @@ def refused(folder, fails=None):
 
 
 def full(original, *given):
-    raise OSError(28, "No space left on device")
+    raise Exception("No space left on device (os error 28)")  # as tokenizers raises it
 
 
 def test_a_folder_that_cannot_be_written_is_told_before_and_after(eight, tmp_path):
@@ -107,19 +152,47 @@ def test_a_folder_that_cannot_be_written_is_told_before_and_after(eight, tmp_pat
         assert re.search(str(words), said[0]), said[0]
     said = eight(2, refused, str(tmp_path / "new"), full)
     assert said[0] == said[1]
-    assert "--export: [Errno 28] No space left on device" in said[0]
-    assert not (tmp_path / "new").exists()
+    assert f"--export {tmp_path / 'new'} is not written (No space left on device" in said[0]
+    assert not [*tmp_path.glob("new*")]
 
 
-def test_an_empty_folder_is_filled_by_this_export_alone(eight, small, tmp_path):
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--export FOLDER/run --save FOLDER/run", "would have --save FOLDER/run in it"),
+        ("--export FOLDER/run --save FOLDER/run/steps", "would have --save FOLDER/run/steps in it"),
+        ("--export FOLDER/x --log-file FOLDER/x/log", "would have --log-file FOLDER/x/log in it"),
+        ("--export /proc", "--export /proc is where something is mounted: name a folder"),
+        (f"--export FOLDER/{'long' * 62}", "--export: [Errno 36] File name too long"),
+    ],
+)
+def test_what_would_only_fail_in_the_end_is_refused_before(eight, tmp_path, options, message):
+    options, message = (text.replace("FOLDER", str(tmp_path)) for text in (options, message))
+    for said in eight(2, told_before, f"{options} --batch=4"):
+        assert message in said
+    assert not [*tmp_path.iterdir()]
+
+
+def told_before(options):
+    with pytest.raises(train.UsageError) as error:
+        train.Training(train.parse(options.split()))
+    return str(error.value)
+
+
+def test_a_link_to_an_empty_folder_is_followed(eight, small, tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    eight(1, run, [*small, "--steps=1", "--export", tmp_path / "link"])
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "there" / "config.json").exists()
+
+
+def test_an_empty_folder_is_filled_and_nothing_beside_it_touched(eight, small, tmp_path):
     (tmp_path / "empty").mkdir()
-    killed = tmp_path / "empty.part"
-    killed.mkdir()
-    (killed / "model-00002-of-00002.safetensors").touch()
+    (tmp_path / "empty.part").touch()
     losses, _ = eight(1, run, [*small, "--steps=1", "--export", f"{tmp_path}/empty/"])[0]
     found = {path.name for path in (tmp_path / "empty").iterdir()}
     assert len(losses) == 1 and {"config.json", "model.safetensors", "tokenizer.json"} <= found
-    assert "model-00002-of-00002.safetensors" not in found and not killed.exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"empty", "empty.part"}
 
 
 def full_when_renamed(folder):
@@ -128,13 +201,13 @@ def full_when_renamed(folder):
     with training, pytest.raises(train.UsageError) as error:
         if dist.get_rank() == 0:
             os.makedirs(f"{folder}/notes")
-        training.export(folder)
+        training.export()
     return str(error.value)
 
 
 def test_a_folder_that_is_filled_meanwhile_is_left_alone(eight, tmp_path):
     said = eight(2, full_when_renamed, str(tmp_path / "taken"))
-    assert said[0] == said[1] and "--export: [Errno 39] Directory not empty" in said[0]
+    assert said[0] == said[1] and "is not written ([Errno 39] Directory not empty" in said[0]
     assert [path.name for path in (tmp_path / "taken").iterdir()] == ["notes"]
 
 
@@ -143,6 +216,9 @@ def test_a_state_of_another_model_is_refused():
     state = nn.ModuleList(models.gpt2(config)).state_dict()
     tensors = dict(models.gpt2_model(state, config).named_parameters())
     assert torch.equal(tensors["transformer.h.1.mlp.c_fc.weight"], state["2.block.mlp.c_fc.weight"])
+    apart = state | {"3.lm_head.weight": state["0.wte.weight"] + 1}
+    with pytest.raises(ValueError, match=r"3.lm_head.weight is not 0.wte.weight: .* \(tied=False"):
+        models.gpt2_model(apart, config)
     del state["3.lm_head.weight"]
     models.gpt2_model(state, config)  # tied, so the first name is enough
     with pytest.raises(ValueError, match=r"3.lm_head.weight has shape None in the state"):

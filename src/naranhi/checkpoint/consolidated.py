@@ -13,6 +13,8 @@ from naranhi.checkpoint.ranks import gather, none_lost, on_all
 from naranhi.checkpoint.state import State
 from naranhi.distributed import device_of
 
+OF_MODEL = "parameters.", "buffers."
+
 
 def consolidated_state_dict(
     model: Model, group: dist.ProcessGroup | None = None
@@ -22,7 +24,8 @@ def consolidated_state_dict(
     Its names are those of one list of layers, unsplit, so `nn.ModuleList(layers).load_state_dict`
     takes it; with `strict=False` if parameters are tied, for such a one is in it once, under its
     first name. Extra state of modules is not in it. Each element is sent once, box after box, so
-    no other rank needs more memory than it has, but for a copy of one box.
+    other ranks need no more memory than they have, but for a copy of one box, and copies of
+    parameters that are not contiguous.
 
     Args:
         model: as `Checkpoints.save` takes it, between two steps.
@@ -43,12 +46,20 @@ def consolidated_state_dict(
 
     def empty():
         """Return tensors to be filled, on the first rank."""
-        tensors = layout.tensors if rank == 0 else {}
-        return {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in tensors.items()}
+        if rank:
+            return {}
+        # A pipeline's stages may have optimizers, whose state is in the layout, too.
+        return {
+            name: torch.empty(shape, dtype=dtype)
+            for name, (shape, dtype) in layout.tensors.items()
+            if name.startswith(OF_MODEL)
+        }
 
     whole = on_all(empty, group)
     with none_lost(), torch.no_grad():
         for (name, box), writer in layout.writes.items():
+            if not name.startswith(OF_MODEL):
+                continue
             if writer == rank:
                 values = state.tensors[name].views[box].contiguous()
                 if rank:

@@ -6,12 +6,13 @@ import copy
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from naranhi.models.gpt2_blocks import gpt2_layers
+from naranhi.models.hub import quiet
 
 if TYPE_CHECKING:
-    import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
 
@@ -20,31 +21,43 @@ def gpt2_model(
 ) -> GPT2LMHeadModel:
     """Return a `transformers.GPT2LMHeadModel` with the weights of layers that `gpt2` has returned.
 
+    The model is in evaluation mode, and uses the state's own memory. Torch's generator is left as
+    it was.
+
     Args:
         state: the layers' state_dict, `nn.ModuleList(layers).state_dict()`, or what
-            `checkpoint.consolidated_state_dict` returns; copied.
+            `checkpoint.consolidated_state_dict` returns.
         config: the model's configuration, which remains as it is.
-        tied: whether embedding and head are one parameter, as for `gpt2`.
+        tied: whether embedding and head are one parameter.
 
     Raises:
-        ValueError: the state is not that of such layers; it names the first that is missing, left
-            over, or of another shape.
+        ValueError: the state is not that of such layers. The error names the first tensor that is
+            missing, left over, or of another shape, or says that embedding and head differ.
     """
     from transformers import GPT2LMHeadModel
 
     config = copy.deepcopy(config)
     config.tie_word_embeddings = tied
-    model = GPT2LMHeadModel(config)
-    layers = nn.ModuleList(gpt2_layers(model))
-    shapes = {name: tuple(tensor.shape) for name, tensor in layers.state_dict().items()}
+    with (
+        torch.device("meta"),
+        torch.random.fork_rng(devices=[]),
+    ):  # it draws, too
+        empty = GPT2LMHeadModel(config)
+    layers = nn.ModuleList(gpt2_layers(empty)).state_dict(keep_vars=True)
+    embedding, head = "0.wte.weight", f"{config.n_layer + 1}.lm_head.weight"
+    shapes = {name: tuple(tensor.shape) for name, tensor in layers.items()}
     given = {name: tuple(tensor.shape) for name, tensor in state.items()}
     if tied:  # once, under its first name, is enough
-        given.setdefault(f"{len(layers) - 1}.lm_head.weight", given.get("0.wte.weight"))
+        given.setdefault(head, given.get(embedding))
     for name in (*shapes, *given):
         if shapes.get(name) != given.get(name):
             raise ValueError(
                 f"{name} has shape {given.get(name)} in the state, and {shapes.get(name)} in a "
                 "GPT-2 of this configuration (None: it is not there)"
             )
-    layers.load_state_dict(state, strict=False)
-    return model
+    if tied and head in state and not torch.equal(state[head], state[embedding]):
+        raise ValueError(f"{head} is not {embedding}: the state is of untied layers (tied=False)")
+    names = {tensor: name for name, tensor in empty.state_dict(keep_vars=True).items()}
+    weights = {names[tensor]: state[name] for name, tensor in layers.items() if name in state}
+    with quiet(), torch.random.fork_rng(devices=[]):
+        return GPT2LMHeadModel.from_pretrained(None, config=config, state_dict=weights)

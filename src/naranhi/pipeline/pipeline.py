@@ -24,7 +24,7 @@ from naranhi.pipeline.messages import Messages
 from naranhi.pipeline.microbatches import Microbatches
 from naranhi.pipeline.preparation import prepared, refuse_gradients
 from naranhi.pipeline.row import Row
-from naranhi.pipeline.sharding import zero_stage
+from naranhi.pipeline.sharding import sharded_stages
 from naranhi.pipeline.signatures import StageSignatures
 from naranhi.pipeline.stage import Stage
 from naranhi.pipeline.tied_weights import TiedWeight
@@ -166,7 +166,7 @@ class Pipeline:
             for name, parameter, ranks in tied
             if self.rank in ranks
         ]
-        self.sharded = sharding and sharding(self.stages, zero_stage(schedule), replicas)
+        self.sharded = sharded_stages(sharding, self.stages, schedule, replicas, self.group)
         agreement = groups[key_of(AGREEMENT, self.group)]
         self._boundaries = StageSignatures(
             self.stages, schedule.placement, agreement, trial, self.tied, self.sharded, self.device

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import nn
 
+from naranhi.distributed import raise_on_all
 from naranhi.expert_parallel import expert_parameters
 from naranhi.schedules import Schedule
 from naranhi.schedules.schedule import SHARDING
@@ -55,6 +56,22 @@ def zero_stage(schedule: Schedule) -> int:
     """Return which stage of ZeRO a schedule has the actions of: 3, 2, or 0 for none."""
     kinds = {action.kind for row in schedule for action in row}
     return 3 if "UNSHARD" in kinds else 2 if kinds & {*SHARDING} else 0
+
+
+def sharded_stages(
+    sharding: Sharding | None,
+    stages: dict[int, Stage],
+    schedule: Schedule,
+    replicas: dist.ProcessGroup | None,
+    group: dist.ProcessGroup,
+) -> ShardedStages | None:
+    """Return what `sharding` makes of a rank's stages, or raise on every rank of the pipeline."""
+    if sharding is None:
+        return None
+    level, wrong = zero_stage(schedule), (TypeError, ValueError)
+    return raise_on_all(
+        lambda: sharding(stages, level, replicas), group, errors=wrong, kind=ValueError
+    )
 
 
 def check_sharding(

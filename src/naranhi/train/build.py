@@ -112,9 +112,9 @@ def require_sharding(options: argparse.Namespace) -> None:
         raise UsageError("--export does not go with --experts, which no GPT-2 of transformers has")
 
 
-def require_untied(options: argparse.Namespace, schedule: Schedule) -> None:
+def require_untied(options: argparse.Namespace, schedule: Schedule, tied: bool) -> None:
     """Raise UsageError if two stages would share the embedding's weights, sharded by `--zero`."""
-    if options.zero and not options.untied and schedule.virtual_stages > 1:
+    if options.zero and tied and schedule.virtual_stages > 1:
         raise UsageError(
             f"--zero {options.zero} in a pipeline of several stages goes with --untied: the first "
             "stage and the last would have other shards of the weights that they share"

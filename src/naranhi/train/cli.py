@@ -71,7 +71,7 @@ def train(
         if first:
             say(f"{len(step_losses)} steps in {perf_counter() - start:.1f} s")
         if options.export is not None:
-            training.export(options.export)
+            training.export()
             if first:
                 say(f"the model is in {options.export}")
     return step_losses

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
+from uuid import uuid4
 
 import torch.distributed as dist
-from safetensors import SafetensorError
 
 from naranhi import data, models
 from naranhi.checkpoint import consolidated_state_dict
@@ -18,53 +21,98 @@ from naranhi.train.usage import UsageError, naming, raise_on_all
 if TYPE_CHECKING:
     from transformers import GPT2Config
 
+LENGTH = 10**9  # of a tokenizer that has none
 
-def require_new(folder: str) -> None:
-    """Make the folder above on rank 0; raise UsageError there if the folder has something in it.
 
-    A mistake is told before the training, and not after it.
+def require_new(options: argparse.Namespace) -> None:
+    """Raise UsageError on rank 0 unless the folder of `--export` can be written there.
+
+    So a mistake is told before the training. The folders above are made.
     """
     if dist.get_rank() == 0:
-        naming("--export", lambda: _require_new(folder))
+        naming("--export", lambda: _require_new(options))
 
 
-def _require_new(folder):
-    if os.path.lexists(folder) and not (os.path.isdir(folder) and not os.listdir(folder)):
-        raise UsageError(f"--export {folder} is there already: name a new folder")
-    above = os.path.dirname(os.path.abspath(folder))
-    os.makedirs(above, exist_ok=True)
-    if not os.access(above, os.W_OK):
-        raise UsageError(f"--export {folder}: {above} cannot be written")
+def _require_new(options):
+    folder = _real(options.export)
+    if folder.is_mount():
+        raise UsageError(f"--export {options.export} is where something is mounted: name a folder")
+    if os.path.lexists(folder) and not (folder.is_dir() and not os.listdir(folder)):
+        raise UsageError(f"--export {options.export} is there already: name a new folder")
+    for option, path in (("--save", options.save), ("--log-file", options.log)):
+        if path is not None and _real(path).is_relative_to(folder):
+            raise UsageError(
+                f"--export {options.export} would have {option} {path} in it: name another folder"
+            )
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    _beside(folder).rmdir()
 
 
-def export(
-    pipeline: Pipeline, config: GPT2Config, tied: bool, tokenizer: str | None, folder: str
-) -> None:
-    """Write model and tokenizer on rank 0, into a folder that is there as a whole or not at all.
+def export(pipeline: Pipeline, config: GPT2Config, tied: bool, options: argparse.Namespace) -> None:
+    """Write model and tokenizer into the folder of `--export`, on rank 0, all of it or nothing.
 
     Args:
         pipeline: every rank's part of the model.
         config: the model's configuration.
-        tied: whether embedding and head share their weights.
-        tokenizer: its name, as `data.tokenizer` takes it.
-        folder: where to.
+        tied: whether embedding and head are one parameter.
+        options: those of the training.
 
     Raises:
         UsageError: on every rank: the folder has something in it, or cannot be written.
     """
-    state = consolidated_state_dict(pipeline)
+    state, folder = consolidated_state_dict(pipeline), _real(options.export)
 
-    def write():
-        if state is None:
-            return
-        part = f"{os.path.normpath(folder)}.part"
-        shutil.rmtree(part, ignore_errors=True)  # of a run that was killed
-        try:
-            with quiet():
-                models.gpt2_model(state, config, tied).save_pretrained(part)
-                data.tokenizer(tokenizer).save_pretrained(part)
-        except SafetensorError as error:  # of a full disk, say
-            raise OSError(str(error)) from error
-        os.replace(part, folder)
+    def write(part):
+        tokenizer = data.tokenizer(options.model)
+        model = models.gpt2_model(state, config, tied)
+        _describe(model, tokenizer, options.model)
+        model.save_pretrained(part)
+        if tokenizer.model_max_length > LENGTH:
+            tokenizer.model_max_length = config.n_positions
+        tokenizer.save_pretrained(part)
+        part.replace(folder)
 
-    raise_on_all(lambda: naming("--export", write))
+    raise_on_all(lambda: state and _or_nothing(write, folder, options))
+
+
+def _describe(model, tokenizer, name):
+    """Give the model what a training leaves alone: the dropout and the generation of its source."""
+    from transformers import AutoConfig, GenerationConfig
+
+    if name is None:
+        model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
+        return
+    source = AutoConfig.from_pretrained(name)
+    for kind in ("attn_pdrop", "embd_pdrop", "resid_pdrop"):
+        setattr(model.config, kind, getattr(source, kind))
+    try:
+        model.generation_config = GenerationConfig.from_pretrained(name)
+    except OSError:  # it has none
+        model.generation_config = GenerationConfig.from_model_config(model.config)
+
+
+def _or_nothing(write: Callable[[Path], None], folder, options):
+    """Call `write(path of a new folder)`; if that fails, nothing is left, and UsageError is raised.
+
+    Several libraries write, and raise errors of their own.
+    """
+    part = naming("--export", lambda: _beside(folder))
+    try:
+        with quiet():
+            write(part)
+    except Exception as error:
+        shutil.rmtree(part, ignore_errors=True)
+        cause = str(error).strip().partition("\n")[0] or type(error).__name__
+        advice = ": --resume and another --export write it" if options.save else ""
+        raise UsageError(f"--export {options.export} is not written ({cause}){advice}") from error
+
+
+def _real(path):
+    return Path(os.path.realpath(path))
+
+
+def _beside(folder):
+    """Make an empty folder that nobody else has, on the same file system, and return its path."""
+    path = folder.with_name(f"{folder.name}.{uuid4().hex[:8]}")
+    path.mkdir()
+    return path

@@ -14,7 +14,7 @@ DESCRIPTION = """Train GPT-2 on a pipeline of ranks, or on a mesh of them.
     torchrun --nproc-per-node 4 -m naranhi.train --schedule gpipe --balance 4,3,3,4 --microbatches 4
     torchrun --nproc-per-node 8 -m naranhi.train --dp 2 --tp 2 --pp 2
     torchrun --nproc-per-node 8 -m naranhi.train --cp 2 --pp 2 --experts 4 --ep 2
-    torchrun --nproc-per-node 4 -m naranhi.train --dp 4 --zero 1 --bf16 --export trained
+    torchrun --nproc-per-node 4 -m naranhi.train --dp 4 --batch 16 --zero 1 --bf16 --export trained
 
 The sizes of all axes (--dp, --pp, --tp, --cp, --ep) multiply to the number of ranks. Rank 0 prints
 the loss of the whole step, whatever the mesh, and writes the log. The module naranhi.train.trainer
@@ -107,7 +107,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         type=balance,
         metavar="N,N,...",
         help="layers of each stage (embedding, "
-        "blocks and head, 14 in all, such as 4,3,3,4); by default as equal as it goes",
+        "blocks and head, 14 in all, such as 4,3,3,4), all those of a rank included if it has "
+        "several; by default as equal as it goes",
     )
     add(
         "--dp",
@@ -178,7 +179,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         default=0,
         help="shard over the ranks with the same layers: 1, the optimizer's state; 2, gradients as "
         "well, which are reduced in each micro-batch; 3, between steps parameters, too, which a "
-        "stage gathers once a step; default: 0",
+        "stage gathers once a step; with --untied, if there are several stages; default: 0",
     )
     add(
         "--bf16",
@@ -262,8 +263,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--export",
         type=path,
         metavar="DIR",
-        help="after the last step, write the whole model and its tokenizer into this new folder, "
-        "on the machine of rank 0, as from_pretrained and --model read them",
+        help="after the last step, write the whole model, in fp32, and its tokenizer into this new "
+        "folder, on the machine of rank 0, as from_pretrained and --model read them",
     )
     add(
         "--silence",

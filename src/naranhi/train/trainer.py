@@ -119,8 +119,6 @@ class Training:
                 **{f"--{name}": value for name, value in vars(options).items() if name != "log"}
             )
         )
-        if options.export is not None:
-            raise_on_all(partial(require_new, options.export))
         self.mesh = raise_on_all(partial(make_mesh, options))
         with ExitStack() as undo:  # or the groups of what is refused would stay
             undo.callback(self.close)
@@ -132,6 +130,7 @@ class Training:
         options = self.options
         layers, sequences, pad, self.about = raise_on_all(lambda: build_model_and_data(options))
         computed, self._config = computed_as(layers), config_of(layers)
+        self._tied = layers[0].wte.weight is layers[-1].lm_head.weight
         ends = [token for sequence in sequences for token in (*sequence, -1)]
         passages = torch.tensor(ends)
         raise_on_all(partial(agree, weights=nn.ModuleList(layers), passages=passages, padding=pad))
@@ -142,7 +141,7 @@ class Training:
         drawn = random.Random(f"{options.seed}/{share}/{place.pipeline}")
         torch.manual_seed(drawn.getrandbits(63))
         schedule = raise_on_all(partial(make_schedule, options, sizes.pipeline))
-        raise_on_all(partial(require_untied, options, schedule))
+        raise_on_all(partial(require_untied, options, schedule, self._tied))
         if actions_of(schedule, "I"):
             layers = splittable(layers)
         nn.ModuleList(layers).to(self.device)
@@ -174,6 +173,8 @@ class Training:
             settings["--top-k"] = options.top_k or default_top_k(options.experts)
             settings[PADDING] = pad  # which routers see
         corpus = {"corpus, or tokenizer": fingerprint(passages)[:12]}
+        if options.export is not None:
+            raise_on_all(partial(require_new, options))
         self._saves = Saves(options, corpus | settings)
         self._saves.resume(self.pipeline, self.optimizer)
         self.start = self._saves.start
@@ -224,14 +225,13 @@ class Training:
         dist.all_reduce(total)
         return total.item()
 
-    def export(self, folder: str) -> None:
-        """Write the whole model and its tokenizer into a folder of rank 0; see `--export`.
+    def export(self) -> None:
+        """Write the whole model and its tokenizer into the folder of `--export`, on rank 0.
 
         Raises:
             UsageError: on every rank: the folder has something in it, or cannot be written.
         """
-        tied = not self.options.untied
-        export(self.pipeline, self._config, tied, self.options.model, folder)
+        export(self.pipeline, self._config, self._tied, self.options)
 
     def close(self) -> None:
         """Close the channels and groups; call it when every rank is done.

@@ -36,8 +36,9 @@ class ZeroStages(Zero):
         stages: {number of a stage: its layers}, those of this rank.
         stage: The stage of ZeRO, 2 or 3.
         group: The ranks over which the stages are sharded.
-        param_groups: What makes parameter groups of the names and parameters of all stages, in
-            `Pipeline(sharding=partial(ZeroStages, param_groups=...))`; by default one group.
+        param_groups: In `Pipeline(sharding=partial(ZeroStages, param_groups=...))`, what makes
+            parameter groups of (name in the whole model, parameter) of this rank's stages, as many
+            on every rank; by default one group.
         on_event: As in `Zero`.
     """
 
@@ -56,7 +57,7 @@ class ZeroStages(Zero):
             model,
             stage,
             units=model.values(),
-            param_groups=param_groups and param_groups(model.named_parameters()),
+            param_groups=param_groups and param_groups(_named(stages)),
             group=group,
             on_event=on_event,
             buffers=False,
@@ -125,3 +126,14 @@ class ZeroStages(Zero):
         finally:
             for flat in flats:
                 flat.reshard()
+
+
+def _named(stages):
+    """Yield (name in the whole model, parameter) of stages' layers, each parameter once."""
+    seen = set()
+    for stage in stages.values():
+        for number, layer in enumerate(stage.layers, stage.first):
+            for name, param in layer.named_parameters():
+                if param not in seen:
+                    seen.add(param)
+                    yield f"{number}.{name}", param
