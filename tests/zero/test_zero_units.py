@@ -2,6 +2,7 @@
 summed when all its gradients have come, and its parameters are there as long as they are needed."""
 
 import copy
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -559,3 +560,37 @@ def frozen_for_a_while(stage, precision):
 def test_a_unit_that_is_frozen_between_steps_can_be_gathered(five, stage, precision):
     answers = five.call(frozen_for_a_while, stage, precision)[:2]
     assert answers == 2 * [[[True, True], [False, True], [True, True]]]
+
+
+class Wrapped(nn.Module):
+    """As models of transformers are: one child has all the blocks."""
+
+    def __init__(self, blocks):
+        super().__init__()
+        self.body, self.head = nn.Sequential(*(nn.Linear(8, 8) for _ in range(blocks))), linear()
+
+    def forward(self, x):
+        return self.head(self.body(x)[:, :4])
+
+
+def warnings_of(stage, blocks, given):
+    """On a rank: what is said of the units of a model."""
+    model = Wrapped(blocks)
+    units = [*model.body, model.head] if given else None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        zero = Zero(model, stage, units=units)
+    zero.close()
+    return [str(one.message) for one in caught]
+
+
+@pytest.mark.parametrize(
+    ("stage", "blocks", "given", "warns"),
+    [(3, 5, False, True), (3, 5, True, False), (2, 5, False, False), (3, 1, False, False)],
+)
+def test_a_unit_that_has_most_of_a_model_is_warned_of(five, stage, blocks, given, warns):
+    first, *others = five.call(warnings_of, stage, blocks, given)
+    assert not any(others), "once"
+    assert len(first) == warns
+    for words in first:
+        assert words.startswith("stage 3 gathers body as one unit, which has 94% of the parameters")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.nn import ModuleList, Sequential
 
 from naranhi.autograd.containers import tensors_of
 from naranhi.autograd.shared_memory import sharing_memory
@@ -32,6 +34,26 @@ ON_WHOLE_PARAMETERS = {
     "Shampoo",
     "SOAP",
 }
+
+
+def warn_of_one_unit(units: Sequence[Unit]) -> None:
+    """Warn on the first rank if one unit, which stage 3 gathers as a whole, has most of the model.
+
+    By default the units are the model's children, of which one may have all the blocks in it.
+
+    Args:
+        units: The units of a model, the root last.
+    """
+    sizes = [sum(flat.length for flat in unit.flats) for unit in units]
+    for unit, size in zip(units[:-1], sizes, strict=False):
+        inner = [part for module in unit.modules for part in module.modules()]
+        blocks = [part for part in inner if isinstance(part, (ModuleList, Sequential))]
+        if 2 * size > sum(sizes) and any(len(part) > 1 for part in blocks) and not dist.get_rank():
+            warnings.warn(
+                f"stage 3 gathers {unit.name} as one unit, which has {size / sum(sizes):.0%} of "
+                "the parameters: pass units=, the blocks inside of it",
+                stacklevel=3,
+            )
 
 
 def axes_of(group: dist.ProcessGroup, replicas: dist.ProcessGroup | None) -> Axes:

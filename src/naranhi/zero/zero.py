@@ -17,7 +17,7 @@ from naranhi.tensor_parallel.sequence_gradients import sum_before_other_hooks
 from naranhi.zero.hooks import Hooks
 from naranhi.zero.memory import held
 from naranhi.zero.phase import Phase
-from naranhi.zero.step_checks import axes_of, require_own, require_own_memory
+from naranhi.zero.step_checks import axes_of, require_own, require_own_memory, warn_of_one_unit
 from naranhi.zero.units import cut
 
 if TYPE_CHECKING:
@@ -105,10 +105,12 @@ class Zero(Hooks):
         broadcast_parameters(model, self.axes)
         agree(self.axes, buffers=buffers, check_finite=check_finite)
         sum_before_other_hooks(model)
-        units, self._options = cut(model, units, param_groups, stage, precision, self.axes)
-        self.units: list[Unit] = units
-        self.root: Unit = units[-1]
-        self.flats: list[FlatParam] = [flat for unit in units for flat in unit.trained]
+        cut_units, self._options = cut(model, units, param_groups, stage, precision, self.axes)
+        if stage == 3 and units is None:
+            warn_of_one_unit(cut_units)
+        self.units: list[Unit] = cut_units
+        self.root: Unit = cut_units[-1]
+        self.flats: list[FlatParam] = [flat for unit in self.units for flat in unit.trained]
         super().__init__()
 
     @property
