@@ -176,14 +176,14 @@ def test_files_of_text_and_of_json_lines(tmp_path, packed):
         {"text": "One\nof two."},
         {"id": 1, "text": "비가 온다."},
         {"text": " "},
-        {"text": "It."},
+        {"text": "It.\u2028Is."},
     ]
     for name, content, passages in (
         ("a.txt", text, ["One\nof two.", "비가 온다.", "It rains."]),
         (
             "b [v1].jsonl",
-            "\n\n".join(map(json.dumps, lines)),
-            ["One\nof two.", "비가 온다.", "It."],
+            "\n\n".join(json.dumps(line, ensure_ascii=False) for line in lines),
+            ["One\nof two.", "비가 온다.", "It.\u2028Is."],
         ),
     ):
         encoded = content.encode("utf-8-sig")

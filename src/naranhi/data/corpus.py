@@ -142,7 +142,7 @@ def _paragraphs(text):
 def _lines(text):
     """Return the "text" of the JSON object on each line."""
     passages = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):  # others may stand in a text
         if line.strip():
             entry = _json(line, f"line {number} is ")
             passage = entry.get("text") if isinstance(entry, dict) else None

@@ -107,8 +107,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         type=balance,
         metavar="N,N,...",
         help="layers of each stage (embedding, "
-        "blocks and head, 14 in all, such as 4,3,3,4), all those of a rank included if it has "
-        "several; by default as equal as it goes",
+        "blocks and head, 14 in all, such as 4,3,3,4; a rank may have several stages); by default "
+        "as equal as it goes",
     )
     add(
         "--dp",
