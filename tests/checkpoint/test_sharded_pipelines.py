@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from checkpointed import put_together, shapes_in
-from test_meshes import alone, trained
+from checkpointed import put_together
+from test_meshes import begun, require_that_of_one_process, trained
 
 MESHES = [
     (1, "plain untied"),
@@ -17,20 +17,12 @@ MESHES = [
 
 @pytest.fixture(scope="module")
 def saved(eight, tmp_path_factory):
-    """Two steps of dp2 x tp2 x pp2 whose stages are in shards, saved in the background."""
     folder = tmp_path_factory.mktemp("sharded") / "run"
-    ranks = eight(8, trained, "2x2x2 zero3 untied", str(folder), 0, 2, "save_async")
-    shapes = shapes_in(folder / "step-00000002")
-    whole = put_together([end for _, _, end, *_ in ranks], shapes)
-    return folder, shapes, whole, eight(1, alone, 4, "plain untied")[0], ranks[0][0]
+    return begun(eight, folder, "2x2x2 zero3 untied", "plain untied")
 
 
 def test_it_is_the_checkpoint_of_one_process(saved):
-    _, shapes, whole, (losses, states), own = saved
-    assert own == pytest.approx(losses[:2], abs=1e-6)
-    assert shapes == {name: tuple(tensor.shape) for name, tensor in states[1].items()}
-    for name, tensor in states[1].items():
-        torch.testing.assert_close(whole[name], tensor, rtol=0, atol=1e-6, msg=name)
+    require_that_of_one_process(saved)
 
 
 @pytest.mark.parametrize("ranks, kind", MESHES)
