@@ -6,6 +6,7 @@ import pytest
 import small_gpt2
 import torch
 from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from naranhi import schedules, train
 from naranhi.train.saves import Saves
@@ -153,6 +154,15 @@ def test_what_a_stage_of_zero_sends_in_a_step(order, zero, gathers, reductions):
     options = train.parse([f"--zero={zero}", "--schedule", order, "--microbatches=4"])
     for counted in schedules.transfers(make_schedule(options, 2)):
         assert counted == (gathers, reductions)
+
+
+def test_a_model_that_is_untied_needs_no_option(eight, tmp_path):
+    options = small_gpt2.write(tmp_path)
+    config = GPT2Config.from_pretrained(tmp_path)
+    config.tie_word_embeddings = False
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    mesh = ["--dp=2", "--pp=2", "--zero=3", "--batch=8", "--microbatches=2", "--steps=1"]
+    assert len(eight(4, of_adam, [*options, *mesh])[0]) == 1
 
 
 @pytest.mark.parametrize(

@@ -576,7 +576,7 @@ class Wrapped(nn.Module):
 def warnings_of(stage, blocks, given):
     """On a rank: what is said of the units of a model."""
     model = Wrapped(blocks)
-    units = [*model.body, model.head] if given else None
+    units = [model.body, model.head] if given else None  # the same ones
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         zero = Zero(model, stage, units=units)
