@@ -275,7 +275,28 @@ def with_experts(listener):
 def test_ranks_with_other_tokens_are_not_left_out(five, listener):
     for rank, said in enumerate(five.call(with_experts, listener)[:2]):
         assert said.startswith(f"MoE 0 has experts on rank {1 - rank} too, which is not in the")
-        assert said.endswith("use expert_parallel.sum_gradients instead")
+        assert said.endswith("use expert_parallel.sum_gradients instead") == (listener == "DDP")
+
+
+def with_copies(ranks):
+    """What DDP says of whole experts with copies on ranks that its group does not have."""
+    both, alone = first_ranks(2), [dist.new_group([rank]) for rank in (0, 1)]
+    rank = dist.get_rank()
+    if rank >= 2:
+        return None
+    model = nn.Sequential(MoE(4, 4, 2, 1, alone[rank], replicas=both))
+    try:
+        DDP(model, alone[rank] if ranks == 1 else both).close()
+    except TypeError as error:
+        return str(error)
+    return "made"
+
+
+def test_copies_of_experts_elsewhere_are_not_left_out(five):
+    """As on a mesh with a tensor axis, along which whole experts have copies too."""
+    assert five.call(with_copies, 2)[:2] == ["made"] * 2
+    for rank, said in enumerate(five.call(with_copies, 1)[:2]):
+        assert said.startswith(f"MoE 0 has copies of its experts on rank {1 - rank}, which is not")
 
 
 def called():

@@ -35,10 +35,12 @@ def test_naranhi_train_knows_the_command_that_is_written():
     assert (options.dp, options.tp, options.pp, options.microbatches) == (2, 2, 2, 8)
     assert (options.batch, options.sequence_parallel) == (32, True)
     experts = replace(LLAMA, experts=8, top_k=2)
-    line = commands.naranhi_train(experts, Plan(4, ep=2, cp=2, microbatch=2, precision="fp32"), 32)
+    line = commands.naranhi_train(
+        experts, Plan(4, ep=2, cp=2, microbatch=2, zero=1, precision="fp32"), 32
+    )
     options = cli.parse(line.split("naranhi.train ")[1].split())
     assert (options.dp, options.ep, options.cp) == (2, 2, 2)
-    assert (options.experts, options.top_k) == (8, 2)
+    assert (options.experts, options.top_k, options.zero) == (8, 2, 1)
     with pytest.raises(ValueError, match="4 ranks, which do not divide the 2 that share the batch"):
         commands.naranhi_train(experts, Plan(2, ep=4, cp=2), 32)
 
@@ -302,7 +304,7 @@ def test_naranhi_train_refuses_what_it_cannot_compute():
         (LLAMA, Plan(2, precision="fp8"), "it computes in bf16 or fp32, not in fp8"),
         (LLAMA, Plan(4, zero=1, zero_group=2), "over all 4 ranks of dp x cp, not over 2 of them"),
         (LLAMA, Plan(4, zero=3), "gathers a whole stage for a step, and this one layer after"),
-        (experts, Plan(2, zero=1), "its ZeRO shards no experts"),
+        (experts, Plan(4, ep=2, zero=1, zero_group=2), "over all 4 ranks of dp x cp, not over 2"),
     ):
         with pytest.raises(ValueError, match=f"naranhi.train cannot run this plan: .*{words}"):
             commands.naranhi_train(model, plan, 32)

@@ -119,7 +119,7 @@ def counted_twice(sizes, work):
     ):
         pipe.step(inputs, targets, count)
         gradients = [parameter.grad for parameter in pipe.parameters()]
-        return norm_of_parts({None: gradients}, 2.0, [mesh.pipeline]) / norm
+        return norm_of_parts({(): gradients}, 2.0, [mesh.pipeline]) / norm
 
 
 def test_a_tied_copy_would_show(eight):

@@ -107,13 +107,13 @@ def test_a_checkpoint_goes_on_with_other_axes(eight, small, tmp_path):
     base = [*small, *EXPERTS, "--lr=1e-3"]
     whole = eight(1, told, [[*base, "--steps=8"]])[0][0]
     save, losses = ["--save", str(tmp_path / "run"), "--resume"], []
-    for steps, sizes in [
+    for steps, sizes, *more in [
         (2, (1, 2, 1, 2, 2)),
-        (4, (1, 1, 2, 1, 2)),
+        (4, (1, 1, 2, 1, 2), "--zero=2"),
         (6, (1, 1, 1, 1, 1)),
-        (8, (2, 1, 2, 1, 2)),
+        (8, (2, 1, 2, 1, 2), "--zero=3"),
     ]:
-        options = [*base, *save, *options_of(sizes), f"--steps={steps}"]
+        options = [*base, *save, *options_of(sizes), *more, f"--steps={steps}"]
         losses += eight(math.prod(sizes), told, [options])[0][0]
     assert losses == pytest.approx(whole, rel=0, abs=1e-5)
 

@@ -23,6 +23,16 @@ RUNS = [  # {axis: size}, options
     ({"dp": 2, "tp": 2, "pp": 2}, "--zero 3 --sequence-parallel"),
     ({"pp": 2}, "--schedule interleaved --chunks 2"),
 ]
+EXPERTS = "--experts 4 --top-k 2"
+WITH_EXPERTS = [
+    ({"ep": 2, "dp": 2}, "--zero 3"),
+    ({"ep": 4}, "--zero 1 --recompute"),
+    ({"ep": 2, "tp": 2}, "--zero 1"),
+    ({"ep": 2, "pp": 2}, "--zero 3 --schedule interleaved"),
+    ({"ep": 2, "tp": 2, "pp": 2}, "--zero 3 --sequence-parallel --schedule 1F1B"),
+    ({"ep": 2, "dp": 2, "cp": 2}, "--zero 2"),
+    ({"dp": 2, "tp": 2}, "--zero 2 --sequence-parallel"),
+]
 
 
 def words(sizes, options):
@@ -65,6 +75,25 @@ def test_losses_are_those_of_one_process_and_state_is_in_shards(
         assert parameters <= shards < 1.01 * parameters
     else:
         assert shards >= parameters
+
+
+@pytest.fixture(scope="module")
+def alone_with_experts(eight, small):
+    return eight(1, by_sgd, [*small, *EXPERTS.split()])[0]
+
+
+@pytest.mark.parametrize(("sizes", "options"), WITH_EXPERTS, ids=lambda value: str(value))
+def test_experts_are_in_shards_on_the_ranks_with_copies_of_them(
+    eight, small, alone_with_experts, sizes, options
+):
+    losses, parameters = alone_with_experts
+    assert losses[-1] < losses[0] - 0.3
+    arguments = [*small, *words(sizes, f"{EXPERTS} {options}")]
+    answers = eight(math.prod(sizes.values()), by_sgd, arguments)
+    for found, _ in answers:
+        assert found == pytest.approx(losses, rel=0, abs=1e-5)
+    if "tp" not in sizes:  # each element once, but for padding
+        assert parameters <= sum(held for _, held in answers) < 1.01 * parameters
 
 
 def of_adam(arguments):
@@ -168,8 +197,7 @@ def test_a_model_that_is_untied_needs_no_option(eight, tmp_path):
 @pytest.mark.parametrize(
     ("ranks", "options", "message"),
     [
-        (2, "--zero 1", "--zero 1 goes with --dp or --cp of 2 or more"),
-        (2, "--dp 2 --zero 3 --experts 2", "--zero 3 does not go with --experts"),
+        (2, "--tp 2 --zero 1", "--zero 1 goes with --dp, --cp or --ep of 2 or more"),
         (2, "--export model --experts 2", "--export does not go with --experts"),
         (4, "--dp 2 --pp 2 --zero 2", "several stages goes with --untied"),
         (2, "--schedule interleaved --microbatches 3", "3 is no multiple of 2"),

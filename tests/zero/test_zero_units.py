@@ -446,7 +446,7 @@ def gathered_in_another_order():
         return None
     params = [nn.Parameter(torch.full((16,), float(value))) for value in (1, 2)]
     flats = [
-        FlatParam([("x", param)], {param: 0}, 3, torch.float32, group, tag)
+        FlatParam([("x", param)], {param: 0}, 3, torch.float32, [group], tag)
         for tag, param in enumerate(params, 1)
     ]
     chunks.overlap(flat.all_gather() for flat in (flats if rank == 0 else reversed(flats)))

@@ -13,10 +13,10 @@ from torch import nn
 
 from naranhi.autograd.hooks import owner_of
 from naranhi.distributed import from_all_ranks
-from naranhi.distributed.agreement import Axes, groups_of
+from naranhi.distributed.agreement import Axes
 
 
-def require_supported(model: nn.Module, group: Axes = None) -> None:
+def require_supported(model: nn.Module, group: Axes = None, *, experts: bool = False) -> None:
     """Raise on every rank if the model cannot be trained with replicas on the ranks.
 
     That is a model with one of these:
@@ -29,17 +29,22 @@ def require_supported(model: nn.Module, group: Axes = None) -> None:
     - hooks of another `DDP` or `Zero`: gradients would be summed twice;
     - layers of which these ranks hold different shards (tensor parallel layers, experts): they
       would be overwritten by the first rank's, and their gradients mixed up;
-    - experts that are divided over other ranks too, which have tokens of their own: the gradients
-      of those would be left out (`expert_parallel.sum_gradients` sums them).
+    - experts that are divided over other ranks too, or have copies there, which have tokens of
+      their own: the gradients of those would be left out (`expert_parallel.sum_gradients` sums
+      them).
 
     Args:
         model: This rank's replica.
         group: The process group, or several axes; None for the default group.
+        experts: Whether the caller sums the gradients of experts over their copies. Then divided
+            experts are supported, if all of them are on the ranks of `group`, and a layer's
+            `replicas` has all of their copies there.
 
     Raises:
         TypeError: On every rank of the group, naming the first such module or parameter.
     """
-    reasons = from_all_ranks(_unsupported(model) or _sharded(model, group), group)
+    ranks = from_all_ranks(dist.get_rank(), group)
+    reasons = from_all_ranks(_unsupported(model) or _sharded(model, {*ranks}, experts), group)
     for rank, reason in enumerate(reasons):
         if reason:
             raise TypeError(reason if all(reasons) else f"on rank {rank} {reason}")
@@ -124,27 +129,57 @@ def _unsupported(model):
     return None
 
 
-def _sharded(model, group):
-    """Return which layer has other shards on other ranks of the group, or None."""
-    ranks = {rank for axis in groups_of(group) for rank in dist.get_process_group_ranks(axis)}
+def _sharded(model, ranks, experts):
+    """Return which layer is not held alike by these ranks, or by others too; or None."""
     for name, module in model.named_modules():
         if getattr(module, "splits", None):  # of `tensor_parallel.ShardedModule`
-            others = ranks & {*dist.get_process_group_ranks(module.group)} - {dist.get_rank()}
-            if others:
+            own_tokens = getattr(module, "own_tokens", False)  # as `expert_parallel.MoE`
+            what = f"{type(module).__name__} {name or 'itself'}"
+            if own_tokens and (problem := _experts(module, ranks, experts)):
+                return f"{what} has {problem}"
+            others = ranks & _ranks(module.group) - {dist.get_rank()}
+            if others and not (experts and own_tokens):
                 return (
-                    f"{type(module).__name__} {name or 'itself'} has other shards on rank "
-                    f"{', '.join(map(str, sorted(others)))}: replicas are ranks that hold the same "
-                    "shards"
-                )
-            outside = {*dist.get_process_group_ranks(module.group)} - ranks
-            if outside and getattr(module, "own_tokens", False):
-                return (
-                    f"{type(module).__name__} {name or 'itself'} has experts on rank "
-                    f"{', '.join(map(str, sorted(outside)))} too, which is not in the group and "
-                    "has tokens of its own, whose gradients would be left out: use "
-                    "expert_parallel.sum_gradients instead"
+                    f"{what} has other shards on rank {_list(others)}: replicas are ranks that "
+                    "hold the same shards"
                 )
     return None
+
+
+def _experts(module, ranks, apart):
+    """Return what is wrong with where a layer's experts are; `apart`: copies are summed apart."""
+    holders, copies, tensor = _ranks(module.group), {dist.get_rank()}, 1
+    if module.replicas is not None:
+        copies = _ranks(module.replicas)
+    left_out = (
+        ", which is not in the group and has tokens of its own, whose gradients would be left out"
+    )
+    if not apart:
+        left_out += ": use expert_parallel.sum_gradients instead"
+    if outside := holders - ranks:
+        return f"experts on rank {_list(outside)} too{left_out}"
+    if not apart and (outside := copies - ranks):
+        return f"copies of its experts on rank {_list(outside)}{left_out}"
+    if mark := getattr(module.router, "_sequence_group", None):  # of a tensor group
+        tensor = dist.get_world_size(mark.group)
+    sizes = len(holders) * len(copies & ranks), len(holders) * len(copies)
+    if apart and len(holders | copies) > 1 and sizes != (len(ranks), len(ranks) * tensor):
+        groups = f" and tensor groups of {tensor}" if tensor > 1 else ""
+        return (
+            f"experts that are divided over {len(holders)} ranks (copies of each: {len(copies)}), "
+            f"which does not fit a group of {len(ranks)} ranks{groups}: give the layer all ranks "
+            "with copies as `replicas`, such as Mesh.expert_replicas, and pass all with the same "
+            "dense layers as the group, such as Mesh.replicas"
+        )
+    return None
+
+
+def _ranks(group):
+    return {*dist.get_process_group_ranks(group)}
+
+
+def _list(ranks):
+    return ", ".join(map(str, sorted(ranks)))
 
 
 def require_gradient(name: str, gradient: torch.Tensor | None) -> None:

@@ -23,12 +23,19 @@ from naranhi.distributed.agreement import Axes, groups_of
 ABSENT, DENSE, SPARSE = 0, 1, 2  # flags of gradients, in the table that the ranks compare
 
 
-def broadcast_parameters(model: nn.Module, group: Axes = None) -> None:
+def broadcast_parameters(
+    model: nn.Module,
+    group: Axes = None,
+    *,
+    apart: Mapping[nn.Parameter, tuple[dist.ProcessGroup, ...]] | None = None,
+) -> None:
     """Copy rank 0's parameters and buffers to every rank, in place.
 
     Args:
         model: This rank's replica.
         group: The process group, or several axes; None for the default group.
+        apart: {parameter: the axes over whose ranks it is the same}, where these are others, as of
+            experts; it is copied from the first of those ranks.
 
     Raises:
         ValueError: On every rank, before anything is changed, if the models differ in their
@@ -38,7 +45,10 @@ def broadcast_parameters(model: nn.Module, group: Axes = None) -> None:
     tensors = {f"parameter {name}": param for name, param in model.named_parameters()}
     tensors |= {f"buffer {name}": buffer for name, buffer in model.named_buffers()}
     _require_same_kinds(_kinds(tensors), group)
-    _broadcast(list(tensors.values()), group)
+    apart = apart or {}
+    _broadcast([tensor for tensor in tensors.values() if tensor not in apart], group)
+    for axes in dict.fromkeys(apart.values()):
+        _broadcast([param for param, own in apart.items() if own == axes], axes)
 
 
 def _kinds(tensors):

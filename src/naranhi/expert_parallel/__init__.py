@@ -12,7 +12,7 @@ Two axes of ranks, and what each holds:
 So the gradient of an expert is complete within the group: the tokens of all its ranks came to the
 expert. Over `replicas` it has to be summed. The router, and everything outside the layer, is on
 every rank of both axes, and each rank has the gradient of its own tokens: sum it over all of them.
-`sum_gradients` does both.
+`sum_gradients` does both, and so does `zero.Zero`, which shards what it sums.
 
 As in `data_parallel`, the loss of a step is a sum over what is valid, divided by how many are valid
 in the whole step. The auxiliary loss that the layer returns is the whole step's already, the same

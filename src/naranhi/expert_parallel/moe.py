@@ -33,8 +33,9 @@ class MoE(ShardedModule):
     `Checkpoints` have them all. `state_dict` has this rank's only, in plain tensors, which
     `torch.distributed.checkpoint` takes for copies.
 
-    Sum the gradients by `sum_gradients`. `DDP` and `Zero` refuse divided experts. torch's DDP and
-    `fully_shard` do not: they would overwrite the experts of all ranks with the first rank's.
+    Sum the gradients by `sum_gradients`, or let `Zero` do it, which shards experts over their
+    copies. `DDP` refuses divided experts. torch's DDP and `fully_shard` do not: they would
+    overwrite the experts of all ranks with the first rank's.
 
     Args:
         hidden: the size of a token.

@@ -38,8 +38,8 @@ def gpt2_model(
 
     config = copy.deepcopy(config)
     config.tie_word_embeddings = tied
-    with torch.device("meta"), torch.random.fork_rng(devices=[]):
-        empty = GPT2LMHeadModel(config)  # it has no values, but draws them
+    with torch.device("meta"):  # where nothing is drawn
+        empty = GPT2LMHeadModel(config)
     layers = nn.ModuleList(gpt2_layers(empty)).state_dict(keep_vars=True)
     embedding, head = "0.wte.weight", f"{config.n_layer + 1}.lm_head.weight"
     shapes = {name: tuple(tensor.shape) for name, tensor in layers.items()}

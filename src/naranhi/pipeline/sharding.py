@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Protocol
 from torch import nn
 
 from naranhi.distributed import raise_on_all
-from naranhi.expert_parallel import expert_parameters
 from naranhi.schedules import Schedule
 from naranhi.schedules.schedule import SHARDING
 
@@ -109,11 +108,6 @@ def check_sharding(
     if level == 3 and trial == "data":
         raise ValueError('trial="data" reads values, of which a rank has only shards at stage 3')
     users = {}
-    if expert_parameters(nn.ModuleList(layer for part in parts for layer in part)):
-        raise ValueError(
-            "a model with experts cannot be sharded by actions of the schedule: an expert has "
-            "copies on other ranks than its stage (run the schedule without with_sharding)"
-        )
     for stage, part in enumerate(parts):
         trained = [p for layer in part for p in layer.parameters() if p.requires_grad]
         if not trained:

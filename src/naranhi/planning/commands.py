@@ -21,16 +21,15 @@ def naranhi_train(
             same command starts on each, with the first node's name in place of FIRST_NODE.
 
     Raises:
-        ValueError: If the plan has what `naranhi.train` does not: ZeRO for experts, over fewer than
-            all replicas, or that gathers layer after layer; experts that are divided over ranks of
-            one sequence or cut over tensor parallel ranks; selective recomputation; fp8.
+        ValueError: If the plan has what `naranhi.train` does not: ZeRO over fewer than all
+            replicas, or that gathers layer after layer; experts that are divided over ranks of one
+            sequence or cut over tensor parallel ranks; selective recomputation; fp8.
     """
     experts = (
         f"experts are divided over {plan.ep} ranks, which do not divide the {plan.dp} that share "
         "the batch"
     )
     reasons = (
-        (plan.zero and model.experts, "its ZeRO shards no experts; choose zero = 0"),
         (
             plan.zero and plan.zero_group < plan.replicas,
             f"its ZeRO shards over all {plan.replicas} ranks of dp x cp, not over "

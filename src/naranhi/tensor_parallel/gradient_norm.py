@@ -61,10 +61,10 @@ def clip_grad_norm_(
         )
     split, gradients = split_over(model), [p.grad for p in model.parameters() if p.grad is not None]
     skipped = set(counted_elsewhere)
-    parts = {None: [], **{group: [] for group in split.values()}}
+    parts = {(): [], **{(group,): [] for group in split.values()}}
     for parameter in model.parameters():
         if parameter.grad is not None and parameter not in skipped:
-            parts[split.get(parameter)].append(parameter.grad)
+            parts[(split[parameter],) if parameter in split else ()].append(parameter.grad)
     default = device_of(groups[0]) if groups else None  # of a part without parameters
     device = next((parameter.device for parameter in model.parameters()), default)
     norm = norm_of_parts(parts, norm_type, groups, device)
@@ -81,7 +81,7 @@ def split_over(model: nn.Module) -> dict[nn.Parameter, dist.ProcessGroup]:
 
 
 def norm_of_parts(
-    parts: dict[dist.ProcessGroup | None, list[torch.Tensor]],
+    parts: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]],
     norm_type: float,
     groups: Sequence[dist.ProcessGroup],
     device: torch.device | None = None,
@@ -89,20 +89,20 @@ def norm_of_parts(
     """Return the norm of gradients that are distributed over the ranks of `groups`.
 
     Args:
-        parts: this rank's gradients, by the group over which they are sharded; those under None
-            are whole.
+        parts: this rank's gradients, by the groups over whose ranks they are sharded; those under
+            () are whole. Every rank has the same groups in the same order.
         norm_type: the exponent of the norm.
         groups: groups over whose ranks the parameters are distributed.
         device: the device of the computation if a list of gradients is empty.
     """
-    total = norm_power(parts[None], norm_type, device)
-    for group, tensors in parts.items():
-        if group is not None:
-            total = _add(
-                total,
-                over_ranks(norm_power(tensors, norm_type, device), norm_type, group),
-                norm_type,
-            )
+    powers = []
+    for own, tensors in parts.items():
+        power = norm_power(tensors, norm_type, device)
+        for group in own:
+            power = over_ranks(power, norm_type, group)
+        powers.append(power)
+    total = torch.stack(powers)
+    total = total.max() if norm_type == inf else total.sum()
     for group in groups:
         total = over_ranks(total, norm_type, group)
     return (total if norm_type == inf else total.pow(1 / norm_type)).item()
@@ -137,10 +137,6 @@ def norm_power(
 def _norm(tensor, norm_type):
     small = tensor.dtype in (torch.bfloat16, torch.float16)
     return torch.linalg.vector_norm(tensor, norm_type, dtype=torch.float32 if small else None)
-
-
-def _add(power, other, norm_type):
-    return torch.maximum(power, other) if norm_type == inf else power + other
 
 
 def over_ranks(power: torch.Tensor, norm_type: float, group: dist.ProcessGroup) -> torch.Tensor:

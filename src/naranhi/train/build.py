@@ -100,13 +100,11 @@ def require_experts(options: argparse.Namespace) -> None:
 
 
 def require_sharding(options: argparse.Namespace) -> None:
-    """Raise UsageError if there is nothing to shard over, or what cannot be sharded or exported."""
-    if options.zero and options.experts is not None:
-        raise UsageError(f"--zero {options.zero} does not go with --experts, of which ranks differ")
-    if options.zero and options.dp * options.cp == 1:
+    """Raise UsageError if there is nothing to shard over, or what cannot be exported."""
+    if options.zero and options.dp * options.cp * options.ep == 1:
         raise UsageError(
-            f"--zero {options.zero} goes with --dp or --cp of 2 or more: it shards over the ranks "
-            "with the same layers"
+            f"--zero {options.zero} goes with --dp, --cp or --ep of 2 or more: it shards over the "
+            "ranks with the same layers"
         )
     if options.export is not None and options.experts is not None:
         raise UsageError("--export does not go with --experts, which no GPT-2 of transformers has")

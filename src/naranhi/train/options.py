@@ -177,9 +177,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         type=int,
         choices=(0, 1, 2, 3),
         default=0,
-        help="shard over the ranks with the same layers: 1, the optimizer's state; 2, gradients as "
-        "well, which are reduced in each micro-batch; 3, between steps parameters, too, which a "
-        "stage gathers once a step; with --untied, if there are several stages; default: 0",
+        help="shard over the ranks with the same layers, or experts: 1, the optimizer's state; "
+        "2, gradients as well, which are reduced in each micro-batch; 3, between steps parameters, "
+        "too, which a stage gathers once a step; with --untied, if there are several stages; "
+        "default: 0",
     )
     add(
         "--bf16",

@@ -49,6 +49,9 @@ used outside of its unit's forward (a tied head that reads `embedding.weight`) f
 error: leave its module to the root, by `units`. Units by default are children; of a model whose
 blocks are all in one child, as Hugging Face's, name the blocks (`units=model.model.layers`).
 
+Experts (`expert_parallel.MoE`) are sharded over the ranks with copies of them, the layer's
+`replicas`, and all else over `group`, which has the ranks with the other experts too (`experts`).
+
 With precision "bf16", gradients of micro-batches are added up in bf16 at stage 1, as in a model
 in bf16; at stages 2 and 3 the sums over the ranks are added up in fp32.
 

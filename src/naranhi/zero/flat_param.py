@@ -33,7 +33,8 @@ class FlatParam:
         group_of: The number of each parameter's group.
         stage: The stage of ZeRO. Below 3 the parameters stay whole; at 1 the gradients do, too.
         dtype: The dtype of the computation; if the parameters have another, `master` keeps theirs.
-        group: The process group.
+        axes: The groups over whose ranks the parameters are the same: they are sharded over the
+            first, and gradients are summed over all. None of them for this rank alone.
         tag: The message tag of this flat parameter alone, above 0.
 
     Attributes:
@@ -50,7 +51,8 @@ class FlatParam:
         gradient: This rank's shard of the sum over the ranks; None until it is reduced.
     """
 
-    group: dist.ProcessGroup
+    axes: Sequence[dist.ProcessGroup]
+    group: dist.ProcessGroup | None
     stage: int
     group_of: Mapping[nn.Parameter, int]
     tag: int
@@ -75,11 +77,13 @@ class FlatParam:
         group_of: Mapping[nn.Parameter, int],
         stage: int,
         dtype: torch.dtype,
-        group: dist.ProcessGroup,
+        axes: Sequence[dist.ProcessGroup],
         tag: int,
     ) -> None:
-        self.group, self.stage, self.group_of, self.tag = group, stage, group_of, tag
-        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.axes, self.stage, self.group_of, self.tag = axes, stage, group_of, tag
+        self.group = axes[0] if axes else None
+        self.rank = dist.get_rank(self.group) if axes else 0
+        self.ranks = dist.get_world_size(self.group) if axes else 1
         self.names: list[str] = [name for name, _ in named]
         self.parameters: list[nn.Parameter] = [param for _, param in named]
         self.name_of: dict[nn.Parameter, str] = {param: name for name, param in named}
@@ -128,10 +132,6 @@ class FlatParam:
                 if place.stop < end
             ]
             _free(self.gradients)
-
-    def numbers(self, start: int, stop: int) -> int:
-        """Return how many elements from `start` to `stop` are not padding."""
-        return sum(max(0, min(place.stop, stop) - max(place.start, start)) for place in self.places)
 
     def cut(self, row: torch.Tensor) -> list[torch.Tensor]:
         """Return views of a flat tensor, one for each parameter and of its shape."""

@@ -61,7 +61,7 @@ class Gradients:
         self.order = [unit for unit in (*units[-2::-1], units[-1]) if unit.trained]
         self.flats = [flat for unit in units for flat in unit.trained]
         self.names, self.stage, self.axes, self.on_event = names, stage, axes, on_event
-        self._near, *self._far = groups_of(axes)
+        self._far = groups_of(axes)[1:]
         self.seen = None
         self._in_flight = None  # a unit, the Transfer that reduces it, and whether it is the last
         self._summing = None  # a unit, and the Transfer that sums its shard over the replicas
@@ -120,8 +120,9 @@ class Gradients:
         if self._summing:
             self._summing[1].advance()
         if self._in_flight:
-            if self._in_flight[1].steps < dist.get_world_size(self._near) - 1:
-                self._in_flight[1].advance()
+            unit, transfer, _ = self._in_flight
+            if transfer.steps < max(flat.ranks for flat in unit.trained) - 1:
+                transfer.advance()
             elif early and self.stage > 1:
                 self.finish()
 
@@ -136,7 +137,7 @@ class Gradients:
             if last and self._far:
                 self._finish_sum()
                 self.on_event("sum", unit.name)
-                self._summing = unit, Transfer(_sums(unit, *self._far))
+                self._summing = unit, Transfer(_sums(unit))
 
     def finish_all(self) -> None:
         """Wait for the reduction in flight and its sum over the replicas; prepare for another."""
@@ -152,9 +153,10 @@ class Gradients:
             self._summing = None
 
 
-def _sums(unit, replicas):
+def _sums(unit):
     """Yield kernels that sum this rank's shards of a unit's gradients over the replicas."""
-    rank, ranks = dist.get_rank(replicas), dist.get_world_size(replicas)
     for flat in unit.trained:
-        for piece in chunks.cut(flat.gradient, ranks):
-            yield ring.all_reduce(flat.gradient[piece], replicas, rank, ranks)
+        for axis in flat.axes[1:]:
+            rank, ranks = dist.get_rank(axis), dist.get_world_size(axis)
+            for piece in chunks.cut(flat.gradient, ranks):
+                yield ring.all_reduce(flat.gradient[piece], axis, rank, ranks)

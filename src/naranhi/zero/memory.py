@@ -43,8 +43,8 @@ def held(zero: Zero, optimizer: torch.optim.Optimizer | None = None) -> dict[str
 
     for unit in zero.units:
         for flat in unit.flats:
-            whole = flat.numbers(0, flat.length)
-            own = flat.numbers(flat.shard_slice.start, flat.shard_slice.stop)
+            whole = _numbers(flat, 0, flat.length)
+            own = _numbers(flat, flat.shard_slice.start, flat.shard_slice.stop)
             add("parameters", flat.whole, whole)
             add("parameters", flat.shard, own)
             add("master", flat.master, own)
@@ -57,10 +57,15 @@ def held(zero: Zero, optimizer: torch.optim.Optimizer | None = None) -> dict[str
                     add("gradients", param.grad, param.grad.numel())
             for number, piece in flat.pieces.items():
                 start = flat.shard_slice.start + flat.spans[number].start
-                numbers = flat.numbers(start, start + len(piece))
+                numbers = _numbers(flat, start, start + len(piece))
                 if piece.grad is not None and not isinstance(piece.grad, Elsewhere):
                     add("casts", piece.grad, numbers)
                 for value in optimizer.state.get(piece, {}).values() if optimizer else ():
                     if torch.is_tensor(value):
                         add("optimizer", value, numbers if value.dim() else 1)
     return dict(count)
+
+
+def _numbers(flat, start, stop):
+    """Return how many elements of a flat parameter from `start` to `stop` are not padding."""
+    return sum(max(0, min(place.stop, stop) - max(place.start, start)) for place in flat.places)

@@ -70,8 +70,13 @@ class ZeroStages(Zero):
     # --- actions ---------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Raise RuntimeError inside a `gathered` block, which a step would end."""
+        """Raise RuntimeError inside a `gathered` block, or with the gradients of a step before."""
         self._whole.require_outside("Pipeline.step()")
+        if self._phase is Phase.REDUCED:
+            raise RuntimeError(
+                "the gradients of the step before are still there: call step() or zero_grad() of "
+                "the pipeline's `sharded` first"
+            )
 
     def unshard(self, stage: int) -> None:
         """Start to gather a stage's parameters."""

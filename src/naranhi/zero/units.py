@@ -7,11 +7,12 @@ belong to the root, the last unit, which is the model itself.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from naranhi.distributed import agree
@@ -24,7 +25,7 @@ SMALL = 2**15  # elements: a shorter message costs its start rather than its len
 
 
 class Unit:
-    """Modules and their parameters, in one `FlatParam` for each dtype, frozen ones apart.
+    """Modules and their parameters, in a `FlatParam` for each dtype, frozen ones and experts apart.
 
     The other attributes are the state of a step, which `hooks.Hooks` updates.
 
@@ -140,11 +141,12 @@ def cut(
     stage: int,
     precision: str,
     axes: Axes,
+    copies: Mapping[nn.Parameter, tuple[dist.ProcessGroup, ...]],
 ) -> tuple[list[Unit], list[dict[str, Any]]]:
     """Return the units of a model, the root last, and the options of each parameter group.
 
     The arguments, and which of them raise an error, are as in `zero.Zero`; parameters are sharded
-    over the first of the axes.
+    over the first of the axes, those of experts over their `copies`.
     """
     named = dict(model.named_parameters())
     name_of = {param: name for name, param in named.items()}
@@ -163,15 +165,16 @@ def cut(
         units=[", ".join(where[module] for module in run) for run in runs],
         parameter_groups={name_of[param]: number for param, number in group_of.items()},
     )
-    units, tags, near = [], count(1), groups_of(axes)[0]
+    units, tags, everywhere = [], count(1), (*groups_of(axes),)
     for run in [*runs, root]:
         own = [param for param in named.values() if owner.get(param, root) == run]
         kinds = {}
         for param in sorted(own, key=lambda param: group_of.get(param, 0)):
-            kinds.setdefault((param.requires_grad, param.dtype), []).append((name_of[param], param))
+            kind = param.requires_grad, param.dtype, copies.get(param, everywhere)
+            kinds.setdefault(kind, []).append((name_of[param], param))
         flats = [
-            FlatParam(some, group_of, stage, dtype_of[some[0][1]], near, next(tags))
-            for some in kinds.values()
+            FlatParam(some, group_of, stage, dtype_of[some[0][1]], own, next(tags))
+            for (_, _, own), some in kinds.items()
         ]
         if flats or run == root:
             units.append(Unit(len(units), names.get(run, "root"), run, flats))
@@ -271,12 +274,9 @@ def _names(model, runs):
             taken[module] = run
         names[run] = where[run[0]] + f" to {where[run[-1]]}" * (len(run) > 1)
     for module in taken:
-        inner = next(
-            (inside for inside in module.modules() if inside is not module and inside in taken),
-            None,
-        )
-        if inner is not None:
-            raise ValueError(f"unit {where[inner]} lies in unit {where[module]}")
+        for inner in module.modules():
+            if inner is not module and inner in taken:
+                raise ValueError(f"unit {where[inner]} lies in unit {where[module]}")
     return names
 
 

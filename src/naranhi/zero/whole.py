@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from naranhi.autograd.hooks import ModuleHook
 from naranhi.collectives import ring
 from naranhi.collectives.chunks import overlap
-from naranhi.distributed import agree
+from naranhi.distributed import agree, raise_on_all
 
 if TYPE_CHECKING:
     import torch
@@ -107,14 +108,16 @@ class Whole:
         as they were. (At stages 1 and 2 in fp32 the parameters are the masters and are written
         already.)
         """
-        values = {}
+        values = {}  # by the axes over whose ranks they have to be the same
         for flat, row in rows.items():
-            views = flat.cut(row)
+            views, own = flat.cut(row), values.setdefault(flat.axes, {})
             for name, param, view in zip(flat.names, flat.parameters, views, strict=True):
                 if param.data_ptr() != view.data_ptr():  # `param.data = ...` was assigned
                     view.copy_(param.detach())
-                values[f"parameter {name}"] = view
-        agree(self.zero.axes, **values)
+                own[f"parameter {name}"] = view
+        for axes, own in values.items():
+            if axes:  # raised on all ranks, of which those with other experts do not see these
+                raise_on_all(partial(agree, axes, **own), self.zero.axes, kind=ValueError)
         for flat, row in rows.items():
             flat.master.copy_(row[flat.shard_slice])
 

@@ -12,8 +12,9 @@ from naranhi.collectives.chunks import overlap
 from naranhi.data_parallel import broadcast_parameters
 from naranhi.data_parallel.supported import require_same_parameters, require_supported
 from naranhi.distributed import agree
-from naranhi.tensor_parallel.gradient_norm import norm_of_parts, norm_power, scale_to, split_over
+from naranhi.tensor_parallel.gradient_norm import norm_of_parts, norm_power, scale_to
 from naranhi.tensor_parallel.sequence_gradients import sum_before_other_hooks
+from naranhi.zero.experts import copies_of_experts, parts_by_groups, require_own_loss
 from naranhi.zero.hooks import Hooks
 from naranhi.zero.memory import held
 from naranhi.zero.phase import Phase
@@ -44,7 +45,8 @@ class Zero(Hooks):
         precision: "fp32" computes in the parameters' dtype. "bf16" computes in bf16, and reduces
             gradients in bf16 too, while the optimizer works on a copy in fp32. The model's inputs
             and outputs are still fp32.
-        group: The process group over which the state is sharded; None for the default one.
+        group: The process group over which the state is sharded, but for that of experts; None for
+            the default one.
         replicas: The ranks with the same shard in other groups, if there are several groups, each
             of which holds the model once: *hybrid sharding*. Gathers stay within `group`; only the
             sums of a step's gradients, a shard of them, go over `replicas`, once a step.
@@ -100,16 +102,18 @@ class Zero(Hooks):
         }
         if not self.names:
             raise ValueError("no parameter of this model requires a gradient")
-        require_supported(model, self.axes)
+        require_supported(model, self.axes, experts=True)
         require_own_memory(model, self.axes)
-        broadcast_parameters(model, self.axes)
+        copies = copies_of_experts(model)
+        broadcast_parameters(model, self.axes, apart=copies)
         agree(self.axes, buffers=buffers, check_finite=check_finite)
         sum_before_other_hooks(model)
-        cut_units, self._options = cut(model, units, param_groups, stage, precision, self.axes)
+        made, self._options = cut(model, units, param_groups, stage, precision, self.axes, copies)
+        require_own_loss(made[:-1], stage)
         if stage == 3 and units is None:
-            warn_of_one_unit(cut_units)
-        self.units: list[Unit] = cut_units
-        self.root: Unit = cut_units[-1]
+            warn_of_one_unit(made)
+        self.units: list[Unit] = made
+        self.root: Unit = made[-1]
         self.flats: list[FlatParam] = [flat for unit in self.units for flat in unit.trained]
         super().__init__()
 
@@ -191,8 +195,8 @@ class Zero(Hooks):
         """Scale the gradients to a global norm of at most `max_norm`; return the norm they had.
 
         The norm is that of the whole model, as `torch.nn.utils.clip_grad_norm_` computes it in one
-        process: over all ranks' shards, and over the tensor groups whose ranks hold parts of a
-        layer, all ranks of which call this too.
+        process: over all ranks' shards, and over the groups whose ranks hold parts of a layer or
+        other experts, all ranks of which call this too.
 
         Args:
             max_norm: The largest norm that the gradients may keep, above 0.
@@ -202,13 +206,9 @@ class Zero(Hooks):
         Raises:
             FloatingPointError: On every rank, before anything is scaled, if the norm is not finite.
         """
-        split, gradients = split_over(self.model), self.shard_gradients()
-        parts = {None: [] if split else gradients, **{group: [] for group in split.values()}}
-        if split:
-            for flat in self.flats:
-                for parameter, part in zip(flat.parameters, flat.gradient_parts(), strict=True):
-                    parts[split.get(parameter)].append(part)
-        norm = norm_of_parts(parts, norm_type, [self.group, *across], gradients[0].device)
+        gradients = self.shard_gradients()
+        parts = parts_by_groups(self.model, self.flats, self.group)
+        norm = norm_of_parts(parts, norm_type, across, gradients[0].device)
         scale_to(gradients, max_norm, norm)
         return norm
 
