@@ -173,6 +173,26 @@ def test_copies_are_written_alike_and_other_experts_are_not(five):
         )
 
 
+def begun(stage):
+    """On a rank: the values of its experts under Zero, where each rank has drawn others."""
+    axes = groups("pairs and copies")
+    if axes is None:
+        return None
+    near, _, experts, copies, _ = axes
+    model = make(experts, copies)
+    [moe, _] = [module for module in model.modules() if isinstance(module, MoE)]
+    with torch.no_grad():
+        moe.up.fill_(dist.get_rank())
+    zero = Zero(model, stage, group=near)
+    with zero.gathered():
+        return moe.up.unique().tolist()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_experts_begin_as_those_of_the_first_copy(five, stage):
+    assert five.call(begun, stage)[:4] == [[0.0], [1.0], [0.0], [1.0]]
+
+
 def on_another_mesh(folder, before, after, stages):
     """On a rank: how far what was saved on a mesh and loaded on another is, two steps later, from
     what went on there. Both have experts elsewhere."""

@@ -162,8 +162,8 @@ def _experts(module, ranks, apart):
         return f"copies of its experts on rank {_list(outside)}{left_out}"
     if mark := getattr(module.router, "_sequence_group", None):  # of a tensor group
         tensor = dist.get_world_size(mark.group)
-    sizes = len(holders) * len(copies & ranks), len(holders) * len(copies)
-    if apart and len(holders | copies) > 1 and sizes != (len(ranks), len(ranks) * tensor):
+    several = apart and len(holders | copies) > 1
+    if several and len(holders) * len(copies) != len(ranks) * tensor:
         groups = f" and tensor groups of {tensor}" if tensor > 1 else ""
         return (
             f"experts that are divided over {len(holders)} ranks (copies of each: {len(copies)}), "
