@@ -90,3 +90,7 @@ def test_the_first_steps_of_a_kind_go_by_way_of_the_cpu(five):
 def test_between_gpus_the_first_steps_do_not_wait_on_them(earlier, through):
     assert channels.carrier(torch.device("cuda", 3), earlier) == torch.device(through)
     assert channels.carrier(torch.device("cpu"), earlier) == torch.device("cpu")
+
+
+def test_a_gpu_has_one_receive_of_a_channel_that_waits():
+    assert [channels.ahead(torch.device(kind)) for kind in ("cpu", "cuda")] == [2, 1]

@@ -5,6 +5,15 @@ activations or gradients) has a process group of its own, so that a receive post
 other message: on a shared NCCL communicator it would hold up the sends issued after it. Sends are
 started and not waited for.
 
+# Note [Receives ahead]
+On a CPU two receives of a channel are posted ahead, so that there is room for a message while the
+one before it waits to be taken. On a GPU one is: it is posted when the one before it is taken, so
+it still arrives while that one is processed. A second receive would be a kernel that waits for the
+first. A GPU starts the kernels of all its streams from few queues in the order in which they were
+launched (from a single one with CUDA_DEVICE_MAX_CONNECTIONS=1, as Megatron-LM wants it): behind a
+kernel that cannot start yet no other starts, also not those that the sender is waiting for.
+Source: NVIDIA, "CUDA programming guide", "CUDA environment variables".
+
 # Note [The first steps between GPUs]
 A message by NCCL waits on the GPU: its kernel spins until the peer's kernel runs. The first launch
 of another kernel may itself wait until the GPU has finished everything else, pending messages
@@ -31,7 +40,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 import torch.distributed as dist
 
-AHEAD = 2  # receives posted ahead on a channel: one arrives while the previous one is processed
 BY_CPU = 2  # see [The first steps between GPUs]; an optimizer's second update runs other kernels
 
 
@@ -45,6 +53,15 @@ def carrier(device: torch.device, earlier: int) -> torch.device:
         earlier: the number of earlier steps of the same kind.
     """
     return device if earlier >= BY_CPU else torch.device("cpu")
+
+
+def ahead(device: torch.device) -> int:
+    """Return how many receives of a channel are posted ahead: see Note [Receives ahead].
+
+    Args:
+        device: the device through whose memory the messages travel.
+    """
+    return 2 if device.type == "cpu" else 1
 
 
 class Sender:
@@ -122,7 +139,7 @@ class _Polled:
 
 
 class Receiver:
-    """The receiving end of a channel, with buffers for at most `AHEAD` messages in flight.
+    """The receiving end of a channel, with buffers for the messages posted `ahead`.
 
     The constructor receives the first message of the `Sender`.
 
@@ -152,7 +169,7 @@ class Receiver:
             messages: for each message its tensors, as (shape, dtype) pairs.
         """
         self.coming, self.posted = iter(messages), deque()
-        for _ in range(AHEAD):
+        for _ in range(ahead(self.carrier)):
             self._post()
 
     def _post(self):
