@@ -157,5 +157,7 @@ def scale_to(gradients: Iterable[torch.Tensor], max_norm: float, norm: float) ->
         raise ValueError(f"a norm is clipped to a number above 0, not to {max_norm!r}")
     if not isfinite(norm):
         raise FloatingPointError(f"the gradients' norm is {norm}")
-    for gradient in gradients:
-        gradient.mul_(min(1.0, max_norm / (norm + 1e-6)))
+    factor = max_norm / (norm + 1e-6)
+    if factor < 1:
+        for gradient in gradients:
+            gradient.mul_(factor)

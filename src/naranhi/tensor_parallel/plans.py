@@ -131,8 +131,8 @@ class PartialGradient:
 
     Every rank holds such a layer whole, between one split by `Column` and one split by `Row`, and
     its backward gives a part of its gradient. `sum_sequence_gradients` sums the parts, with
-    sequence parallelism and without. (Megatron-LM does so for `--qk-layernorm`.) It must not
-    compare what other ranks have, as a norm over all heads together would.
+    sequence parallelism and without. (Megatron-LM does so for `--qk-layernorm`.) A norm over all
+    heads together is no such layer: it needs what other ranks have.
     """
 
     def cut(self, layer: nn.Module, group: dist.ProcessGroup | None, sequence: bool) -> nn.Module:
