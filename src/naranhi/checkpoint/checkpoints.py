@@ -25,11 +25,16 @@ class Saved(NamedTuple):
         step: the step of the checkpoint.
         state: the `state` that was saved with it.
         skipped: {step: why} of newer checkpoints that are damaged.
+        missing: what the model has, and the checkpoint has not: parameters, buffers, and modules
+            with extra state. They are as they were.
+        unexpected: what the checkpoint has, and the model has not.
     """
 
     step: int
     state: dict[str, Any]
     skipped: dict[int, str]
+    missing: list[str]
+    unexpected: list[str]
 
 
 class Checkpoints:
@@ -150,7 +155,12 @@ class Checkpoints:
             raise error
 
     def load(
-        self, model: Model, optimizer: torch.optim.Optimizer | None = None, step: int | None = None
+        self,
+        model: Model,
+        optimizer: torch.optim.Optimizer | None = None,
+        step: int | None = None,
+        *,
+        strict: bool = True,
     ) -> Saved:
         """Load a checkpoint that any mesh has saved into the same model on this one.
 
@@ -161,6 +171,8 @@ class Checkpoints:
             model: as for `save`.
             optimizer: its optimizer; None loads the model alone.
             step: of the checkpoint; None for the newest that is as it was written.
+            strict: False loads what model and checkpoint both have by name, and no optimizer, as
+                `torch.nn.Module.load_state_dict` does: to go on with a new head, for example.
 
         Raises:
             CheckpointError: on every rank, before anything is changed on any: there is no such
@@ -169,14 +181,14 @@ class Checkpoints:
                 on every rank: one of them had no room for what was read; then the model is loaded
                 in part, and not to be used.
         """
-        self._meet(step=step)
+        self._meet(step=step, strict=strict)
         newest = find(self._storage, self.group, step)
         if newest.skipped and dist.get_rank(self.group) == 0:
             damage = "; ".join(newest.skipped.values())
             warnings.warn(f"loading step {newest.step} instead: {damage}", stacklevel=2)
-        state = read(self._storage, self.group, newest, model, optimizer)
+        state, *others = read(self._storage, self.group, newest, model, optimizer, strict)
         self._damaged.update(newest.skipped)
-        return Saved(newest.step, state, newest.skipped)
+        return Saved(newest.step, state, newest.skipped, *others)
 
     def close(self) -> None:
         """Wait for the save in the background, and let other runs save into the folder.

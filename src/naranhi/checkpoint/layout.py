@@ -131,32 +131,39 @@ def merge(states: Sequence[RankState]) -> Layout:
     )
 
 
-def compare(saved: Layout, own: Layout, with_optimizer: bool) -> None:
+def compare(saved: Layout, own: Layout, with_optimizer: bool, strict: bool = True) -> None:
     """Raise OtherModelError, naming the first difference, unless they are of the same model.
 
     Args:
         saved: the layout of the checkpoint.
         own: that of the model which it is loaded into, and of its optimizer.
         with_optimizer: whether to compare the optimizers, too.
+        strict: whether both have to have the same tensors and extra states; otherwise those that
+            both have, of which there is one at least, have to be of the same kind.
     """
+    if not strict and not any(name in own.tensors for name in saved.tensors):
+        raise OtherModelError("the checkpoint and the model have no parameter of the same name")
     for name in dict.fromkeys((*saved.tensors, *own.tensors)):
         kind, _, rest = name.partition(".")
         if kind == "optimizer":  # its state may begin with the first step
             continue
         what = f"{kind.removesuffix('s')} {rest}"
         if name not in saved.tensors or name not in own.tensors:
+            if not strict:
+                continue
             here, there = ("model", own) if name in saved.tensors else ("checkpoint", saved)
             first = next((n for n in there.tensors if n.startswith(f"{kind}.")), None)
             example = f" (its first is {first.partition('.')[2]})" if first else ""
             raise OtherModelError(
-                f"the {here} has no {what}{example}: load into the model that was saved"
+                f"the {here} has no {what}{example}: load into the model that was saved, or with "
+                "strict=False what both have"
             )
         if saved.tensors[name] != own.tensors[name]:
             raise OtherModelError(
                 f"{what} has {_describe(saved.tensors[name])} in the checkpoint, and "
                 f"{_describe(own.tensors[name])} in the model"
             )
-    for name in dict.fromkeys((*saved.extra, *own.extra)):
+    for name in dict.fromkeys((*saved.extra, *own.extra)) if strict else ():
         if name not in saved.extra or name not in own.extra:
             raise OtherModelError(
                 f"the {'model' if name in saved.extra else 'checkpoint'} has no extra state of "
@@ -182,6 +189,12 @@ def compare(saved: Layout, own: Layout, with_optimizer: bool) -> None:
                 f"parameter {name} is in parameter group {groups[0]} in the checkpoint, and in "
                 f"{groups[1]} in the optimizer"
             )
+
+
+def names(layout: Layout) -> list[str]:
+    """Return the names of a layout's parameters and buffers, and of modules with extra state."""
+    tensors = (name.partition(".") for name in layout.tensors)
+    return [*(rest for kind, _, rest in tensors if kind != "optimizer"), *layout.extra]
 
 
 def as_json(tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, list[Any]]:

@@ -11,7 +11,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from naranhi.checkpoint import files, random_state, rest
-from naranhi.checkpoint.layout import Layout, compare, from_json, merge
+from naranhi.checkpoint.layout import Layout, compare, from_json, merge, names
 from naranhi.checkpoint.parts import Model
 from naranhi.checkpoint.planners import LoadBoxes
 from naranhi.checkpoint.ranks import gather, none_lost, on_all
@@ -107,8 +107,9 @@ def read(
     found: Found,
     model: Model,
     optimizer: torch.optim.Optimizer | None,
-) -> dict[str, Any]:
-    """Load a checkpoint into a model and its optimizer; return what the caller saved beside them.
+    strict: bool,
+) -> tuple[dict[str, Any], list[str], list[str]]:
+    """Load a checkpoint into a model and its optimizer.
 
     Args:
         place: where it is.
@@ -116,6 +117,11 @@ def read(
         found: the checkpoint.
         model: as `Checkpoints.load` takes it.
         optimizer: its optimizer, or None.
+        strict: as `Checkpoints.load` takes it.
+
+    Returns:
+        What the caller saved beside them; the names that only the model has; and those that only
+        the checkpoint has.
 
     Raises:
         CheckpointError: on every rank, before anything is changed: it is of another model or
@@ -130,7 +136,9 @@ def read(
     state, content = on_all(begin, group)
     layout = merge(gather(state.summary(), group))
     saved = Layout.of(from_json(found.manifest["tensors"]), content)
-    compare(saved, layout, with_optimizer=bool(layout.kind))
+    if layout.kind and not strict:
+        raise CheckpointError("strict=False loads a model alone, without an optimizer")
+    compare(saved, layout, with_optimizer=bool(layout.kind), strict=strict)
     loading = on_all(lambda: Loading(state, saved.tensors, saved.scalars), group)
     try:
         with none_lost():
@@ -147,4 +155,6 @@ def read(
         random_state.put(content["random"][dist.get_rank(group)])
     else:
         random_state.renew(found.step)
-    return content["state"]
+    here, there = names(layout), names(saved)
+    missing = [name for name in here if name not in there]
+    return content["state"], missing, [name for name in there if name not in here]

@@ -131,7 +131,7 @@ class Loading:
 
     Args:
         state: this rank's state.
-        tensors: {name: (shape, dtype)} of the checkpoint.
+        tensors: {name: (shape, dtype)} of the checkpoint. What is not among them stays as it is.
         scalars: what the checkpoint's optimizer kept for each parameter as a whole.
 
     Attributes:
@@ -153,9 +153,10 @@ class Loading:
         self.state, self.tensors, self._values, self._kept = state, {}, [], []
         for kind, parts in (("parameters", state.parameters), ("buffers", state.buffers)):
             for part in parts:
-                memory = torch.zeros(part.values.numel(), dtype=part.values.dtype)
-                self._values.append((part, memory))
-                self._read(f"{kind}.{part.name}", part, memory)
+                if f"{kind}.{part.name}" in tensors:
+                    memory = torch.zeros(part.values.numel(), dtype=part.values.dtype)
+                    self._values.append((part, memory))
+                    self._read(f"{kind}.{part.name}", part, memory)
         keys = defaultdict(list)
         for name in tensors:
             if name.startswith("optimizer."):
@@ -222,7 +223,8 @@ class Loading:
         for part, memory in self._values:
             part.values.copy_(memory.view(part.values.shape))
         for name, module in self.state.with_extra.items():
-            module.set_extra_state(extra[name])
+            if name in extra:
+                module.set_extra_state(extra[name])
         if zero:
             zero.refresh([flat for unit in zero.units for flat in unit.flats])  # frozen ones, too
 
