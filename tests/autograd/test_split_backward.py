@@ -461,3 +461,13 @@ def test_a_group_norm_with_which_torch_would_crash_is_refused():
         layer(x.to(memory_format=torch.channels_last))
     split_backward_of(layer(x).square().sum(), layer)
     assert layer.weight.grad.any()
+
+
+def test_the_layer_after_a_linear_one_may_change_its_output_in_place():
+    """Of three dimensions with a bias, whose product is a view of torch's matrix product."""
+    plain = nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Linear(8, 2))
+    split = nn.Sequential(*splittable(copy.deepcopy([*plain])))
+    x = torch.randn(2, 3, 4)
+    plain(x).sum().backward()
+    split(x).sum().backward()
+    assert_equal_gradients(split, plain)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from naranhi.data_parallel import DDP, all_reduce_bucketed, all_reduce_gradients
 from naranhi.expert_parallel import MoE, sum_gradients
-from naranhi.tensor_parallel import ColumnParallelLinear
+from naranhi.tensor_parallel import Column, ColumnParallelLinear, Row, parallelize
 from naranhi.zero import Zero
 
 
@@ -274,8 +274,11 @@ def with_experts(listener):
 @pytest.mark.parametrize("listener", LISTENERS)
 def test_ranks_with_other_tokens_are_not_left_out(five, listener):
     for rank, said in enumerate(five.call(with_experts, listener)[:2]):
-        assert said.startswith(f"MoE 0 has experts on rank {1 - rank} too, which is not in the")
-        assert said.endswith("use expert_parallel.sum_gradients instead") == (listener == "DDP")
+        if listener == "DDP":
+            assert said.startswith(f"MoE 0 has experts on rank {1 - rank} too, which is not in the")
+            assert said.endswith("use expert_parallel.sum_gradients instead")
+        else:
+            assert "over 2 ranks (copies of each: 1), which does not fit a group of 1 ranks" in said
 
 
 def with_copies(ranks):
@@ -313,3 +316,39 @@ def test_whoever_calls_the_wrapper_is_told_to_call_the_model(five):
     for words in five.call(called):
         for kind, told in zip(("DDP", "Zero"), words, strict=True):
             assert told.startswith(f"{kind} has no forward of its own: call the model that it was")
+
+
+SUMS = all_reduce_gradients, all_reduce_bucketed
+
+
+def mixed():
+    """What the sums say of divided experts, of experts with copies elsewhere, and of split layers,
+    over ranks that share them; and whether they sum over replicas."""
+    group, rank = first_ranks(2), dist.get_rank()
+    own = [dist.new_group([one]) for one in range(2)]
+    if rank >= 2:
+        return None
+    split = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4))
+    split = parallelize(split, {"0": Column(), "2": Row()}, group)
+    words = []
+    for some, over in (
+        (nn.Sequential(MoE(4, 4, 2, 1, group)), group),
+        (nn.Sequential(MoE(4, 4, 2, 1, own[rank], replicas=group)), own[rank]),
+        (split, group),
+    ):
+        for sums in SUMS:
+            with pytest.raises(TypeError) as error:
+                sums(some, over)
+            words.append(str(error.value))
+    for sums in SUMS:
+        split(torch.ones(3, 2, 4)).sum().backward()
+        sums(split, own[rank])
+    return words
+
+
+def test_sums_over_ranks_with_other_shards_are_refused(five):
+    for words in five.call(mixed)[:2]:
+        first, second, *copies = words[:4]
+        assert first == second and "MoE 0 has other shards on rank" in first
+        assert all("0 has copies of its experts on rank" in said for said in copies)
+        assert all("has other shards on rank" in said for said in words[4:])

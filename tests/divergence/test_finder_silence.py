@@ -9,13 +9,20 @@ from gloo_ranks import Ranks
 from torch import nn
 from torch.nn import functional as F
 
-from naranhi import divergence, schedules
-from naranhi.data_parallel import DDP
+from naranhi import divergence, models, schedules
+from naranhi.autograd import Recompute
+from naranhi.context_parallel import cut_sequence, split_sequence
+from naranhi.data_parallel import DDP, all_reduce_gradients
 from naranhi.distributed import Mesh
 from naranhi.divergence.axes import Axes
 from naranhi.divergence.classify import Held, classify
 from naranhi.pipeline import Pipeline
-from naranhi.tensor_parallel import mlp_plan, parallelize
+from naranhi.tensor_parallel import (
+    gpt2_plan,
+    mlp_plan,
+    parallelize,
+    vocabulary_cross_entropy,
+)
 from naranhi.zero import Zero, ZeroStages
 
 ROWS, WIDTH = 8, 8
@@ -435,3 +442,68 @@ def test_a_mask_without_rows_is_recorded():
         linears(DropsPath()), partial(backward, inputs=inputs, targets=targets)
     )
     assert list(reference.masks.values()) == [1]
+
+
+# --- two axes of one size -------------------------------------------------------------------------
+
+WORDS = 19
+
+
+def gpt2():
+    torch.manual_seed(0)
+    config = models.gpt2_config(WORDS, 16, hidden=16, heads=4, blocks=1)
+    return models.gpt2(config, tied=False, dropout=0.0)
+
+
+def on_two_axes(length, broken):
+    """The finder's first divergence where the sequence and layers are both divided by two."""
+    tokens = torch.randint(WORDS, (4, length), generator=torch.Generator().manual_seed(1))
+    targets = tokens.roll(-1, 1)
+    reference = divergence.trace(
+        gpt2(),
+        lambda layers: (
+            models.loss(nn.Sequential(*layers)(tokens), targets) / targets.numel()
+        ).backward(),
+    )
+    with Mesh(tensor=2, context=2) as mesh:
+        layers = gpt2()
+        parallelize(layers, gpt2_plan(), mesh.tensor)
+        cut_sequence(layers, mesh.context)
+        model = nn.Sequential(*layers)
+        own = split_sequence(targets, mesh.context)
+
+        def step(layers):
+            loss = vocabulary_cross_entropy(model(tokens), own, mesh.tensor)
+            (loss / targets.numel()).backward()
+            if not broken:
+                all_reduce_gradients(model, mesh.context)
+
+        first = divergence.find(layers, step, reference, mesh=mesh).divergence
+    return first and (first.phase, first.axis)
+
+
+@pytest.mark.parametrize("length", [12, 16])  # 16 is also what a layer's inputs are
+def test_nothing_is_found_where_context_and_tensor_have_one_size(world, length):
+    assert world(4, on_two_axes, length, False) == [None] * 4
+    assert all(found == ("gradient", "context") for found in world(4, on_two_axes, length, True))
+
+
+def recomputed_under_zero():
+    """The finder's first divergence in a model with recomputed layers, in shards."""
+    inputs, targets = batch()
+    reference = divergence.trace(linears(), lambda model: backward(model, inputs, targets))
+    with Mesh(data=4) as mesh:
+        model = linears()
+        model[0] = Recompute(model[0])
+        own = slice(2 * mesh.place.data, 2 * mesh.place.data + 2)
+        report = divergence.find(
+            Zero(model, 2),
+            lambda zero: backward(zero.model, inputs[own], targets[own]),
+            reference,
+            mesh=mesh,
+        )
+    return report.divergence
+
+
+def test_layers_that_zero_recomputes_have_their_own_names(world):
+    assert world(4, recomputed_under_zero) == [None] * 4

@@ -7,7 +7,8 @@ from gloo_ranks import first_ranks
 from torch.nn import functional as F
 
 from naranhi import costs
-from naranhi.expert_parallel import MoE, exchange_rows, grouped_mm, sum_gradients
+from naranhi.autograd import Recompute
+from naranhi.expert_parallel import ExpertsMLP, MoE, exchange_rows, grouped_mm, sum_gradients
 from naranhi.measure import wire_bytes
 
 # --- the all-to-all of uneven blocks -------------------------------------------------------------
@@ -145,3 +146,27 @@ def gradients_counted(ranks):
 def test_only_the_routers_gradient_is_sent(five):
     for sent, router, experts in five.call(gradients_counted, 2)[:2]:
         assert router <= sent < 2 * router < experts / 10
+
+
+def recomputed(rows):
+    """Whether a recomputed mixture has the gradients of one that is kept, where one rank's only row
+    is a view of what the tensor group shares, and the other rank's rows are not."""
+    rank = dist.get_rank()
+    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    if rank >= 4:
+        return None
+    tensor, experts = pairs[rank // 2], pairs[2 + rank % 2]
+    grads = []
+    for wrap in (lambda one: one, Recompute):
+        torch.manual_seed(0)
+        mlp = ExpertsMLP(MoE(4, 4, 2, 1, experts, replicas=tensor), coefficient=0.1, tensor=tensor)
+        torch.manual_seed(1)
+        x = torch.randn(4, 6, 4)[: rows[rank // 2]].clone().requires_grad_()
+        wrap(mlp)(x).square().sum().backward()
+        grads.append([x.grad, mlp.moe.up.grad])
+    return all(map(torch.equal, *grads))
+
+
+@pytest.mark.parametrize("rows", [(1, 2), (2, 1), (2, 2)])
+def test_ranks_with_other_numbers_of_rows_recompute_a_mixture(five, rows):
+    assert five.call(recomputed, rows)[:4] == [True] * 4

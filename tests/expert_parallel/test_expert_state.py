@@ -8,9 +8,10 @@ import torch.distributed as dist
 from expert_gpt2 import backward, gpt2, rows_of
 from gloo_ranks import first_ranks
 
+from naranhi import models
 from naranhi.checkpoint import Checkpoints
 from naranhi.data_parallel import DDP
-from naranhi.expert_parallel import ExpertsMLP, MoE
+from naranhi.expert_parallel import ExpertsMLP, MoE, add_experts
 from naranhi.tensor_parallel import clip_grad_norm_, full_state_dict
 
 
@@ -138,3 +139,24 @@ def copied(explicit):
 @pytest.mark.parametrize("explicit", [False, True])
 def test_a_layer_is_copied_after_a_forward(five, explicit):
     assert five.call(copied, explicit) == [True] * 5
+
+
+def on_a_tensor_group(copied):
+    """On a rank: what is said of experts on a tensor group, whose copies are known or not."""
+    pair, rank = first_ranks(2), dist.get_rank()
+    own = [dist.new_group([one]) for one in range(2)]
+    if rank >= 2:
+        return None
+    layers = models.gpt2(models.gpt2_config(16, 8, 8, 2, 2), dropout=0.0)
+    options = {"replicas": pair} if copied else {}
+    try:
+        add_experts(layers, 2, 1, own[rank], tensor=pair, **options)
+    except ValueError as error:
+        return str(error)
+    return "made"
+
+
+def test_a_layer_knows_its_copies_on_the_tensor_group(five):
+    assert five.call(on_a_tensor_group, True)[:2] == ["made"] * 2
+    for said in five.call(on_a_tensor_group, False)[:2]:
+        assert said.startswith("the ranks of the tensor group have copies of the experts, and")

@@ -1,4 +1,4 @@
-"""A loss with parameters: its weights have versions and replicas as others have."""
+"""Parameters out of the ordinary: of the loss, and those that a stage hands on."""
 
 import pytest
 import torch
@@ -7,6 +7,7 @@ from gloo_ranks import Ranks
 from torch import nn
 
 from naranhi import pipeline, schedules
+from naranhi.autograd import splittable
 
 RATE, UPDATES = 0.02, 5
 
@@ -20,6 +21,27 @@ class Projected(nn.Module):
 
     def forward(self, output, target):
         return (output @ self.head - target).square().sum()
+
+
+class Queries(nn.Module):
+    """Hands on a parameter, or a view of it, beside its output."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.up, self.query, self.how = nn.Linear(4, 4), nn.Parameter(torch.randn(4)), how
+
+    def forward(self, x):
+        view = {"itself": self.query, "expanded": self.query.expand(len(x), 4)}.get(self.how)
+        return self.up(x), self.query[:4] if view is None else view
+
+
+class Added(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+
+    def forward(self, both):
+        return self.up(both[0] + both[1])
 
 
 @pytest.fixture(scope="module")
@@ -83,3 +105,27 @@ def replicas_with(values):
 def test_replicas_of_it_are_equal_too(two):
     words = two.call(replicas_with, (1.0, 2.0))
     assert words[0] == words[1]
+
+
+def handed_on(how, mode, split):
+    """On a rank: the loss of an evaluation after a step, and that of one process."""
+    torch.manual_seed(0)
+    layers, (inputs, targets) = [Queries(how), Added()], batch()
+    if split:
+        layers = splittable(layers)
+    order = schedules.zero_bubble_h1(2, 2) if split else schedules.gpipe(2, 2)
+    loss = lambda output, target: (output - target).square().sum()  # noqa: E731
+    with pipeline.Pipeline(layers, order, loss) as pipe:
+        pipe.step(inputs, targets, 4)
+        with getattr(torch, mode)():
+            found = pipe.step(inputs, targets, 4)
+    expected = loss(nn.Sequential(*layers)(inputs), targets) / 4
+    return None if found is None else abs(found - expected).item()
+
+
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
+@pytest.mark.parametrize("how", ["itself", "expanded", "cut"])
+@pytest.mark.parametrize("split", [False, True])
+def test_a_parameter_that_is_handed_on_is_evaluated(two, how, mode, split):
+    first, last = two.call(handed_on, how, mode, split)
+    assert first is None and last <= 1e-5

@@ -291,6 +291,69 @@ def test_a_step_has_its_gradients_once(four):
     four.call(no_gradients_yet)
 
 
+def evaluated_before_the_update(stage):
+    """The first evaluation stands between a step and its update."""
+    along, across = grid()
+    schedule = with_sharding(schedules.gpipe(2, 2), stage)
+    layers, loss, inputs, targets, count = work("mlp", schedule)
+    with pipeline.Pipeline(
+        layers, schedule, loss, group=along, replicas=across, sharding=ZeroStages
+    ) as pipe:
+        optimizer = torch.optim.SGD(pipe.sharded.param_groups, lr=RATE)
+        trained = pipe.step(inputs, targets, count)
+        with torch.no_grad():
+            evaluated = pipe.step(inputs, targets, count)
+        pipe.sharded.step(optimizer)
+        with torch.no_grad():
+            later = pipe.step(inputs, targets, count)
+    return trained is None or (trained.item() == evaluated.item() > later.item())
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_evaluation_may_stand_before_the_update(four, stage):
+    assert four.call(evaluated_before_the_update, stage) == [True] * 4
+
+
+class Detached(nn.Module):
+    def forward(self, x):
+        return x.detach()
+
+
+def without_gradients(stage):
+    """By how much each stage moves where the first one's output is detached."""
+    along, across = grid()
+    schedule = with_sharding(schedules.gpipe(2, 2), stage)
+    layers, loss, inputs, targets, count = work("mlp", schedule)
+    half = len(layers) // 2
+    layers.insert(half, Detached())
+    with pipeline.Pipeline(
+        layers,
+        schedule,
+        loss,
+        balance=[half + 1, len(layers) - half - 1],
+        group=along,
+        replicas=across,
+        sharding=ZeroStages,
+    ) as pipe:
+        optimizer = torch.optim.AdamW(pipe.sharded.param_groups, lr=RATE, weight_decay=0.5)
+        with pipe.sharded.gathered():
+            before = [param.detach().clone() for param in pipe.parameters()]
+        for _ in range(2):
+            pipe.step(inputs, targets, count)
+            assert pipe.clip_grad_norm_(1e9) > 0
+            pipe.sharded.step(optimizer)
+        with pipe.sharded.gathered():
+            moved = [(a - b).abs().max() for a, b in zip(pipe.parameters(), before, strict=True)]
+    return max(moved).item()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_stage_without_gradients_stays_where_others_are_updated(four, stage):
+    """Its weights do not even decay."""
+    moved = sorted(four.call(without_gradients, stage))
+    assert moved[:2] == [0, 0] and min(moved[2:]) > 0.01
+
+
 # --- torch ---------------------------------------------------------------------------------------
 
 

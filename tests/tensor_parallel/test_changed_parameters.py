@@ -8,6 +8,7 @@ import torch.distributed as dist
 from gloo_ranks import first_ranks
 from torch import nn
 
+from naranhi.data_parallel import DDP
 from naranhi.tensor_parallel import (
     Column,
     Row,
@@ -16,6 +17,7 @@ from naranhi.tensor_parallel import (
     full_state_dict,
     parallelize,
     scatter_to_group,
+    sum_before_other_hooks,
     sum_sequence_gradients,
 )
 from naranhi.zero import Zero
@@ -106,4 +108,32 @@ def test_a_hook_that_saw_a_part_is_refused_and_sees_the_whole_next_time(five, ho
         *unsummed, refused, again = told
         assert "this rank's part of a sum" in unsummed[0] and "0.weight got a hook" in refused
         assert "this rank's part of a sum: call sum_sequence_gradients" in again  # biases
+        assert apart <= 1e-5
+
+
+def with_ddp(how):
+    """What DDP says on two ranks, and how far its gradients are once it is content."""
+    group, rank = first_ranks(2), dist.get_rank()
+    singles = [dist.new_group([single]) for single in range(2)]
+    if rank >= 2:
+        return None
+    unsplit, split = models_of(how, group)
+    try:
+        DDP(split, group=singles[rank]).close()
+        said = None
+    except TypeError as error:
+        said = str(error)
+    sum_before_other_hooks(split)
+    DDP(split, group=singles[rank])
+    x = torch.randn(4, 8)
+    unsplit(x).square().sum().backward()
+    split(scatter_to_group(x, group, -2)).square().sum().backward()
+    pairs = [(split[0].weight, unsplit[0].weight), (split[3].bias, unsplit[3].bias)]
+    return said, max((own.grad - whole.grad).abs().max().item() for own, whole in pairs)
+
+
+@pytest.mark.parametrize("how", CHANGES)
+def test_ddp_does_not_reduce_what_no_backward_sums(five, how):
+    for said, apart in five.call(with_ddp, how)[:2]:
+        assert "0.weight was unfrozen, replaced or copied after parallelize" in said
         assert apart <= 1e-5

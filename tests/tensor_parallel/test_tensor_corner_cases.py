@@ -1,5 +1,6 @@
 """Tensor parallelism where something is small, empty, or used twice, or takes another way."""
 
+import copy
 from collections import Counter
 
 import pytest
@@ -338,3 +339,24 @@ def test_groups_are_closed_in_one_order(five):
     """On NCCL, ranks that end their communicators in different orders can wait for one another."""
     order = ["data", "pipeline", "tensor", "context", "expert", "replicas", "expert_replicas"]
     assert five.call(closed)[:4] == [order] * 4
+
+
+def changed_in_place(sequence):
+    """How far gradients are from one process's, where a layer changes what a split one returns."""
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return None
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Linear(8, 4))
+    split = parallelize(copy.deepcopy(whole), {"0": Column(), "2": Row()}, group, sequence=sequence)
+    x = torch.randn(3, 6, 4)
+    own = x.chunk(2, -2)[rank] if sequence else x
+    whole(x).square().sum().backward()
+    split(own).square().sum().backward()
+    expected = whole[0].weight.grad.chunk(2)[rank]
+    return (split[0].weight.grad - expected).abs().max().item()
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_an_activation_may_work_in_place(five, sequence):
+    assert max(five.call(changed_in_place, sequence)[:2]) <= 1e-5

@@ -1,5 +1,6 @@
 """The vocabulary over ranks: embedding, head and cross-entropy beside torch's own."""
 
+import copy
 from unittest import mock
 
 import pytest
@@ -16,6 +17,7 @@ from naranhi.tensor_parallel import (
     gather_from_group,
     vocabulary_cross_entropy,
 )
+from naranhi.zero import Zero
 
 IGNORE_INDEX = -100
 
@@ -132,3 +134,21 @@ def values_reduced(ranks, dtype):
 def test_the_loss_takes_two_messages_and_leaves_the_logits(five, dtype):
     """The largest logit; then the sum of exponentials, and the target's logit, in one."""
     assert five.call(values_reduced, 2, dtype)[:2] == [[6, 12], [6, 12]]
+
+
+def converted(words):
+    """How far logits are from a head's in fp32, where ZeRO has converted it to bf16."""
+    group, rank = first_ranks(2), dist.get_rank()
+    own = [dist.new_group([one]) for one in range(2)]
+    if rank >= 2:
+        return None
+    torch.manual_seed(0)
+    whole, x = nn.Linear(16, words, bias=False), torch.randn(3, 16)
+    model = nn.Sequential(VocabularyParallelHead(copy.deepcopy(whole), group, gather_output=True))
+    Zero(model, 1, precision="bf16", group=own[rank])
+    return (model(x) - whole(x)).abs().max().item()
+
+
+@pytest.mark.parametrize("words", [12, 13])
+def test_a_head_that_is_padded_computes_in_bf16(five, words):
+    assert 0 < max(five.call(converted, words)[:2]) < 0.05

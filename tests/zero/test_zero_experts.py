@@ -15,6 +15,7 @@ from naranhi.tensor_parallel import (
     parallelize,
     vocabulary_cross_entropy,
 )
+from naranhi.tensor_parallel.sequence_gradients import mark_sequence_module
 from naranhi.zero import Zero
 
 STEPS, RATE, CLIP = 4, 0.3, 0.05  # a norm below those met here
@@ -233,16 +234,33 @@ def test_a_checkpoint_goes_on_where_experts_are_elsewhere(five, tmp_path, before
     assert max(five.call(on_another_mesh, folder, before, after, stages)) <= 1e-5
 
 
-def told(case):
-    """On a rank: what is said of experts that lie in other groups than Zero is given."""
-    mesh = "tensor and expert" if case == "a tensor group forgotten" else "pairs and copies"
-    axes = groups(mesh)
+def marked_later():
+    """On a rank: what is said of routers that a tensor group was given later, without copies."""
+    axes = groups("tensor and expert")
     if axes is None:
         return None
-    group, _, experts, copies, tensor = axes
+    group, _, experts, _, tensor = axes
+    model = make(experts)
+    for module in model.modules():
+        if isinstance(module, MoE):
+            mark_sequence_module(module.router, tensor)
+    with pytest.raises(TypeError) as error:
+        Zero(model, 2, group=group)
+    return str(error.value)
+
+
+def test_copies_on_a_tensor_group_are_not_forgotten(five):
+    for said in five.call(marked_later)[:4]:
+        assert "does not fit a group of 2 ranks and tensor groups of 2: give the layer all" in said
+
+
+def told(case):
+    """On a rank: what is said of experts that lie in other groups than Zero is given."""
+    axes = groups("pairs and copies")
+    if axes is None:
+        return None
+    group, _, experts, copies, _ = axes
     stage, coefficient = 2, 0.01
-    if tensor:
-        copies = None
     if case == "copies that the layer does not know":
         copies = None
     elif case == "experts outside of the group":
@@ -252,7 +270,7 @@ def told(case):
     elif case == "an auxiliary loss beside the output":
         stage, coefficient = 3, None
     with pytest.raises(TypeError) as error:
-        Zero(make(experts, copies, tensor, coefficient=coefficient), stage, group=group)
+        Zero(make(experts, copies, coefficient=coefficient), stage, group=group)
     return str(error.value)
 
 
@@ -264,12 +282,11 @@ def told(case):
             "has experts that are divided over 2 ranks (copies of each: 1), which does not fit a "
             "group of 4 ranks: give the layer all ranks with copies as `replicas`",
         ),
-        ("experts outside of the group", "too, which is not in the group and has tokens of its"),
+        ("experts outside of the group", "(copies of each: 2), which does not fit a group of 2"),
         (
             "copies outside of the group",
             "(copies of each: 2), which does not fit a group of 2 ranks",
         ),
-        ("a tensor group forgotten", "of 2 ranks and tensor groups of 2: give the layer all"),
         ("an auxiliary loss beside the output", "pass add_experts a coefficient"),
     ],
 )

@@ -128,7 +128,8 @@ class SplitFunction(torch.autograd.Function):
         ctx.once = RemovableHandle.next_id != handles or any(map(is_compiled, layer.modules()))
         # Only the outputs' place in the graph is needed, so their storage may be freed.
         ctx.edges = [
-            get_gradient_edge(output) if output.requires_grad else None for output in outputs
+            get_gradient_edge(output) if with_graph and output.requires_grad else None
+            for output in outputs
         ]
         ctx.set_materialize_grads(False)
         _refuse_open_graph(ctx)
@@ -244,7 +245,8 @@ class _Linear(torch.autograd.Function):
     def forward(ctx, layer, x, weight, bias):
         ctx.layer, ctx.weights = layer, (weight, bias)
         ctx.save_for_backward(x, weight)
-        return nn.functional.linear(x, weight, bias)
+        # `.data`: no view of the product, which the next layer could not change in place.
+        return nn.functional.linear(x, weight, bias).data
 
     @staticmethod
     @once_differentiable

@@ -23,7 +23,8 @@ def consolidated_state_dict(
 
     Its names are those of one list of layers, unsplit, so `nn.ModuleList(layers).load_state_dict`
     takes it; with `strict=False` if parameters are tied, for such a one is in it once, under its
-    first name. Extra state of modules is not in it. Each element is sent once, box after box, so
+    first name, or the pipeline's loss has weights, whose names begin with "loss_fn.". Extra state
+    of modules is not in it. Each element is sent once, box after box, so
     other ranks need no more memory than they have, but for a copy of one box, and copies of
     parameters that are not contiguous.
 

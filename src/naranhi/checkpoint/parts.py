@@ -1,7 +1,8 @@
 """What a rank holds of a model and of its optimizer: parts of named tensors of the whole model.
 
 A parameter is named as in the whole model, unsplit and as one list of layers, whatever the mesh:
-"3.attn.c_attn.weight" is on every mesh that. A tied parameter has the name of its first use.
+"3.attn.c_attn.weight" is on every mesh that. A tied parameter has the name of its first use, and
+one of a pipeline's loss begins with "loss_fn.".
 """
 
 from __future__ import annotations
@@ -114,11 +115,7 @@ def zero_of(model: Model) -> Zero | None:
 
 
 def parameters_of(model: Model) -> list[Part]:
-    """Return this rank's parts of parameters, those without elements here included.
-
-    Raises:
-        CheckpointError: the loss of a pipeline has parameters that are sharded with its stage.
-    """
+    """Return this rank's parts of parameters, those without elements here included."""
     if zero := zero_of(model):
         names, splits = _names_of(zero, model), splits_of(zero.model)
         flats = [flat for unit in zero.units for flat in unit.flats]
@@ -217,11 +214,6 @@ def _names_of(zero, model):
     names = {}
     for name, param in _named(model, "named_parameters"):
         names.setdefault(param, name)
-    if others := [name for param, name in own.items() if param not in names]:
-        raise CheckpointError(
-            f"{others[0]} is a parameter of the pipeline's loss, which is no layer: give the "
-            "pipeline's `sharded`, which can be loaded into one that is cut into the same stages"
-        )
     return names
 
 
@@ -256,8 +248,8 @@ def _named(model, method: str) -> Iterable[tuple[str, Any]]:
         return
     tied = {id(tied.parameter): tied.name for tied in model.tied}
     for stage in model.stages.values():
-        for number, layer in enumerate(stage.layers, stage.first):
-            for name, tensor in _names_in(layer, method, f"{number}."):
+        for prefix, part in stage.named_parts():
+            for name, tensor in _names_in(part, method, f"{prefix}."):
                 yield tied.get(id(tensor), name), tensor
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from naranhi.collectives import all_reduce
 from naranhi.collectives.buckets import BUCKET, buckets, pack, unpack
-from naranhi.data_parallel.supported import require_unsummed
+from naranhi.data_parallel.supported import require_replicas, require_unsummed
 from naranhi.data_parallel.sync import with_gradient
 from naranhi.distributed import device_of
 
@@ -51,9 +51,11 @@ def all_reduce_gradients(model: nn.Module, group: dist.ProcessGroup | None = Non
             some ranks only; it names the parameter and the ranks.
             Also if a parameter belongs to a `DDP` or `Zero`, which sums its gradient.
         TypeError: On every rank, before any gradient is summed, if a gradient is sparse; it names
-            the parameter and the ranks.
+            the parameter and the ranks. Also if ranks of the group hold other shards of a layer, or
+            others hold experts or copies of them.
     """
     require_unsummed(model)
+    require_replicas(model, group)
     for parameter in with_gradient(model, group):
         summed = parameter.grad.resolve_conj().resolve_neg().contiguous()
         all_reduce(summed, group, algorithm="ring")
@@ -78,6 +80,7 @@ def all_reduce_bucketed(
         ValueError: If `bucket_bytes` is not above 0.
     """
     require_unsummed(model)
+    require_replicas(model, group)
     for bucket in buckets(with_gradient(model, group), bucket_bytes):
         gradients = [parameter.grad for parameter in bucket]
         flat = pack(gradients)

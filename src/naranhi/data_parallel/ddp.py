@@ -18,6 +18,7 @@ from naranhi.autograd.hooks import Attached, Backward, Handles, Hook, ModuleHook
 from naranhi.collectives.buckets import BUCKET, buckets
 from naranhi.data_parallel.bucket import GradientBucket, read_flags, strides_of
 from naranhi.data_parallel.supported import (
+    require_first_sums,
     require_gradient,
     require_same_parameters,
     require_supported,
@@ -28,7 +29,7 @@ from naranhi.data_parallel.sync import (
     require_finite,
     with_gradient,
 )
-from naranhi.distributed import agree
+from naranhi.distributed import agree, raise_on_all
 
 
 class DDP(Attached):
@@ -98,6 +99,7 @@ class DDP(Attached):
         on_event: Callable[[str, str | int], object] | None = None,
     ) -> None:
         require_supported(model, group)
+        raise_on_all(lambda: require_first_sums(model), group, kind=TypeError)
         broadcast_parameters(model, group)
         agree(
             group,

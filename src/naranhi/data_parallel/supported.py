@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from naranhi.autograd.hooks import owner_of
+from naranhi.autograd.parameter_hooks import hooks_of_parameter
 from naranhi.distributed import from_all_ranks
 from naranhi.distributed.agreement import Axes
 
@@ -48,6 +49,36 @@ def require_supported(model: nn.Module, group: Axes = None, *, experts: bool = F
     for rank, reason in enumerate(reasons):
         if reason:
             raise TypeError(reason if all(reasons) else f"on rank {rank} {reason}")
+
+
+def require_replicas(model: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Raise if sums over the group would mix gradients of different shards, or leave some out.
+
+    Raises:
+        TypeError: Naming the first layer with other shards on ranks of the group, or with experts
+            on ranks outside of it.
+    """
+    if reason := _sharded(model, _ranks(group), experts=False):
+        raise TypeError(reason)
+
+
+def require_first_sums(model: nn.Module) -> None:
+    """Raise if no backward sums a gradient that the ranks of a tensor group have in part.
+
+    Raises:
+        TypeError: Naming the first parameter without the hook that `parallelize` puts on it.
+    """
+    for prefix, module in model.named_modules():
+        splits = getattr(module, "splits", None)  # of `tensor_parallel.ShardedModule`
+        if "_sequence_group" in vars(module) or (splits is not None and module.sequence):
+            for name, param in module.named_parameters(recurse=False):
+                first = any(hasattr(hook, "is_due") for hook in hooks_of_parameter(param))
+                if name not in (splits or ()) and param.requires_grad and not first:
+                    raise TypeError(
+                        f"parameter {prefix}.{name} was unfrozen, replaced or copied after "
+                        "parallelize, and has its gradient in part on each rank of the tensor "
+                        "group: call tensor_parallel.sum_before_other_hooks(model) first"
+                    )
 
 
 def require_unsummed(model: nn.Module) -> None:
@@ -152,11 +183,10 @@ def _experts(module, ranks, apart):
     if module.replicas is not None:
         copies = _ranks(module.replicas)
     left_out = (
-        ", which is not in the group and has tokens of its own, whose gradients would be left out"
+        ", which is not in the group and has tokens of its own, whose gradients would be left out: "
+        "use expert_parallel.sum_gradients instead"
     )
-    if not apart:
-        left_out += ": use expert_parallel.sum_gradients instead"
-    if outside := holders - ranks:
+    if not apart and (outside := holders - ranks):
         return f"experts on rank {_list(outside)} too{left_out}"
     if not apart and (outside := copies - ranks):
         return f"copies of its experts on rank {_list(outside)}{left_out}"

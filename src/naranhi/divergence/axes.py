@@ -119,10 +119,12 @@ class Axes:
         elif by_rows:  # as long as a micro-batch by chance: the same in each
             cuts.append(lambda tensor: tensor[:by_rows])
             whole = torch.Size((by_rows, *whole[1:]))
+        taken = set()
         for dim in range(len(whole)):
             if value.shape[dim] == whole[dim]:
                 continue
-            split, at = self._split(dim, value.shape[dim], whole, layer)
+            split, at, axis = self._split(dim, value.shape[dim], whole, layer, taken)
+            taken.add(axis)
             cuts.append(lambda tensor, split=split, at=at: split.shard(tensor, at))
             slot.append((dim, at))
             if split.parts == 1:  # leave out the padding
@@ -138,15 +140,16 @@ class Axes:
 
         return Part(value, tuple(slot), cut)
 
-    def _split(self, dim, length, whole, layer):
-        """Return how a dimension is divided, and which part this rank has."""
-        for own in getattr(layer, "splits", {}).values():
+    def _split(self, dim, length, whole, layer, taken):
+        """Return how a dimension is divided, which part this rank has, and over which axis."""
+        last = dim == len(whole) - 1  # which a layer's weights divide
+        for own in getattr(layer, "splits", {}).values() if last else ():
             each = -(-own.size // (own.parts * own.ranks)) * own.parts
             if (own.size, each) == (whole[dim], length):
-                return own._replace(dim=dim), layer.rank
+                return own._replace(dim=dim), layer.rank, None
         for axis, size in self.sizes.items():
-            if axis not in (*ROWS, "pipeline") and -(-whole[dim] // size) == length:
-                return Split(dim, whole[dim], size), self.place[axis]
+            if axis not in (*ROWS, "pipeline", *taken) and -(-whole[dim] // size) == length:
+                return Split(dim, whole[dim], size), self.place[axis], axis
         raise ValueError(
             f"dimension {dim} has {length} elements here and {whole[dim]} in one process: none of "
             f"the axes {self.sizes} divides it so"

@@ -141,9 +141,14 @@ def _gradient(param):
 def _flat_gradients(zero, named):
     """Yield the shards of ZeRO's flat gradients: some elements of each parameter, in a row."""
     zero.synchronize()
+    name_of = {}  # without wrappers; a shared parameter has the first
+    for name, param in parameters_of(zero).items():
+        name_of.setdefault(param, name)
     for flat in zero.flats:
-        for name, place, part in zip(flat.names, flat.places, flat.gradient_parts(), strict=True):
-            start = max(flat.shard_slice.start - place.start, 0)
+        for param, place, part in zip(
+            flat.parameters, flat.places, flat.gradient_parts(), strict=True
+        ):
+            name, start = name_of[param], max(flat.shard_slice.start - place.start, 0)
             own, slot = named[name].cut, (named[name].slot, start, len(part))
             value = part.detach().cpu().clone()
 

@@ -112,7 +112,8 @@ def add_experts(
         experts: see `MoE`.
         top_k: see `MoE`.
         group: see `MoE`.
-        every: 2 for blocks 2, 4, 6, ...; 1 for all blocks.
+        every: 2 for blocks 2, 4, 6, ...; 1 for all blocks. (`tensor_parallel.gpt2_plan` has an
+            entry for MLPs: leave it out of the plan if no block keeps one.)
         capacity_factor: see `MoE`.
         replicas: see `MoE`.
         coefficient: see `ExpertsMLP`.
@@ -123,12 +124,18 @@ def add_experts(
         sequence: whether it will split the activations, too.
 
     Raises:
-        ValueError: no block would get experts, or see `MoE`.
+        ValueError: no block would get experts, `replicas` lacks ranks of `tensor`, or see `MoE`.
     """
     blocks = [layer for layer in layers if isinstance(layer, GPT2Block)][every - 1 :: every]
     if not blocks:
         raise ValueError(f"among {len(layers)} layers there is no block for experts, every {every}")
     tensor = tensor if tensor and dist.get_world_size(tensor) > 1 else None
+    copies = dist.get_process_group_ranks(replicas) if replicas else []
+    if tensor and not {*dist.get_process_group_ranks(tensor)} <= {*copies}:
+        raise ValueError(
+            "the ranks of the tensor group have copies of the experts, and tokens of their own: "
+            "replicas has to have them too, such as Mesh.expert_replicas"
+        )
     for layer in blocks:
         hidden = layer.block.ln_2.normalized_shape[0]
         width = layer.block.mlp.c_fc.weight.shape[1]

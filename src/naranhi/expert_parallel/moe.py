@@ -151,7 +151,8 @@ class MoE(ShardedModule):
     def _circumstances(self, tokens):
         """Return what decides which messages a forward and its backward exchange."""
         needs = "need a gradient"
-        if not tokens.requires_grad:  # then outputs do if experts do
+        # Where nothing is recorded, a tensor says so or not by how it was made.
+        if torch.is_grad_enabled() and not tokens.requires_grad:  # then outputs do if experts do
             trained = self.up.requires_grad or self.down.requires_grad
             needs = f"do not need a gradient, experts are {'trained' if trained else 'frozen'}"
         recorded = "recorded" if torch.is_grad_enabled() else "not recorded"

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from naranhi.data_parallel import all_reduce_bucketed
-from naranhi.expert_parallel import sum_over_copies
+from naranhi.expert_parallel import expert_parameters, sum_over_copies
+from naranhi.tensor_parallel.sequence_gradients import sum_before_reduction
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -34,3 +37,15 @@ def sum_gradients(
         sum_over_copies(stages, replicas)
     elif replicas:
         all_reduce_bucketed(stages, replicas)
+
+
+def sum_before_update(stage: nn.Module) -> None:
+    """Sum what tensor ranks and copies of experts have in part, before an update within a step.
+
+    Args:
+        stage: a stage with weights of its own.
+    """
+    if torch.is_grad_enabled():
+        sum_before_reduction(stage)
+        if expert_parameters(stage):
+            sum_over_copies(stage, None)

@@ -61,7 +61,8 @@ class Pipeline:
         balance: the number of layers of each virtual stage; see `cut`.
         group: the process group, None for the default one.
         optimizer: for a schedule that updates weights within a step, a function that makes a torch
-            optimizer from a list of parameters; each stage has its own.
+            optimizer from a list of parameters; each stage has its own. Before an update, gradients
+            that the ranks of a tensor group have in part are summed.
         stash: see `weight_stash.WeightStash`. False gives wrong gradients.
         versions: the most versions of its weights that a stage may hold, or a list by virtual
             stage.
@@ -80,9 +81,8 @@ class Pipeline:
             other modes (`train`, `eval`), or dtypes, shapes or `requires_grad` of parameters.
             Copies of the layers are tried, each stage on its rank: with "shapes" on tensors without
             values, with "data" on the first micro-batch. Choose "data" for layers that read values
-            (`if` on a tensor, `.item()`, `.numpy()`, a mask as an index); it needs memory for the
-            copies. A trial changes nothing in the layers. It may change what is outside them, such
-            as a list that a hook appends to.
+            (`if` on a tensor, `.item()`, a mask as an index); it needs memory for the copies. A
+            trial changes nothing in the layers, but may change a list that a hook appends to.
 
     Raises:
         ScheduleError: the schedule is not valid (see `schedules.check`), or a stage would hold more
@@ -196,9 +196,8 @@ class Pipeline:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Scale the gradients to a norm of at most `max_norm`, and return the norm before.
 
-        The norm is that of all stages. See `tensor_parallel.clip_grad_norm_`, also for its errors.
-        Every rank of the pipeline calls this, and of all pipelines whose ranks share layers, after
-        `step` and before the optimizer's `step`.
+        The norm is that of all stages; errors are those of `tensor_parallel.clip_grad_norm_`. Every
+        rank of all pipelines calls this, between `step` and the optimizer's `step`.
 
         Args:
             max_norm: the largest norm allowed, above 0.
@@ -228,9 +227,10 @@ class Pipeline:
         `no_grad` or `inference_mode` only the loss is computed.
 
         The errors below are raised on every rank of the pipeline, before anything of the batch is
-        sent. A layer that returns something else than in its trial, or a loss that is no scalar,
-        raises on its rank only, and the others lose their connection to it. After an error midway
-        in a step the pipeline can only be closed.
+        sent. What goes wrong later (a layer returns something else than in its trial, or only some
+        replicas have a gradient) raises on its rank or stage only, and the others of its pipeline
+        lose their connection to it; replicas in other pipelines wait until their group's timeout.
+        After an error midway in a step the pipeline can only be closed.
 
         Args:
             inputs: on every rank, a tensor or tuple of tensors whose first dimension is the batch,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from naranhi.pipeline.gradient_sums import sum_before_update
 from naranhi.schedules import Action, Schedule, releases
 from naranhi.schedules.schedule import SHARDING
 
@@ -120,6 +121,7 @@ def _run(stage, action: Action, arrived, released, batch, takes):
         return stage.run_input_grad(k, arrived)
     if kind == "W":
         return stage.run_weight_grad(k)
+    sum_before_update(stage)
     return stage.weights.update(version, last_use=released == (number, version - 1))
 
 

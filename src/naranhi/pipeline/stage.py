@@ -6,7 +6,7 @@ may be freed as soon as it has been sent: a backward that needs it has saved it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
@@ -78,6 +78,13 @@ class Stage(nn.Module):
                     "load_state_dict(assign=True) or to_empty(), say): make a new Pipeline, or "
                     "copy the values into the parameter"
                 )
+
+    def named_parts(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield what has parameters, by name in the whole model: layers, and "loss_fn" last."""
+        for number, layer in enumerate(self.layers, self.first):
+            yield str(number), layer
+        if isinstance(self.loss, nn.Module):
+            yield "loss_fn", self.loss
 
     def _parameter_names(self):
         parts = [(name_of(n, layer), layer) for n, layer in enumerate(self.layers, self.first)]

@@ -47,7 +47,7 @@ class StageSignature(NamedTuple):
             TensorMeta(
                 tuple(tensor.shape),
                 tensor.dtype,
-                tensor.requires_grad,
+                _needs_gradient(tensor),
                 bool(kept) and tensor.untyped_storage() in kept,
             )
             for tensor in as_tuple(value)
@@ -108,7 +108,7 @@ class StageSignature(NamedTuple):
             or any(
                 tensor.shape != spec.shape
                 or tensor.dtype != spec.dtype
-                or tensor.requires_grad > spec.requires_grad
+                or _needs_gradient(tensor) > spec.requires_grad
                 for tensor, spec in zip(tensors, self.specs, strict=True)
             )
         ):
@@ -129,7 +129,7 @@ class StageSignature(NamedTuple):
     def edges(self, value: torch.Tensor | tuple[torch.Tensor, ...]) -> list[GradientEdge | None]:
         """Return, for each tensor that gets a gradient, its edge in the autograd graph or None."""
         return [
-            get_gradient_edge(tensor) if tensor.requires_grad else None
+            get_gradient_edge(tensor) if _needs_gradient(tensor) else None
             for tensor, spec in zip(as_tuple(value), self.specs, strict=True)
             if spec.requires_grad
         ]
@@ -137,6 +137,11 @@ class StageSignature(NamedTuple):
     def message(self, kind: str) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Return (shape, dtype) of each tensor that is sent, as "activation" or as "gradient"."""
         return [spec[:2] for spec in self.specs if kind == "activation" or spec.requires_grad]
+
+
+def _needs_gradient(tensor):
+    # A parameter says so under `no_grad` too, and a view of it, which is in no graph.
+    return tensor.requires_grad and torch.is_grad_enabled()
 
 
 class _Entry(torch.autograd.Function):

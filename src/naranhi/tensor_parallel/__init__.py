@@ -23,7 +23,10 @@ from naranhi.tensor_parallel.plans import (
     mlp_plan,
 )
 from naranhi.tensor_parallel.random import fork_rng
-from naranhi.tensor_parallel.sequence_gradients import sum_sequence_gradients
+from naranhi.tensor_parallel.sequence_gradients import (
+    sum_before_other_hooks,
+    sum_sequence_gradients,
+)
 from naranhi.tensor_parallel.shards import full_state_dict, load_full_state_dict
 from naranhi.tensor_parallel.vocabulary import (
     VocabularyParallelEmbedding,
@@ -56,6 +59,7 @@ __all__ = [
     "reduce_from_group",
     "reduce_scatter_to_sequence",
     "scatter_to_group",
+    "sum_before_other_hooks",
     "sum_sequence_gradients",
     "vocabulary_cross_entropy",
 ]

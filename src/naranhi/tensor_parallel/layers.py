@@ -215,7 +215,8 @@ class _SequenceColumn(Function):
 
 
 def _linear(x, weight, bias, transposed):
-    return F.linear(x, weight.t() if transposed else weight, bias)
+    # `.data`: no view of the product, which the next layer could not change in place.
+    return F.linear(x, weight.t() if transposed else weight, bias).data
 
 
 def _in_by_out(weight, transposed):

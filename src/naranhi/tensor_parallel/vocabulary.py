@@ -125,7 +125,8 @@ class VocabularyParallelHead(ColumnParallelLinear):
         """Return the logits of this rank's vocabulary, or with `gather_output` all logits."""
         bias = self.bias
         if self.mask is not None:
-            bias = self.mask if bias is None else bias + self.mask
+            mask = self.mask.to(self.weight.dtype)  # ZeRO may compute in another
+            bias = mask if bias is None else bias + mask
         logits = self.product(x, bias)
         if self.gather_output:
             logits = gather_from_group(logits, self.group)[..., : self.splits["weight"].size]

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from naranhi.collectives.chunks import overlap
-from naranhi.data_parallel.sync import have_gradients
+from naranhi.data_parallel.sync import have_gradients, require_same_gradients
 from naranhi.tensor_parallel.sequence_gradients import sum_before_reduction
 from naranhi.zero.phase import ParamState, Phase
 from naranhi.zero.zero import Zero
@@ -72,7 +73,7 @@ class ZeroStages(Zero):
     def begin(self) -> None:
         """Raise RuntimeError inside a `gathered` block, or with the gradients of a step before."""
         self._whole.require_outside("Pipeline.step()")
-        if self._phase is Phase.REDUCED:
+        if self._phase is Phase.REDUCED and torch.is_grad_enabled():
             raise RuntimeError(
                 "the gradients of the step before are still there: call step() or zero_grad() of "
                 "the pipeline's `sharded` first"
@@ -111,7 +112,12 @@ class ZeroStages(Zero):
             [param in seen for param in self.names], self.axes, self.flats[0].shard.device
         )
         overlap([kernel])
-        self._end_reduction()
+        if any(flat.seen for flat in self.flats):
+            return self._end_reduction()
+        # As in one process, nothing here is updated then, and the other stages may be.
+        require_same_gradients(self.names.values(), self._gradients.seen)
+        self._phase = Phase.REDUCED
+        self._hide_shards()
 
     # --- around a step ---------------------------------------------------------------------------
 
@@ -124,21 +130,26 @@ class ZeroStages(Zero):
     def shapes(self, stage: int) -> Iterator[None]:
         """Give a stage's parameters their shapes, though not their values, while it is sharded."""
         flats = self._unit_of[stage].flats if self.stage == 3 else ()
+        grads = {param: param.grad for flat in flats for param in flat.parameters}
         for flat in flats:
             flat.use_unsharded()
+        for param in grads:
+            param.grad = None  # a stand-in of no elements, after a step that is not applied yet
         try:
             yield
         finally:
             for flat in flats:
                 flat.reshard()
+            for param, grad in grads.items():
+                param.grad = grad
 
 
 def _named(stages):
-    """Yield (name in the whole model, parameter) of stages' layers, each parameter once."""
+    """Yield (name in the whole model, parameter) of stages, each parameter once."""
     seen = set()
     for stage in stages.values():
-        for number, layer in enumerate(stage.layers, stage.first):
-            for name, param in layer.named_parameters():
+        for prefix, part in stage.named_parts():
+            for name, param in part.named_parameters():
                 if param not in seen:
                     seen.add(param)
-                    yield f"{number}.{name}", param
+                    yield f"{prefix}.{name}", param

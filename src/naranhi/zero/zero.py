@@ -56,7 +56,7 @@ class Zero(Hooks):
             starts and when it is known to have ended; "sum" and "summed", over `replicas`.
         buffers: Whether each step ends with `broadcast_buffers`.
         check_finite: Whether the last backward of a step raises FloatingPointError, naming a
-            parameter, if a gradient is infinite or NaN (`clip_grad_norm_` does in any case).
+            parameter, if a gradient is not finite (`clip_grad_norm_` does, and over all groups).
 
     The optimizer skips a parameter that has no gradient in a step, on any rank, if no other
     parameter of its unit and parameter group has one; otherwise its gradient is zero (so its weight
@@ -226,7 +226,7 @@ class Zero(Hooks):
     def zero_grad(self) -> None:
         """Discard the gradients of this step, and what a failed forward or backward left behind.
 
-        Call it on every rank, at the same point of the step.
+        Call it on every rank, at the same point of the step, even if only one of them has failed.
         """
         self._gradients.finish_all()
         self._forget()
