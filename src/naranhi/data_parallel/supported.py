@@ -69,8 +69,9 @@ def require_first_sums(model: nn.Module) -> None:
         TypeError: Naming the first parameter without the hook that `parallelize` puts on it.
     """
     for prefix, module in model.named_modules():
-        splits = getattr(module, "splits", None)  # of `tensor_parallel.ShardedModule`
-        if "_sequence_group" in vars(module) or (splits is not None and module.sequence):
+        splits = getattr(module, "splits", None)  # of a `ShardedModule`
+        in_part = splits is not None and getattr(module, "sequence", False)
+        if "_sequence_group" in vars(module) or in_part:
             for name, param in module.named_parameters(recurse=False):
                 first = any(hasattr(hook, "is_due") for hook in hooks_of_parameter(param))
                 if name not in (splits or ()) and param.requires_grad and not first:
@@ -163,7 +164,7 @@ def _unsupported(model):
 def _sharded(model, ranks, experts):
     """Return which layer is not held alike by these ranks, or by others too; or None."""
     for name, module in model.named_modules():
-        if getattr(module, "splits", None):  # of `tensor_parallel.ShardedModule`
+        if getattr(module, "splits", None) and hasattr(module, "group"):  # a `ShardedModule`
             own_tokens = getattr(module, "own_tokens", False)  # as `expert_parallel.MoE`
             what = f"{type(module).__name__} {name or 'itself'}"
             if own_tokens and (problem := _experts(module, ranks, experts)):

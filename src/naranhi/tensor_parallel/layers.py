@@ -174,7 +174,8 @@ class ColumnFunction(Function):
         """Return the product with this rank's columns, and save its factors."""
         ctx.save_for_backward(x, weight)
         ctx.transposed, ctx.group = transposed, group
-        return _linear(x, weight, bias, transposed)
+        # No view, which the next layer could not change in place.
+        return _linear(x, weight, bias, transposed).data
 
     @staticmethod
     @once_differentiable
@@ -199,7 +200,7 @@ class _SequenceColumn(Function):
     def forward(ctx, x, weight, bias, transposed, group):
         ctx.save_for_backward(x, weight)
         ctx.transposed, ctx.group = transposed, group
-        return _linear(start_gather(x, group, -2)(), weight, bias, transposed)
+        return _linear(start_gather(x, group, -2)(), weight, bias, transposed).data
 
     @staticmethod
     @once_differentiable
@@ -215,8 +216,7 @@ class _SequenceColumn(Function):
 
 
 def _linear(x, weight, bias, transposed):
-    # `.data`: no view of the product, which the next layer could not change in place.
-    return F.linear(x, weight.t() if transposed else weight, bias).data
+    return F.linear(x, weight.t() if transposed else weight, bias)
 
 
 def _in_by_out(weight, transposed):
