@@ -6,7 +6,9 @@ import torch.distributed as dist
 from checkpointed import Run, refusal
 from torch import nn
 
+from naranhi import schedules
 from naranhi.checkpoint import Checkpoints
+from naranhi.pipeline import Pipeline
 from naranhi.zero import Zero
 
 HIDDEN = 16
@@ -100,3 +102,29 @@ def test_names_in_common_and_equal_shapes_are_needed(eight, tmp_path):
         assert nothing == "the checkpoint and the model have no parameter of the same name"
         assert "weight has shape [2, 2] and dtype float32 in the checkpoint, and shape" in shape
         assert alike == "strict: True on rank 0, False on rank 1"
+
+
+def with_optimizers_of_their_own(folder):
+    """What both have, in a pipeline whose stages have optimizers."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    make = lambda own: torch.optim.SGD(own, lr=0.1, momentum=0.9)  # noqa: E731
+    with (
+        Checkpoints(folder) as checkpoints,
+        Pipeline(layers, schedules.pipedream(2, 2), error_of, optimizer=make) as pipe,
+    ):
+        pipe.step(torch.ones(4, 2), torch.zeros(4, 2), 2)
+        checkpoints.save(1, pipe)
+        saved = [param.clone() for param in pipe.parameters()]
+        pipe.step(torch.ones(4, 2), torch.zeros(4, 2), 2)
+        found = checkpoints.load(pipe, strict=False)
+        same = all(map(torch.equal, saved, pipe.parameters()))
+    return found.missing, found.unexpected, same
+
+
+def error_of(output, target):
+    return (output - target).square().sum()
+
+
+def test_stages_with_optimizers_are_loaded_without_them(eight, tmp_path):
+    assert eight(2, with_optimizers_of_their_own, str(tmp_path)) == [([], [], True)] * 2

@@ -71,3 +71,20 @@ def beside_no_tensor_axis(order, sequence, experts):
 @pytest.mark.parametrize("sequence, experts", [(False, False), (True, False), (False, True)])
 def test_an_update_has_the_sums_of_the_tensor_group(eight, order, sequence, experts):
     assert max(eight(4, beside_no_tensor_axis, order, sequence, experts)) <= 1e-9
+
+
+def told(order):
+    """On a rank: what is said of experts that have tokens of other ranks."""
+    with Mesh(pipeline=2, expert=2) as mesh:
+        layers, loss = gpt2(mesh.expert), models.loss
+        with pytest.raises(ValueError) as error:
+            Pipeline(layers, ORDERS[order], loss, group=mesh.pipeline, optimizer=torch.optim.SGD)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_experts_with_tokens_of_other_ranks_are_refused(eight, order):
+    for said in eight(4, told, order):
+        assert (
+            "cannot be run: the experts of layer" in said and "have tokens of other ranks" in said
+        )

@@ -147,31 +147,39 @@ def test_in_bf16_experts_have_masters_too(five, stage):
         assert 1e-5 < apart < 3e-3 and norms < 0.03
 
 
-def written(apart_on):
-    """On a rank: what is said of a block that writes other values into experts on some ranks, and
-    whether what is written is trained."""
-    axes = groups("pairs and copies")
+def written(mesh, what, apart_on):
+    """On a rank: what is said of a block that writes other values on some ranks, or which values
+    are trained after it."""
+    axes = groups(mesh)
     if axes is None:
         return None
-    near, _, experts, copies, _ = axes
-    zero = Zero(model := make(experts, copies), 2, group=near)
+    near, _, experts, copies, tensor = axes
+    zero = Zero(model := make(experts, copies, tensor), 2, group=near)
     [moe, _] = [module for module in model.modules() if isinstance(module, MoE)]
+    param = moe.up if what == "experts" else model[2].block.ln_1.weight
     try:
         with zero.gathered(write=True), torch.no_grad():
-            moe.up.fill_(7.0 if dist.get_rank() in apart_on else 2.0)
+            param.fill_(7.0 if dist.get_rank() in apart_on else 2.0)
     except ValueError as error:
         return str(error)
-    loss_of(model, share("pairs and copies")).backward()
+    loss_of(model, share(mesh), tensor).backward()
     zero.step(torch.optim.SGD(zero.param_groups, lr=0.0))
-    return moe.up.unique().tolist()
+    return param.unique().tolist()
 
 
 def test_copies_are_written_alike_and_other_experts_are_not(five):
-    assert five.call(written, [1, 3])[:4] == [[2.0], [7.0], [2.0], [7.0]]
-    for said in five.call(written, [3])[:4]:
-        assert said == (
-            "on rank 1, 3: rank 1 and rank 3 have different parameter 2.block.mlp.moe.up"
-        )
+    mesh = "pairs and copies"
+    assert five.call(written, mesh, "experts", [1, 3])[:4] == [[2.0], [7.0], [2.0], [7.0]]
+    for said in five.call(written, mesh, "experts", [3])[:4]:
+        assert said == "rank 1 and rank 3 have different parameter 2.block.mlp.moe.up"
+
+
+@pytest.mark.parametrize(
+    "what, name", [("dense", "block.ln_1.weight"), ("experts", "block.mlp.moe.up")]
+)
+def test_with_a_tensor_axis_too_all_ranks_hear_of_other_values(five, what, name):
+    for said in five.call(written, "tensor and expert", what, [3])[:4]:
+        assert said.endswith(f"rank 3 have different parameter 2.{name}")
 
 
 def begun(stage):
@@ -234,9 +242,9 @@ def test_a_checkpoint_goes_on_where_experts_are_elsewhere(five, tmp_path, before
     assert max(five.call(on_another_mesh, folder, before, after, stages)) <= 1e-5
 
 
-def marked_later():
+def marked_later(mesh):
     """On a rank: what is said of routers that a tensor group was given later, without copies."""
-    axes = groups("tensor and expert")
+    axes = groups(mesh)
     if axes is None:
         return None
     group, _, experts, _, tensor = axes
@@ -249,8 +257,9 @@ def marked_later():
     return str(error.value)
 
 
-def test_copies_on_a_tensor_group_are_not_forgotten(five):
-    for said in five.call(marked_later)[:4]:
+@pytest.mark.parametrize("mesh", ["tensor and expert", "tensor and data"])
+def test_copies_on_a_tensor_group_are_not_forgotten(five, mesh):
+    for said in five.call(marked_later, mesh)[:4]:
         assert "does not fit a group of 2 ranks and tensor groups of 2: give the layer all" in said
 
 
@@ -265,6 +274,8 @@ def told(case):
         copies = None
     elif case == "experts outside of the group":
         group = copies
+    elif case == "both":
+        group, copies = copies, None
     elif case == "copies outside of the group":
         group = experts
     elif case == "an auxiliary loss beside the output":

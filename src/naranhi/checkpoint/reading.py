@@ -129,15 +129,17 @@ def read(
     """
 
     def begin():
+        if optimizer is not None and not strict:
+            raise CheckpointError("strict=False loads a model alone, without an optimizer")
         path = place.path(found.step) / rest.NAME
         files.wait_for(path)
-        return State(model, optimizer), torch.load(path, map_location="cpu", weights_only=True)
+        return State(model, optimizer, strict), torch.load(
+            path, map_location="cpu", weights_only=True
+        )
 
     state, content = on_all(begin, group)
     layout = merge(gather(state.summary(), group))
     saved = Layout.of(from_json(found.manifest["tensors"]), content)
-    if layout.kind and not strict:
-        raise CheckpointError("strict=False loads a model alone, without an optimizer")
     compare(saved, layout, with_optimizer=bool(layout.kind), strict=strict)
     loading = on_all(lambda: Loading(state, saved.tensors, saved.scalars), group)
     try:
@@ -155,6 +157,6 @@ def read(
         random_state.put(content["random"][dist.get_rank(group)])
     else:
         random_state.renew(found.step)
-    here, there = names(layout), names(saved)
+    here, there = dict.fromkeys(names(layout)), dict.fromkeys(names(saved))
     missing = [name for name in here if name not in there]
     return content["state"], missing, [name for name in there if name not in here]

@@ -39,6 +39,8 @@ class State:
     Args:
         model: see `Checkpoints.save`.
         optimizer: its optimizer, or None.
+        with_optimizers: whether the state of optimizers is part of it, also of those that stages of
+            a pipeline have.
 
     Attributes:
         tensors: {name: Boxes}: views of the model's and the optimizer's own memory.
@@ -49,7 +51,9 @@ class State:
             the extra state of a module is more than tensors and plain values.
     """
 
-    def __init__(self, model: Model, optimizer: torch.optim.Optimizer | None) -> None:
+    def __init__(
+        self, model: Model, optimizer: torch.optim.Optimizer | None, with_optimizers: bool = True
+    ) -> None:
         if zero := zero_of(model):
             zero.require_between_steps(optimizer)
         require_own_parameters(model)
@@ -63,8 +67,11 @@ class State:
             name: (digests[name], tree_map_only(torch.Tensor, _on_cpu, value))
             for name, value in extra.items()
         }
-        self.optimizers: list[torch.optim.Optimizer] = optimizers_of(model, optimizer)
-        self.optimized: list[OptimizerPart] = optimizer_parts(model, optimizer, self.parameters)
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.optimized: list[OptimizerPart] = []
+        if with_optimizers:
+            self.optimizers = optimizers_of(model, optimizer)
+            self.optimized = optimizer_parts(model, optimizer, self.parameters)
         self.tensors: dict[str, Boxes] = {
             f"{kind}.{part.name}": part.boxes(_flat(part.values))
             for kind, parts in (("parameters", self.parameters), ("buffers", self.buffers))

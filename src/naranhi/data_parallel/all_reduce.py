@@ -51,8 +51,8 @@ def all_reduce_gradients(model: nn.Module, group: dist.ProcessGroup | None = Non
             some ranks only; it names the parameter and the ranks.
             Also if a parameter belongs to a `DDP` or `Zero`, which sums its gradient.
         TypeError: On every rank, before any gradient is summed, if a gradient is sparse; it names
-            the parameter and the ranks. Also if ranks of the group hold other shards of a layer, or
-            others hold experts or copies of them.
+            the parameter and the ranks. On those that see it, also if ranks of the group hold other
+            shards of a layer, or others hold experts or copies of them.
     """
     require_unsummed(model)
     require_replicas(model, group)

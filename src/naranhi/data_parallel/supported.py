@@ -69,12 +69,13 @@ def require_first_sums(model: nn.Module) -> None:
         TypeError: Naming the first parameter without the hook that `parallelize` puts on it.
     """
     for prefix, module in model.named_modules():
-        splits = getattr(module, "splits", None)  # of a `ShardedModule`
-        in_part = splits is not None and getattr(module, "sequence", False)
-        if "_sequence_group" in vars(module) or in_part:
+        mark, splits = vars(module).get("_sequence_group"), {}
+        if mark is None and _is_split(module) and module.sequence:
+            mark, splits = module, module.splits
+        if mark is not None and dist.get_world_size(mark.group) > 1:
             for name, param in module.named_parameters(recurse=False):
                 first = any(hasattr(hook, "is_due") for hook in hooks_of_parameter(param))
-                if name not in (splits or ()) and param.requires_grad and not first:
+                if name not in splits and param.requires_grad and not first:
                     raise TypeError(
                         f"parameter {prefix}.{name} was unfrozen, replaced or copied after "
                         "parallelize, and has its gradient in part on each rank of the tensor "
@@ -164,7 +165,7 @@ def _unsupported(model):
 def _sharded(model, ranks, experts):
     """Return which layer is not held alike by these ranks, or by others too; or None."""
     for name, module in model.named_modules():
-        if getattr(module, "splits", None) and hasattr(module, "group"):  # a `ShardedModule`
+        if _is_split(module) and module.splits:
             own_tokens = getattr(module, "own_tokens", False)  # as `expert_parallel.MoE`
             what = f"{type(module).__name__} {name or 'itself'}"
             if own_tokens and (problem := _experts(module, ranks, experts)):
@@ -180,7 +181,7 @@ def _sharded(model, ranks, experts):
 
 def _experts(module, ranks, apart):
     """Return what is wrong with where a layer's experts are; `apart`: copies are summed apart."""
-    holders, copies, tensor = _ranks(module.group), {dist.get_rank()}, 1
+    holders, copies, tensor = _ranks(module.group), {dist.get_rank()}, {dist.get_rank()}
     if module.replicas is not None:
         copies = _ranks(module.replicas)
     left_out = (
@@ -189,13 +190,14 @@ def _experts(module, ranks, apart):
     )
     if not apart and (outside := holders - ranks):
         return f"experts on rank {_list(outside)} too{left_out}"
-    if not apart and (outside := copies - ranks):
+    if mark := getattr(module.router, "_sequence_group", None):
+        tensor = _ranks(mark.group)  # where copies are, which have other tokens
+    if not apart and (outside := (copies | tensor) - ranks):
         return f"copies of its experts on rank {_list(outside)}{left_out}"
-    if mark := getattr(module.router, "_sequence_group", None):  # of a tensor group
-        tensor = dist.get_world_size(mark.group)
-    several = apart and len(holders | copies) > 1
-    if several and len(holders) * len(copies) != len(ranks) * tensor:
-        groups = f" and tensor groups of {tensor}" if tensor > 1 else ""
+    several = apart and len(holders | copies | tensor) > 1
+    within, everywhere = len(holders & ranks) * len(copies & ranks), len(holders) * len(copies)
+    if several and (within, everywhere) != (len(ranks), len(ranks) * len(tensor)):
+        groups = f" and tensor groups of {len(tensor)}" if len(tensor) > 1 else ""
         return (
             f"experts that are divided over {len(holders)} ranks (copies of each: {len(copies)}), "
             f"which does not fit a group of {len(ranks)} ranks{groups}: give the layer all ranks "
@@ -203,6 +205,13 @@ def _experts(module, ranks, apart):
             "dense layers as the group, such as Mesh.replicas"
         )
     return None
+
+
+def _is_split(module):
+    """Return whether it is a `tensor_parallel.ShardedModule`, of which ranks have other shards."""
+    group = getattr(module, "group", "none")
+    of_ranks = group is None or isinstance(group, dist.ProcessGroup)
+    return of_ranks and isinstance(getattr(module, "splits", None), dict)
 
 
 def _ranks(group):

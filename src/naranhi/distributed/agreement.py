@@ -103,7 +103,7 @@ def agree(group: Axes = None, **things: object) -> None:
     """
     large = torch.Tensor, torch.nn.Module
     local = {
-        name.replace("_", " "): value
+        name.replace("_", " ") if name.isidentifier() else name: value
         if not isinstance(value, large)
         else _Fingerprint(fingerprint(value))
         for name, value in things.items()

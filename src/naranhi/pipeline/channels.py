@@ -11,7 +11,8 @@ one before it waits to be taken. On a GPU one is: it is posted when the one befo
 it still arrives while that one is processed. A second receive would be a kernel that waits for the
 first. A GPU starts the kernels of all its streams from few queues in the order in which they were
 launched (from a single one with CUDA_DEVICE_MAX_CONNECTIONS=1, as Megatron-LM wants it): behind a
-kernel that cannot start yet no other starts, also not those that the sender is waiting for.
+kernel that cannot start yet no other starts, also not those that the sender is waiting for. (Of a
+message of several tensors each is a kernel of its own: there keep more queues than one.)
 Source: NVIDIA, "CUDA programming guide", "CUDA environment variables".
 
 # Note [The first steps between GPUs]

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from naranhi.data_parallel import all_reduce_bucketed
-from naranhi.expert_parallel import expert_parameters, sum_over_copies
+from naranhi.expert_parallel import MoE, expert_parameters, sum_over_copies
 from naranhi.tensor_parallel.sequence_gradients import sum_before_reduction
+from naranhi.tensor_parallel.shards import ShardedModule
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -37,6 +38,20 @@ def sum_gradients(
         sum_over_copies(stages, replicas)
     elif replicas:
         all_reduce_bucketed(stages, replicas)
+
+
+def has_parts(stage: nn.Module) -> bool:
+    """Return whether a tensor group may have gradients of this stage in part.
+
+    Args:
+        stage: a stage with weights of its own.
+    """
+    return any(
+        isinstance(module, MoE)
+        or "_sequence_group" in vars(module)
+        or (isinstance(module, ShardedModule) and module.sequence)
+        for module in stage.modules()
+    )
 
 
 def sum_before_update(stage: nn.Module) -> None:

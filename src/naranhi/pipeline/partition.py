@@ -8,6 +8,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from naranhi.autograd.splitting import not_splittable
+from naranhi.expert_parallel import MoE
 from naranhi.pipeline.tied_weights import tied_parameters
 from naranhi.schedules import Schedule
 from naranhi.schedules.balance import uniform
@@ -95,11 +96,29 @@ def check_kinds(
             raise ValueError(
                 f"{action} cannot be run: the gradients of replicas are added up at a step's end"
             )
+        if kind == "U" and (name := _shares_tokens(parts[stage])):
+            raise ValueError(
+                f"{action} cannot be run: the experts of {name} have tokens of other ranks, whose "
+                "gradients of all other weights are added up at a step's end"
+            )
         if kind == "U" and tied:
             raise ValueError(
                 f"{action} cannot be run: stages {' and '.join(map(str, tied[0]))} share a tied "
                 f"parameter, and would update it at different times"
             )
+
+
+def _shares_tokens(layers):
+    """Return the name of a mixture whose experts have tokens of ranks outside of a tensor group."""
+    for number, layer in enumerate(layers):
+        for name, module in layer.named_modules():
+            if isinstance(module, MoE):
+                mark = getattr(module.router, "_sequence_group", None)
+                tensor = dist.get_world_size(mark.group) if mark else 1
+                copies = dist.get_world_size(module.replicas) if module.replicas else 1
+                if module.ranks > 1 or copies > tensor:
+                    return f"layer {number} of the stage, {name}"
+    return None
 
 
 def check_layers(layers: Iterable[nn.Module]) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from naranhi.pipeline.gradient_sums import sum_before_update
+from naranhi.pipeline.gradient_sums import has_parts, sum_before_update
 from naranhi.schedules import Action, Schedule, releases
 from naranhi.schedules.schedule import SHARDING
 
@@ -53,6 +53,7 @@ class Row:
         self.overlap, self.sharded = overlap, sharded
         self._turns = _turns(schedule.units[rank], overlap is not None)
         self._releases = releases(schedule)[rank]
+        self._in_part = {number for number, stage in stages.items() if has_parts(stage)}
 
     def run(
         self, batch: Microbatches, takes: Sequence[StageSignature], recorder: Recorder | None
@@ -89,6 +90,8 @@ class Row:
         if action.kind in SHARDING:
             return self._transfer(action)
         stage, released = self.stages[action.stage], self._releases.get(position)
+        if action.kind == "U" and action.stage in self._in_part:
+            sum_before_update(stage)
         result = _run(stage, action, arrived, released, batch, takes)
         if released:
             stage.weights.release(released[1])
@@ -121,7 +124,6 @@ def _run(stage, action: Action, arrived, released, batch, takes):
         return stage.run_input_grad(k, arrived)
     if kind == "W":
         return stage.run_weight_grad(k)
-    sum_before_update(stage)
     return stage.weights.update(version, last_use=released == (number, version - 1))
 
 

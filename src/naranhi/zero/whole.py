@@ -12,13 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING
 
 from naranhi.autograd.hooks import ModuleHook
 from naranhi.collectives import ring
 from naranhi.collectives.chunks import overlap
-from naranhi.distributed import agree, raise_on_all
+from naranhi.distributed import agree, from_all_ranks
 
 if TYPE_CHECKING:
     import torch
@@ -115,9 +114,17 @@ class Whole:
                 if param.data_ptr() != view.data_ptr():  # `param.data = ...` was assigned
                     view.copy_(param.detach())
                 own[f"parameter {name}"] = view
+        problem = None
         for axes, own in values.items():
-            if axes:  # raised on all ranks, of which those with other experts do not see these
-                raise_on_all(partial(agree, axes, **own), self.zero.axes, kind=ValueError)
+            try:
+                agree(axes, **own) if axes else None
+            except ValueError as error:
+                problem = str(error)
+        if len(values) > 1:  # experts, whose copies may be on other ranks than those of all else
+            for axes in (self.zero.axes, *filter(None, values), self.zero.axes):
+                problem = next(filter(None, from_all_ranks(problem, axes)), None)
+        if problem:
+            raise ValueError(problem)
         for flat, row in rows.items():
             flat.master.copy_(row[flat.shard_slice])
 

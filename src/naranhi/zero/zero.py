@@ -176,13 +176,13 @@ class Zero(Hooks):
         """Return the gradients of this rank's shards, which are sums over the ranks.
 
         `step` works with these tensors, so they can be scaled in place. Every element of a gradient
-        is in one shard of one rank of `group`.
+        is in one shard of one rank of `group`; those of experts may be on others (`experts`).
         """
         self.synchronize()
         return [flat.gradient for flat in self.flats]
 
     def norm_power(self, norm_type: float = 2.0) -> torch.Tensor:
-        """Return what this rank's shards add to the norm of all: see `gradient_norm.norm_power`.
+        """Return what this rank's shards add to a norm; see also `clip_grad_norm_`, which has all.
 
         Args:
             norm_type: The order of the norm; `inf` for the largest absolute value.
