@@ -6,6 +6,7 @@ import math
 import pytest
 import small_gpt2
 import torch
+from in_float64 import in_float64
 
 from naranhi import train
 from naranhi.context_parallel import partial_attention, ring, split_sequence
@@ -55,7 +56,8 @@ def by_sgd(runs):
     """On a rank: the losses of each run, by SGD, which sees a gradient's size."""
     found = []
     for arguments in runs:
-        with train.Training(train.parse([*arguments, f"--steps={STEPS}"])) as training:
+        options = train.parse([*arguments, f"--steps={STEPS}"])
+        with in_float64(), train.Training(options) as training:
             training.optimizer = torch.optim.SGD(training.pipeline.parameters(), lr=RATE)
             found.append([step.loss for step in training])
     return found

@@ -5,6 +5,7 @@ import math
 import pytest
 import small_gpt2
 import torch
+from in_float64 import in_float64
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -49,7 +50,8 @@ def small(tmp_path_factory):
 
 def by_sgd(arguments):
     """On a rank: losses, by SGD, which sees a gradient's size; and how much Adam would keep."""
-    with train.Training(train.parse([*arguments, f"--steps={STEPS}"])) as training:
+    options = train.parse([*arguments, f"--steps={STEPS}"])
+    with in_float64(), train.Training(options) as training:
         [group] = training.optimizer.param_groups
         training.optimizer = torch.optim.SGD(group["params"], lr=RATE)
         losses = [step.loss for step in training]
