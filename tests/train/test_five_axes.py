@@ -82,7 +82,7 @@ def test_losses_are_those_of_one_process_on_every_mesh(eight, small, alone, numb
     options = options_of(sizes, number)
     expected = alone[EXPERTS[0] in options]
     for found in eight(math.prod(sizes), by_sgd, [[*small, *options]]):
-        assert found[0] == pytest.approx(expected, rel=0, abs=1e-5)
+        assert found[0] == pytest.approx(expected, rel=0, abs=1e-9)
 
 
 def test_every_two_axes_meet_on_a_mesh():
