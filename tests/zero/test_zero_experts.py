@@ -274,7 +274,7 @@ def told(case):
         copies = None
     elif case == "experts outside of the group":
         group = copies
-    elif case == "both":
+    elif case == "both":  # as many ranks as the group has, but not its own
         group, copies = copies, None
     elif case == "copies outside of the group":
         group = experts
@@ -294,6 +294,7 @@ def told(case):
             "group of 4 ranks: give the layer all ranks with copies as `replicas`",
         ),
         ("experts outside of the group", "(copies of each: 2), which does not fit a group of 2"),
+        ("both", "over 2 ranks (copies of each: 1), which does not fit a group of 2 ranks"),
         (
             "copies outside of the group",
             "(copies of each: 2), which does not fit a group of 2 ranks",
