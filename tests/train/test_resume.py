@@ -131,7 +131,7 @@ def test_another_run_is_not_resumed(eight, small, tmp_path):
     assert "was saved with another corpus, or tokenizer (" in told("--corpus", str(other))
     other = told("--untied")
     assert f"{folder} was saved by a run of another model: resume with the options that it" in other
-    assert "(--model, --experts, --untied)" in other
+    assert "(--model, --config, --experts, --untied)" in other
     first = "(its first is 0.wte.weight)"
     assert f"the checkpoint has no parameter 3.lm_head.weight {first}" in other
     vocabulary = small_gpt2.write(tmp_path, extra=8)

@@ -14,8 +14,8 @@ and the loss is divided by the number of valid tokens of all ranks (`data_parall
 Bytes, messages, memory and the idle share of a causal ring are in `naranhi.costs`.
 """
 
+from naranhi.context_parallel.cut import cut_sequence
 from naranhi.context_parallel.gathered import gathered_attention
-from naranhi.context_parallel.gpt2 import cut_sequence
 from naranhi.context_parallel.order import ORDERS, join_sequence, positions, split_sequence
 from naranhi.context_parallel.ring import ring_attention
 from naranhi.context_parallel.ulysses import ulysses_attention

@@ -82,7 +82,9 @@ def positions(
             each; or the order is unknown.
     """
     parts = _own_runs(length, group, order)
-    return torch.cat([torch.arange(run.start, run.start + run.length) for run in parts]).to(device)
+    return torch.cat(
+        [torch.arange(run.start, run.start + run.length, device=device) for run in parts]
+    )
 
 
 def split_sequence(

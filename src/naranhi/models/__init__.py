@@ -1,5 +1,6 @@
 """Models as lists of layers, and their loss."""
 
+from naranhi.models.causal_lm import causal_lm, transformers_model
 from naranhi.models.gpt2_blocks import (
     GPT2Block,
     GPT2Embedding,
@@ -9,9 +10,14 @@ from naranhi.models.gpt2_blocks import (
     gpt2_layers,
 )
 from naranhi.models.gpt2_model import gpt2_model
+from naranhi.models.llama_blocks import GatedMLP, LlamaBlock, LlamaEmbedding, LlamaHead
+from naranhi.models.llama_model import llama_model
+from naranhi.models.llama_weights import llama, llama_config, llama_layers
 from naranhi.models.losses import IGNORE_INDEX, loss
 from naranhi.models.mlp_blocks import MLPBlock, mlp
 from naranhi.models.paced import Paced
+from naranhi.models.pretrained import configuration
+from naranhi.models.rotary import RotaryAttention
 from naranhi.models.transformer_layer import TransformerLayer
 
 __all__ = [
@@ -19,13 +25,25 @@ __all__ = [
     "GPT2Block",
     "GPT2Embedding",
     "GPT2Head",
+    "GatedMLP",
+    "LlamaBlock",
+    "LlamaEmbedding",
+    "LlamaHead",
     "MLPBlock",
     "Paced",
+    "RotaryAttention",
     "TransformerLayer",
+    "causal_lm",
+    "configuration",
     "gpt2",
     "gpt2_config",
     "gpt2_layers",
     "gpt2_model",
+    "llama",
+    "llama_config",
+    "llama_layers",
+    "llama_model",
     "loss",
     "mlp",
+    "transformers_model",
 ]

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import copy
 import os
-import re
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from naranhi.models.hub import fetching, offline
+from naranhi.models.masks import visible_tokens
+from naranhi.models.pretrained import pretrained
 
 if TYPE_CHECKING:
     from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model
@@ -91,9 +90,7 @@ class GPT2Block(nn.Module):
             return None  # sdpa is causal by itself then, and faster
         # A rank may have a part of the hidden state (sequence parallelism), but has the whole mask.
         length = hidden.shape[1] if mask is None else mask.shape[-1]
-        visible = torch.ones(length, length, dtype=torch.bool, device=hidden.device).tril()
-        if mask is not None:
-            visible = visible & mask.bool()[:, None, None, :]
+        visible = visible_tokens(length, mask, hidden.device)
         if self.attention == "sdpa":
             return visible
         score = torch.zeros(visible.shape, dtype=hidden.dtype, device=hidden.device)
@@ -185,7 +182,7 @@ def gpt2(
     names = ("attn_pdrop", "embd_pdrop", "resid_pdrop")
     options = {} if dropout is None else dict.fromkeys(names, dropout)
     if isinstance(name_or_config, str | os.PathLike):
-        model = _pretrained(os.fspath(name_or_config), options)
+        model = pretrained(os.fspath(name_or_config), ("gpt2",), "a GPT-2", options)
     else:
         config = gpt2_config() if name_or_config is None else copy.deepcopy(name_or_config)
         config.update(options)
@@ -217,66 +214,3 @@ def gpt2_layers(model: GPT2LMHeadModel, tied: bool = True) -> list[nn.Module]:
     attention = model.config._attn_implementation
     blocks = [GPT2Block(block, attention) for block in model.transformer.h]
     return [GPT2Embedding(model.transformer), *blocks, GPT2Head(model.transformer, head)]
-
-
-def _pretrained(name, options):
-    from transformers import AutoConfig, GPT2LMHeadModel
-
-    advice = (
-        "That folder was not written by save_pretrained, or not completely."
-        if os.path.isdir(name)
-        else f"{offline(name)} Or do without: the default is a small GPT-2 with random weights."
-    )
-    with fetching(f"weights of {name!r}", advice):
-        with _readable(name, "config.json"):
-            config = AutoConfig.from_pretrained(name)
-        if config.model_type != "gpt2":
-            raise ValueError(f"{name!r} is a model of the kind {config.model_type!r}, not a GPT-2")
-        if min(config.n_layer, config.n_head) < 1:
-            raise ValueError(f"{name!r} has {config.n_layer} blocks of {config.n_head} heads")
-        with _readable(name, "weights"):
-            model, report = GPT2LMHeadModel.from_pretrained(
-                name, dtype=torch.float32, output_loading_info=True, **options
-            )
-    _require_all_weights(name, model, report)
-    return model
-
-
-@contextmanager
-def _readable(name, what):
-    """Raise ValueError, in a line, for what transformers cannot make a model of."""
-    try:
-        yield
-    except OSError:  # of the hub, or of a file that is not there
-        raise
-    except Exception as error:  # of many libraries' own kinds
-        cause = str(error).strip().partition("\n")[0]
-        raise ValueError(
-            f"no GPT-2 can be made of the {what} of {name!r} ({type(error).__name__}: {cause})"
-        ) from error
-
-
-def _require_all_weights(name, model, report):
-    """Raise ValueError if weights are missing, which would be random, or are of further blocks."""
-    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
-    if missing := sorted({*report["missing_keys"]} - tied):
-        raise ValueError(
-            f"the weights of {name!r} lack {missing[0]}{_more(missing)}: they were not written by "
-            "save_pretrained, or not completely, or belong to another config.json"
-        )
-    blocks = model.config.n_layer
-    of_blocks = re.compile(r"(?:transformer\.)?h\.(\d+)\.")
-    further = [
-        key
-        for key in sorted(report["unexpected_keys"])
-        if (found := of_blocks.match(key)) and int(found[1]) >= blocks
-    ]
-    if further:
-        raise ValueError(
-            f"the weights of {name!r} have {further[0]}{_more(further)}, and its config.json has "
-            f"{blocks} blocks only"
-        )
-
-
-def _more(names):
-    return f" and {len(names) - 1} more" if len(names) > 1 else ""

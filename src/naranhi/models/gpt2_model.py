@@ -42,19 +42,42 @@ def gpt2_model(
         empty = GPT2LMHeadModel(config)
     layers = nn.ModuleList(gpt2_layers(empty)).state_dict(keep_vars=True)
     embedding, head = "0.wte.weight", f"{config.n_layer + 1}.lm_head.weight"
+    require_state(state, layers, embedding if tied else None, head, "GPT-2")
+    names = {tensor: name for name, tensor in empty.state_dict(keep_vars=True).items()}
+    weights = {names[tensor]: state[name] for name, tensor in layers.items() if name in state}
+    with quiet(), torch.random.fork_rng(devices=[]):
+        return GPT2LMHeadModel.from_pretrained(None, config=config, state_dict=weights)
+
+
+def require_state(
+    state: Mapping[str, torch.Tensor],
+    layers: Mapping[str, torch.Tensor],
+    embedding: str | None,
+    head: str,
+    what: str,
+) -> None:
+    """Raise unless a state has the tensors of these layers.
+
+    Args:
+        state: the state; it may lack the head of a model that is tied.
+        layers: {name: a tensor of the shape that it should have}.
+        embedding: the name of the embedding that is also the head; None if they are two.
+        head: the name of the head.
+        what: the kind of model, for the error.
+
+    Raises:
+        ValueError: it names the first tensor that is missing, left over, or of another shape, or
+            says that embedding and head differ.
+    """
     shapes = {name: tuple(tensor.shape) for name, tensor in layers.items()}
     given = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    if tied:  # once, under its first name, is enough
+    if embedding is not None:  # once, under its first name, is enough
         given.setdefault(head, given.get(embedding))
     for name in (*shapes, *given):
         if shapes.get(name) != given.get(name):
             raise ValueError(
                 f"{name} has shape {given.get(name)} in the state, and {shapes.get(name)} in a "
-                "GPT-2 of this configuration (None: it is not there)"
+                f"{what} of this configuration (None: it is not there)"
             )
-    if tied and head in state and not torch.equal(state[head], state[embedding]):
+    if embedding is not None and head in state and not torch.equal(state[head], state[embedding]):
         raise ValueError(f"{head} is not {embedding}: the state is of untied layers (tied=False)")
-    names = {tensor: name for name, tensor in empty.state_dict(keep_vars=True).items()}
-    weights = {names[tensor]: state[name] for name, tensor in layers.items() if name in state}
-    with quiet(), torch.random.fork_rng(devices=[]):
-        return GPT2LMHeadModel.from_pretrained(None, config=config, state_dict=weights)

@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from naranhi.planning import commands
 from naranhi.planning.cluster import GIB, Cluster, gpus
+from naranhi.planning.config import GPT2, LLAMA, family_of
 from naranhi.planning.engine import engines
 from naranhi.planning.explanation import describe, explain
 from naranhi.planning.model import Model
@@ -85,7 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(table(result, options.best))
     print()
     print(explain(result))
-    for name, text in written(result).items():
+    trained = options.model if family_of(options.model) in GPT2 + LLAMA else None
+    for name, text in written(result, trained).items():
         print(f"\n{name}:\n{text}")
         if name == "Megatron-LM" and text.startswith("--"):
             print(LEFT_OUT)
@@ -104,13 +106,18 @@ def table(found: Found, best: int = 10) -> str:
     return "\n".join(lines)
 
 
-def written(found: Found) -> dict[str, str]:
-    """Return the fastest plan as other programs want it, or why they cannot."""
+def written(found: Found, config: str | None = None) -> dict[str, str]:
+    """Return the fastest plan as other programs want it, or why they cannot.
+
+    Args:
+        found: The plans.
+        config: The model's config.json, if it is of a family that `naranhi.train` has.
+    """
     plan, _ = found[0]
     sequence, batch = found.sequence_length, found.global_batch
     node, once = found.cluster.gpus_per_node, found.cluster.runs.expert_nodes > 0
     ways = {
-        "naranhi.train": lambda: commands.naranhi_train(found.model, plan, batch, node),
+        "naranhi.train": lambda: commands.naranhi_train(found.model, plan, batch, node, config),
         "torchtitan": lambda: commands.torchtitan(found.model, plan, sequence, batch),
         "Megatron-LM": lambda: commands.megatron(found.model, plan, sequence, batch, deepep=once),
     }

@@ -1,5 +1,7 @@
 """Write a plan as other programs want it: naranhi.train, torchtitan, Megatron-LM."""
 
+import shlex
+
 from naranhi.planning.megatron import megatron
 from naranhi.planning.model import Model
 from naranhi.planning.plan import Plan
@@ -9,16 +11,22 @@ __all__ = ["megatron", "naranhi_train", "torchtitan"]
 
 
 def naranhi_train(
-    model: Model, plan: Plan, global_batch: int, gpus_per_node: int | None = None
+    model: Model,
+    plan: Plan,
+    global_batch: int,
+    gpus_per_node: int | None = None,
+    config: str | None = None,
 ) -> str:
-    """Return the command of `naranhi.train` with these degrees, for its own GPT-2.
+    """Return the command of `naranhi.train` with these degrees.
 
     Args:
-        model: The model, of which only the experts count, and whether embedding and head are tied.
+        model: The model. Without `config` the command trains a GPT-2 of its own: only the experts
+            count, and whether embedding and head are tied.
         plan: The plan.
         global_batch: Sequences of a step.
         gpus_per_node: Ranks that one node can have; all of them, if None. On several nodes the
             same command starts on each, with the first node's name in place of FIRST_NODE.
+        config: The model's config.json, of a family that `naranhi.train` has.
 
     Raises:
         ValueError: If the plan has what `naranhi.train` does not: ZeRO over fewer than all
@@ -58,6 +66,7 @@ def naranhi_train(
         f"--nproc-per-node {plan.ranks // nodes}",
         *(["--rdzv-backend c10d --rdzv-endpoint FIRST_NODE:29500"] if nodes > 1 else []),
         "-m naranhi.train",
+        *([f"--config {shlex.quote(config)}"] if config is not None else []),
         f"--dp {plan.dp // plan.ep} --tp {plan.tp} --pp {plan.pp}",
         f"--schedule {plan.schedule}",
         f"--batch {global_batch} --microbatches {plan.microbatches(global_batch)}",

@@ -14,6 +14,19 @@ DEEPSEEK = ("deepseek_v2", "deepseek_v3")
 FAMILIES = GPT2 + LLAMA + EXPERTS + DEEPSEEK
 
 
+def family_of(path: str | Path | dict[str, Any]) -> str | None:
+    """Return the `model_type` that a configuration names, which may be unknown here.
+
+    Args:
+        path: The file, the directory that has it, or its content as a dict.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If the file is not JSON.
+    """
+    return _load(path)[1].get("model_type")
+
+
 def read_config(path: str | Path | dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of `Model` that a configuration says.
 

@@ -14,12 +14,14 @@ from naranhi.tensor_parallel.mappings import (
 from naranhi.tensor_parallel.parallelize import parallelize
 from naranhi.tensor_parallel.plans import (
     Column,
+    GroupedHeads,
     Heads,
     PartialGradient,
     Row,
     SequenceParallel,
     Vocabulary,
     gpt2_plan,
+    llama_plan,
     mlp_plan,
 )
 from naranhi.tensor_parallel.random import fork_rng
@@ -37,6 +39,7 @@ from naranhi.tensor_parallel.vocabulary import (
 __all__ = [
     "Column",
     "ColumnParallelLinear",
+    "GroupedHeads",
     "Heads",
     "ParallelAttention",
     "PartialGradient",
@@ -53,6 +56,7 @@ __all__ = [
     "gather_from_group",
     "gather_from_sequence",
     "gpt2_plan",
+    "llama_plan",
     "load_full_state_dict",
     "mlp_plan",
     "parallelize",

@@ -14,6 +14,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from naranhi.autograd.module_hooks import require_own_forward
 from naranhi.autograd.parameter_hooks import has_hooks
+from naranhi.models import RotaryAttention
 
 # Compared by name, because only users of transformers import it.
 CONV1D = "transformers.pytorch_utils", "Conv1D"
@@ -62,6 +63,14 @@ def require_attention(layer: nn.Module) -> None:
     if _kind(layer) != GPT2_ATTENTION:
         raise TypeError(f"GPT-2's attention is needed, not {type(layer).__name__}")
     _require_own_forward(layer)
+
+
+def require_grouped_heads(layer: nn.Module, ranks: int) -> None:
+    """Raise TypeError or ValueError unless ranks can share an attention of `models.llama`."""
+    if type(layer) is not RotaryAttention:
+        raise TypeError(f"the attention of models.llama is needed, not {type(layer).__name__}")
+    if layer.groups % ranks:
+        raise ValueError(f"{ranks} ranks do not divide {layer.groups} heads of keys and values")
 
 
 def require_tokenwise(layer: nn.Module) -> None:

@@ -35,6 +35,7 @@ from naranhi.tensor_parallel.attention import ParallelAttention
 from naranhi.tensor_parallel.layer_checks import require_layers_of_tokens, require_slow_path
 from naranhi.tensor_parallel.plans import (
     Column,
+    GroupedHeads,
     Heads,
     PartialGradient,
     Row,
@@ -48,7 +49,10 @@ from naranhi.tensor_parallel.vocabulary import refuse_partial_logits
 
 def parallelize(
     model: nn.Module | list[nn.Module],
-    plan: Mapping[str, Column | Row | Heads | Vocabulary | SequenceParallel | PartialGradient],
+    plan: Mapping[
+        str,
+        Column | Row | Heads | GroupedHeads | Vocabulary | SequenceParallel | PartialGradient,
+    ],
     group: dist.ProcessGroup | None = None,
     *,
     sequence: bool = False,

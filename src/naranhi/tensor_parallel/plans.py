@@ -10,8 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from naranhi.models import RotaryAttention
 from naranhi.tensor_parallel.attention import ParallelAttention
-from naranhi.tensor_parallel.layer_checks import require_embedding, require_tokenwise
+from naranhi.tensor_parallel.layer_checks import (
+    require_embedding,
+    require_grouped_heads,
+    require_tokenwise,
+)
 from naranhi.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from naranhi.tensor_parallel.mappings import scatter_to_group
 from naranhi.tensor_parallel.random import ShardedDropout
@@ -65,6 +70,29 @@ class Heads:
     ) -> ParallelAttention:
         """Return the attention that computes this rank's heads."""
         return ParallelAttention(layer, group)
+
+
+@dataclass(frozen=True)
+class GroupedHeads:
+    """Split the attention of `models.llama` by its groups of heads, each with a key and a value.
+
+    Its qkv and proj need plan entries of their own. The attention itself stays as it is: it reads
+    from what qkv returns how many groups this rank has.
+    """
+
+    needs: ClassVar[tuple[tuple[str, Column | Row], ...]] = (("qkv", Column()), ("proj", Row()))
+
+    def cut(
+        self, layer: nn.Module, group: dist.ProcessGroup | None, sequence: bool
+    ) -> RotaryAttention:
+        """Return the layer.
+
+        Raises:
+            ValueError: the ranks do not divide the heads of keys and values.
+            TypeError: another kind of layer, including a subclass.
+        """
+        require_grouped_heads(layer, dist.get_world_size(group))
+        return layer
 
 
 @dataclass(frozen=True)
@@ -194,6 +222,31 @@ def gpt2_plan(
         "*drop": SequenceParallel(),
         "*.resid_dropout": SequenceParallel(),
         "*.mlp.dropout": SequenceParallel(),
+    }
+
+
+def llama_plan(
+    gather_output: bool = False, head_norms: bool = False
+) -> dict[str, Column | Row | GroupedHeads | Vocabulary | SequenceParallel | PartialGradient]:
+    """Return the plan for `models.llama`: one all-reduce each way per attention and per MLP.
+
+    Args:
+        gather_output: for the head, see `Vocabulary`.
+        head_norms: whether the attention normalizes heads of queries and keys, as in Qwen3.
+    """
+    norms = {"*.attn.[qk]_norm": PartialGradient()} if head_norms else {}
+    return {
+        "*wte": Vocabulary(),
+        "*lm_head": Vocabulary(gather_output),
+        "*.attn": GroupedHeads(),
+        "*.attn.qkv": Column(),
+        "*.attn.proj": Row(),
+        "*.mlp.gate_up": Column(parts=2),
+        "*.mlp.down": Row(),
+        "*.attn_norm": SequenceParallel(),
+        "*.mlp_norm": SequenceParallel(),
+        "*.norm": SequenceParallel(),
+        **norms,
     }
 
 

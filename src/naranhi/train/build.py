@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable
 from functools import partial
 from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,21 +19,35 @@ from naranhi.context_parallel import cut_sequence, split_sequence
 from naranhi.distributed import Mesh
 from naranhi.expert_parallel import add_experts
 from naranhi.schedules import Schedule
-from naranhi.tensor_parallel import gpt2_plan, parallelize, vocabulary_cross_entropy
+from naranhi.tensor_parallel import (
+    gpt2_plan,
+    llama_plan,
+    parallelize,
+    vocabulary_cross_entropy,
+)
 from naranhi.train.usage import UsageError
 
 if TYPE_CHECKING:
-    from transformers import GPT2Config
+    from transformers import PreTrainedConfig
 
 MULTIPLE = 8  # lengths are multiples of it: the stages do one dry run for each length
 ORDER = "head_tail"  # of the positions on context ranks: as much attention on each
-COMPUTED_AS = (
-    "n_head",
-    "activation_function",
-    "layer_norm_epsilon",
-    "scale_attn_weights",
-    "scale_attn_by_inverse_layer_idx",
-)
+COMPUTED_AS = {
+    models.GPT2Embedding: (
+        "n_head",
+        "activation_function",
+        "layer_norm_epsilon",
+        "scale_attn_weights",
+        "scale_attn_by_inverse_layer_idx",
+    ),
+    models.LlamaEmbedding: (
+        "num_attention_heads",
+        "num_key_value_heads",
+        "hidden_act",
+        "rms_norm_eps",
+        "rope_parameters",
+    ),
+}
 COEFFICIENT = 0.01  # of the auxiliary loss of experts, as in Switch Transformers
 
 
@@ -108,6 +123,8 @@ def require_sharding(options: argparse.Namespace) -> None:
         )
     if options.export is not None and options.experts is not None:
         raise UsageError("--export does not go with --experts, which no GPT-2 of transformers has")
+    if options.config is not None and options.model is not None:
+        raise UsageError("--config is for random weights, and --model for trained ones: give one")
 
 
 def require_untied(options: argparse.Namespace, schedule: Schedule, tied: bool) -> None:
@@ -125,17 +142,17 @@ def default_top_k(experts: int) -> int:
 
 
 def computed_as(layers: list[nn.Module]) -> str:
-    """Return what a GPT-2 of the same shapes may compute otherwise, in words."""
+    """Return what a model of the same kind and shapes may compute otherwise, in words."""
     config = config_of(layers)
-    return ", ".join(f"{name} {getattr(config, name)}" for name in COMPUTED_AS)
+    return ", ".join(f"{name} {getattr(config, name)}" for name in COMPUTED_AS[type(layers[0])])
 
 
-def config_of(layers: list[nn.Module]) -> GPT2Config:
-    """Return the configuration of GPT-2's layers."""
+def config_of(layers: list[nn.Module]) -> PreTrainedConfig:
+    """Return the configuration of the model whose layers these are."""
     return next(
         module.config
         for module in nn.ModuleList(layers).modules()
-        if hasattr(getattr(module, "config", None), "n_head")
+        if hasattr(getattr(module, "config", None), "model_type")
     )
 
 
@@ -156,18 +173,22 @@ def build_model_and_data(
         )
     passages = data.contexts(options.corpus)
     distinct = data.unique(passages)
-    tokenizer = data.tokenizer(options.model)
+    tokenizer, name = data.tokenizer(tokenizer_of(options)), options.model or options.config
     torch.manual_seed(options.seed)
     source = options.model or models.gpt2_config(vocabulary=len(tokenizer))
-    layers = models.gpt2(source, tied=not options.untied, dropout=options.dropout)
-    words, positions = layers[0].wte.num_embeddings, layers[0].wpe.num_embeddings
+    if options.config is not None:
+        source = models.configuration(options.config)
+    layers = models.causal_lm(source, tied=not options.untied, dropout=options.dropout)
+    if options.experts is not None and not isinstance(layers[0], models.GPT2Embedding):
+        raise UsageError(f"--experts goes with a GPT-2, in whose place {name} is none")
+    words, positions = layers[0].wte.num_embeddings, layers[0].positions
     if len(tokenizer) > words:
         raise UsageError(
-            f"the tokenizer of {options.model} has {len(tokenizer)} words, its model only {words}"
+            f"the tokenizer of {name} has {len(tokenizer)} words, its model only {words}"
         )
     if positions < MULTIPLE:
         raise UsageError(
-            f"the model of {options.model} has {positions} positions: it takes at least {MULTIPLE}"
+            f"the model of {name} has {positions} positions: it takes at least {MULTIPLE}"
         )
     sequences = data.encode(tokenizer, distinct, positions // MULTIPLE * MULTIPLE)
     parameters = sum(param.numel() for param in nn.ModuleList(layers).parameters())
@@ -177,6 +198,21 @@ def build_model_and_data(
         f"{data.unigram_entropy(sequences):.3f} nats a token; {parameters:,} parameters"
     )
     return layers, sequences, tokenizer.pad_token_id, about
+
+
+def tokenizer_of(options: argparse.Namespace) -> str | None:
+    """Return the name or the folder of the model's tokenizer; None for the book's own.
+
+    A configuration alone has none: then it is the one beside it in the folder, if there is one.
+    """
+    if options.config is None:
+        return options.model
+    folder = Path(options.config)
+    folder = folder.parent if folder.is_file() else folder
+    files = "tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model"
+    if folder.is_dir() and not any((folder / file).is_file() for file in files):
+        return None
+    return str(folder) if folder.is_dir() else options.config
 
 
 def divide(
@@ -204,7 +240,10 @@ def divide(
             sequence=options.sequence_parallel,
         )
     if mesh.sizes.tensor > 1:
-        parallelize(layers, gpt2_plan(), mesh.tensor, sequence=options.sequence_parallel)
+        plan = gpt2_plan()
+        if isinstance(layers[0], models.LlamaEmbedding):
+            plan = llama_plan(head_norms=layers[1].attn.q_norm is not None)
+        parallelize(layers, plan, mesh.tensor, sequence=options.sequence_parallel)
         loss = partial(vocabulary_cross_entropy, group=mesh.tensor)
     if mesh.sizes.context > 1:
         cut_sequence(layers, mesh.context, order=ORDER)

@@ -16,10 +16,11 @@ from naranhi import data, models
 from naranhi.checkpoint import consolidated_state_dict
 from naranhi.models.hub import quiet
 from naranhi.pipeline import Pipeline
+from naranhi.train.build import tokenizer_of
 from naranhi.train.usage import UsageError, naming, raise_on_all
 
 if TYPE_CHECKING:
-    from transformers import GPT2Config
+    from transformers import PreTrainedConfig
 
 LENGTH = 10**9  # of a tokenizer that has none
 
@@ -48,7 +49,9 @@ def _require_new(options):
     _beside(folder).rmdir()
 
 
-def export(pipeline: Pipeline, config: GPT2Config, tied: bool, options: argparse.Namespace) -> None:
+def export(
+    pipeline: Pipeline, config: PreTrainedConfig, tied: bool, options: argparse.Namespace
+) -> None:
     """Write model and tokenizer into the folder of `--export`, on rank 0, all of it or nothing.
 
     Args:
@@ -63,12 +66,12 @@ def export(pipeline: Pipeline, config: GPT2Config, tied: bool, options: argparse
     state, folder = consolidated_state_dict(pipeline), _real(options.export)
 
     def write(part):
-        tokenizer = data.tokenizer(options.model)
-        model = models.gpt2_model(state, config, tied)
+        tokenizer = data.tokenizer(tokenizer_of(options))
+        model = models.transformers_model(state, config, tied)
         _describe(model, tokenizer, options.model)
         model.save_pretrained(part)
         if tokenizer.model_max_length > LENGTH:
-            tokenizer.model_max_length = config.n_positions
+            tokenizer.model_max_length = config.max_position_embeddings
         tokenizer.save_pretrained(part)
         part.replace(folder)
 
@@ -84,7 +87,8 @@ def _describe(model, tokenizer, name):
         return
     source = AutoConfig.from_pretrained(name)
     for kind in ("attn_pdrop", "embd_pdrop", "resid_pdrop"):
-        setattr(model.config, kind, getattr(source, kind))
+        if hasattr(source, kind):
+            setattr(model.config, kind, getattr(source, kind))
     try:
         model.generation_config = GenerationConfig.from_pretrained(name)
     except OSError:  # it has none

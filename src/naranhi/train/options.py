@@ -9,12 +9,13 @@ from naranhi.train.schedule import CHUNKS, schedule_names, schedule_type, takes_
 from naranhi.train.usage import UsageError
 from naranhi.train.values import balance, path, positive, probability, whole
 
-DESCRIPTION = """Train GPT-2 on a pipeline of ranks, or on a mesh of them.
+DESCRIPTION = """Train GPT-2 or Llama on a pipeline of ranks, or on a mesh of them.
 
     torchrun --nproc-per-node 4 -m naranhi.train --schedule gpipe --balance 4,3,3,4 --microbatches 4
     torchrun --nproc-per-node 8 -m naranhi.train --dp 2 --tp 2 --pp 2
     torchrun --nproc-per-node 8 -m naranhi.train --cp 2 --pp 2 --experts 4 --ep 2
     torchrun --nproc-per-node 4 -m naranhi.train --dp 4 --batch 16 --zero 1 --bf16 --export trained
+    torchrun --nproc-per-node 8 -m naranhi.train --config Qwen/Qwen3-0.6B --tp 4 --dp 2
 
 The sizes of all axes (--dp, --pp, --tp, --cp, --ep) multiply to the number of ranks. Rank 0 prints
 the loss of the whole step, whatever the mesh, and writes the log. The module naranhi.train.trainer
@@ -85,8 +86,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add(
         "--model",
         metavar="NAME",
-        help="a trained GPT-2: its name on the Hugging Face hub (gpt2) "
-        "or a folder; by default a small one of 12 blocks with random weights",
+        help="a trained GPT-2, Llama, Mistral, Qwen2 or Qwen3: its name on the Hugging Face hub "
+        "(gpt2) or a folder; by default a small GPT-2 of 12 blocks with random weights",
+    )
+    add(
+        "--config",
+        metavar="NAME",
+        help="the same kinds of models with random weights: a config.json, its folder, or a name "
+        "on the hub; with the tokenizer that is there, or else the book's",
     )
     add(
         "--corpus",

@@ -87,8 +87,8 @@ class Saves:
         except OtherModelError as error:
             raise UsageError(
                 f"{self.folder} was saved by a run of another model: resume with the options that "
-                f"it began with (--model, --experts, --untied), or begin another run in another "
-                f"folder; {error}"
+                "it began with (--model, --config, --experts, --untied), or begin another run in "
+                f"another folder; {error}"
             ) from None
         if not isinstance(settings := saved.state.get("settings"), dict):
             raise UsageError(

@@ -1,4 +1,4 @@
-"""Train GPT-2 on a mesh of ranks: up to five parallelisms in one step.
+"""Train a language model on a mesh of ranks: up to five parallelisms in one step.
 
 Every rank builds the same model from the same seed and iterates over the same batches. It keeps
 only its shard of its stage of the model, and its experts, and uses only its rows of each batch, and

@@ -1,0 +1,92 @@
+"""Llama's layers on a sequence that is cut across ranks: `cut_sequence` puts them in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from naranhi.context_parallel.arguments import is_a_shape
+from naranhi.context_parallel.order import positions, split_sequence
+from naranhi.distributed import agree
+from naranhi.distributed.shared_groups import SharesGroups
+from naranhi.models import LlamaEmbedding, RotaryAttention
+
+
+class SequenceTokens(SharesGroups, LlamaEmbedding):
+    """Embed this rank's part of tokens that every rank has whole.
+
+    Args:
+        embedding: the first of Llama's layers.
+        group: the process group; None for the default one.
+        order: "plain" or "head_tail".
+    """
+
+    group: dist.ProcessGroup | None
+    order: str
+
+    def __init__(self, embedding: LlamaEmbedding, group: dist.ProcessGroup | None, order: str):
+        super().__init__(embedding.wte, embedding.config)
+        self.group, self.order = group, order
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the hidden state of this rank's tokens, (batch, sequence / ranks, hidden).
+
+        Raises:
+            ValueError: on every rank, if the ranks do not divide the sequence, the model has fewer
+                positions, or the ranks have different tokens.
+        """
+        if isinstance(tokens, tuple):
+            raise ValueError("no padding masks: pad at the end, with targets that the loss ignores")
+        if not is_a_shape(tokens):
+            agree(self.group, tokens=tokens)
+        if tokens.shape[-1] > self.positions:
+            raise ValueError(f"{tokens.shape[-1]} tokens, but the model has {self.positions}")
+        return self.wte(split_sequence(tokens, self.group, order=self.order))
+
+
+class SequenceRotaryAttention(SharesGroups, RotaryAttention):
+    """Llama's attention of this rank's positions to all.
+
+    Args:
+        attention: the attention, or its groups of heads on this rank of a tensor group; its
+            projections are used.
+        attend: one of the three ways.
+        group: the process group; None for the default one.
+        order: "plain" or "head_tail".
+    """
+
+    group: dist.ProcessGroup | None
+    order: str
+
+    def __init__(
+        self,
+        attention: RotaryAttention,
+        attend: Callable[..., torch.Tensor],
+        group: dist.ProcessGroup | None,
+        order: str,
+    ):
+        super().__init__(
+            attention.groups,
+            attention.queries,
+            attention.head_size,
+            attention.qkv,
+            attention.proj,
+            attention.rotary,
+            attention.q_norm,
+            attention.k_norm,
+        )
+        self._attend, self.group, self.order = attend, group, order
+
+    def positions(self, length: int, device: torch.device) -> torch.Tensor:
+        """Return the positions of this rank's tokens, of which there are so many."""
+        whole = length * dist.get_world_size(self.group)
+        return positions(whole, self.group, order=self.order, device=device)
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the values that this rank's queries attend to, on all ranks."""
+        # The embedding has compared the ranks' tokens, and so all that follows from them.
+        return self._attend(q, k, v, self.group, order=self.order, check=False)

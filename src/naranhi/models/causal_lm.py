@@ -1,0 +1,66 @@
+"""A language model as a list of layers, whichever its kind, and back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from naranhi.models.gpt2_blocks import gpt2
+from naranhi.models.gpt2_model import gpt2_model
+from naranhi.models.llama_model import llama_model
+from naranhi.models.llama_weights import KIND, KINDS, llama
+from naranhi.models.pretrained import configuration
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+
+def causal_lm(
+    name_or_config: str | os.PathLike[str] | PreTrainedConfig,
+    tied: bool = True,
+    dropout: float | None = None,
+) -> list[nn.Module]:
+    """Return GPT-2, or a model of Llama's kind, as a list of layers: see `gpt2` and `llama`.
+
+    Args:
+        name_or_config: a configuration, for random weights from torch's generator; or, for trained
+            weights, a name on the Hugging Face hub or a folder written by `save_pretrained`.
+        tied: whether embedding and head stay one parameter, if the model has one.
+        dropout: a probability; by default the configuration's. Only GPT-2 has dropout.
+
+    Raises:
+        OSError: if the weights are neither here nor can be fetched; it says what to do.
+        ValueError: if the model is of another kind, or has no dropout and is to have one.
+    """
+    config, given = name_or_config, "the configuration"
+    if isinstance(name_or_config, str | os.PathLike):
+        config, given = configuration(os.fspath(name_or_config)), repr(os.fspath(name_or_config))
+    if config.model_type == "gpt2":
+        return gpt2(name_or_config, tied, dropout)
+    if config.model_type not in KINDS:
+        raise ValueError(
+            f"{given} is a model of the kind {config.model_type!r}, neither a GPT-2 nor {KIND}"
+        )
+    if dropout:
+        raise ValueError(f"{given} is a {config.model_type}, which has no dropout, not {dropout}")
+    return llama(name_or_config, tied)
+
+
+def transformers_model(
+    state: Mapping[str, torch.Tensor], config: PreTrainedConfig, tied: bool
+) -> PreTrainedModel:
+    """Return the model of `transformers` whose layers have this state.
+
+    Args:
+        state: see `gpt2_model`.
+        config: the model's configuration, which says of which kind it is.
+        tied: whether embedding and head are one parameter.
+
+    Raises:
+        ValueError: the state is not that of such layers.
+    """
+    return (gpt2_model if config.model_type == "gpt2" else llama_model)(state, config, tied)

@@ -1,0 +1,82 @@
+"""Llama's layers as a model of `transformers` again: the inverse of `llama_layers`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from naranhi.models.gpt2_model import require_state
+from naranhi.models.hub import quiet
+from naranhi.models.llama_weights import by_kind, llama_layers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+# Names in a layer, and in a decoder layer of transformers.
+BLOCK = {
+    "attn_norm": "input_layernorm",
+    "attn.proj": "self_attn.o_proj",
+    "attn.q_norm": "self_attn.q_norm",
+    "attn.k_norm": "self_attn.k_norm",
+    "mlp_norm": "post_attention_layernorm",
+    "mlp.down": "mlp.down_proj",
+}
+QKV = [f"self_attn.{kind}_proj" for kind in "qkv"]
+GATE_UP = ["mlp.gate_proj", "mlp.up_proj"]
+
+
+def llama_model(
+    state: Mapping[str, torch.Tensor], config: PreTrainedConfig, tied: bool | None = None
+) -> PreTrainedModel:
+    """Return a model of `transformers` with the weights of layers that `llama` has returned.
+
+    The model is in evaluation mode, and uses the state's own memory. Torch's generator is left as
+    it was.
+
+    Args:
+        state: the layers' state_dict, `nn.ModuleList(layers).state_dict()`, or what
+            `checkpoint.consolidated_state_dict` returns.
+        config: the model's configuration, which remains as it is.
+        tied: whether embedding and head are one parameter; by default as the configuration says.
+
+    Raises:
+        ValueError: the state is not that of such layers. The error names the first tensor that is
+            missing, left over, or of another shape, or says that embedding and head differ.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = copy.deepcopy(config)
+    if tied is not None:
+        config.tie_word_embeddings = tied
+    with torch.device("meta"):  # where nothing is drawn
+        empty = AutoModelForCausalLM.from_config(config)
+    layers = nn.ModuleList(llama_layers(empty)).state_dict()
+    embedding, head = "0.wte.weight", f"{config.num_hidden_layers + 1}.lm_head.weight"
+    require_state(state, layers, embedding if config.tie_word_embeddings else None, head, "Llama")
+    weights = {}
+    for name, tensor in state.items():
+        weights |= _of_transformers(name, tensor, config, empty.model.layers[0].self_attn.head_dim)
+    with quiet(), torch.random.fork_rng(devices=[]):
+        return type(empty).from_pretrained(None, config=config, state_dict=weights)
+
+
+def _of_transformers(name, tensor, config, head_size):
+    """Return {name: tensor} of what a tensor of the layers is in transformers' model."""
+    index, module, kind = name.split(".", 1)[0], *name.split(".", 1)[1].rsplit(".", 1)
+    if module in ("wte", "norm", "lm_head"):
+        return {f"{'' if module == 'lm_head' else 'model.'}{ENDS[module]}.{kind}": tensor}
+    if module == "attn.qkv":
+        parts = dict(zip(QKV, by_kind(tensor, config.num_key_value_heads, head_size), strict=True))
+    elif module == "mlp.gate_up":
+        parts = dict(zip(GATE_UP, tensor.chunk(2), strict=True))
+    else:
+        parts = {BLOCK[module]: tensor}
+    block = f"model.layers.{int(index) - 1}"
+    return {f"{block}.{theirs}.{kind}": part for theirs, part in parts.items()}
+
+
+ENDS = {"wte": "embed_tokens", "norm": "norm", "lm_head": "lm_head"}

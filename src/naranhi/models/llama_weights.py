@@ -1,0 +1,208 @@
+"""Llama and its relatives (Mistral, Qwen2, Qwen3) as a list of layers, from what transformers has.
+
+The layers have other matrices than the model: those with the same input are one, put together. So
+their weights are copies.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from naranhi.models.llama_blocks import GatedMLP, LlamaBlock, LlamaEmbedding, LlamaHead
+from naranhi.models.pretrained import pretrained
+from naranhi.models.rotary import Rotary, RotaryAttention
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
+
+KINDS = "llama", "mistral", "qwen2", "qwen3"  # as `model_type` in a config.json has them
+KIND = "a model of Llama's kind (Llama, Mistral, Qwen2, Qwen3)"
+
+
+def llama_config(
+    vocabulary: int = 1024,
+    positions: int = 128,
+    hidden: int = 64,
+    heads: int = 4,
+    groups: int = 2,
+    inner: int | None = None,
+    blocks: int = 12,
+) -> LlamaConfig:
+    """Return a configuration of Llama, by default of 12 blocks so small that a CPU trains them.
+
+    As in `gpt2_config`, narrower hidden states are drawn with larger weights.
+
+    Args:
+        vocabulary: the number of tokens in the vocabulary.
+        positions: the length of the longest sequence, in tokens.
+        hidden: the size of the hidden state.
+        heads: the number of heads of queries.
+        groups: the number of heads of keys and values; it divides `heads`.
+        inner: the size between the MLP's products; by default 8/3 of the hidden size, rounded up to
+            a multiple of 32, for about as many weights as an MLP without a gate.
+        blocks: the number of blocks.
+    """
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        vocab_size=vocabulary,
+        max_position_embeddings=positions,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        intermediate_size=inner or -(-hidden // 12) * 32,
+        num_hidden_layers=blocks,
+        initializer_range=0.02 * (768 / hidden) ** 0.5,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+
+
+def llama(
+    name_or_config: str | os.PathLike[str] | PreTrainedConfig | None = None, tied: bool = True
+) -> list[nn.Module]:
+    """Return Llama, or a relative, as a list of layers: embedding, blocks, head.
+
+    The layers are in training mode, with weights in float32.
+
+    Args:
+        name_or_config: None for `llama_config()`, or another configuration, with random weights
+            from torch's generator; or, for trained weights, a name on the Hugging Face hub or a
+            folder written by `save_pretrained`.
+        tied: see `llama_layers`.
+
+    Raises:
+        OSError: if the weights are neither here nor can be fetched; it says what to do.
+        ValueError: if the model is of another kind, or has what these layers have not.
+    """
+    from transformers import AutoModelForCausalLM
+
+    if isinstance(name_or_config, str | os.PathLike):
+        model = pretrained(os.fspath(name_or_config), KINDS, KIND)
+    else:
+        config = llama_config() if name_or_config is None else copy.deepcopy(name_or_config)
+        _require_supported(config)
+        model = AutoModelForCausalLM.from_config(config)
+    return llama_layers(model.train(), tied)
+
+
+def llama_layers(model: PreTrainedModel, tied: bool = True) -> list[nn.Module]:
+    """Return the layers of a `transformers.LlamaForCausalLM`, or of a relative.
+
+    Their results are the model's, up to rounding. Embedding, head and norms have the model's
+    parameters; the other weights are copies. A weight put together of several is trained if one of
+    these is.
+
+    Args:
+        model: the model.
+        tied: whether embedding and head stay one parameter, if they are in the model: the first and
+            the last layer then hold the same object. With False, the head has a copy of its own.
+
+    Returns:
+        2 + blocks layers. Each but the last returns the hidden state (batch, sequence, hidden), in
+        a tuple with the padding mask if the first layer received one; the last layer returns logits
+        (batch, sequence, vocabulary).
+
+    Raises:
+        ValueError: the model is of another kind, or has dropout, or angles of rotation that depend
+            on a sequence's length.
+    """
+    config, body, head = model.config, model.model, model.lm_head
+    _require_supported(config)
+    if not tied and head.weight is body.embed_tokens.weight:
+        weight = head.weight
+        head = nn.Linear(head.in_features, head.out_features, bias=False, device="meta")
+        head.weight = nn.Parameter(weight.detach().clone(), weight.requires_grad)
+    rotary = Rotary(body.rotary_emb.inv_freq, body.rotary_emb.attention_scaling)
+    return [
+        LlamaEmbedding(body.embed_tokens, config),
+        *(_block(layer, rotary) for layer in body.layers),
+        LlamaHead(_norm(body.norm), head),
+    ]
+
+
+def by_group(tensors: list[torch.Tensor], groups: int) -> torch.Tensor:
+    """Return queries, keys and values in one tensor, group by group, along the first dimension."""
+    parts = [tensor.unflatten(0, (groups, -1)) for tensor in tensors]
+    return torch.cat(parts, 1).flatten(0, 1)
+
+
+def by_kind(tensor: torch.Tensor, groups: int, head_size: int) -> list[torch.Tensor]:
+    """Return queries, keys and values of a tensor as `by_group` returns it."""
+    parts = tensor.unflatten(0, (groups, -1, head_size)).split(
+        (tensor.shape[0] // (groups * head_size) - 2, 1, 1), 1
+    )
+    return [part.flatten(0, 2) for part in parts]
+
+
+def _require_supported(config):
+    """Raise ValueError for what the layers here do not compute."""
+    if config.model_type not in KINDS:
+        raise ValueError(f"a model of the kind {config.model_type!r} is not {KIND}")
+    if dropout := getattr(config, "attention_dropout", 0.0):
+        raise ValueError(f"attention_dropout is {dropout}: these layers have no dropout, set it 0")
+    kind = (config.rope_parameters or {}).get("rope_type", "default")
+    if kind in ("dynamic", "longrope"):
+        raise ValueError(
+            f"rotary positions of the kind {kind!r} depend on a sequence's length, of which a rank "
+            "may have a part"
+        )
+    if config.num_attention_heads % config.num_key_value_heads:
+        raise ValueError(
+            f"{config.num_key_value_heads} heads of keys and values do not divide "
+            f"{config.num_attention_heads} of queries"
+        )
+
+
+def _block(layer, rotary):
+    """Return the block of a decoder layer of transformers."""
+    attention, mlp = layer.self_attn, layer.mlp
+    groups = attention.config.num_key_value_heads
+    kinds = [attention.q_proj, attention.k_proj, attention.v_proj]
+    norms = [
+        norm and _norm(norm)
+        for norm in (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
+    ]
+    return LlamaBlock(
+        _norm(layer.input_layernorm),
+        RotaryAttention(
+            groups,
+            attention.num_key_value_groups,
+            attention.head_dim,
+            _joined(kinds, lambda tensors: by_group(tensors, groups)),
+            _joined([attention.o_proj], torch.cat),
+            rotary,
+            *norms,
+        ),
+        _norm(layer.post_attention_layernorm),
+        GatedMLP(
+            _joined([mlp.gate_proj, mlp.up_proj], torch.cat),
+            _joined([mlp.down_proj], torch.cat),
+            copy.deepcopy(mlp.act_fn),
+        ),
+    )
+
+
+def _joined(linears, join):
+    """Return the linear layer whose outputs are those of several, in the order of `join`."""
+    outputs = sum(linear.out_features for linear in linears)
+    bias = linears[0].bias is not None
+    joined = nn.Linear(linears[0].in_features, outputs, bias=bias, device="meta")
+    for name in ("weight", "bias") if bias else ("weight",):
+        tensors = [getattr(linear, name) for linear in linears]
+        trained = any(tensor.requires_grad for tensor in tensors)
+        whole = join([tensor.detach() for tensor in tensors])
+        setattr(joined, name, nn.Parameter(whole, requires_grad=trained))
+    return joined
+
+
+def _norm(norm):
+    """Return torch's RMSNorm, in one operation, with the parameter of one of transformers."""
+    own = nn.RMSNorm(norm.weight.shape, norm.variance_epsilon, device="meta")
+    own.weight = norm.weight
+    return own

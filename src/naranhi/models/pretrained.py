@@ -1,0 +1,120 @@
+"""Trained models of `transformers`, by name or from a folder, with errors that say what to do."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from naranhi.models.hub import fetching, offline
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+BLOCK = re.compile(r"(?:transformer\.|model\.)?(?:h|layers)\.(\d+)\.")  # in the name of a weight
+
+
+def pretrained(
+    name: str, kinds: Collection[str], what: str, options: Mapping[str, Any] | None = None
+) -> PreTrainedModel:
+    """Return a trained model with a head for the next token, its weights in float32.
+
+    Args:
+        name: on the Hugging Face hub, or a folder written by `save_pretrained`.
+        kinds: what its `model_type` may be.
+        what: those kinds in words, such as "a GPT-2".
+        options: what takes the place of values in its configuration.
+
+    Raises:
+        OSError: the weights are neither here nor can be fetched; it says what to do.
+        ValueError: the model is of another kind, or its files are damaged or lack weights.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with fetching(f"weights of {name!r}", _advice(name)):
+        config = _config(name, what)
+        if config.model_type not in kinds:
+            raise ValueError(f"{name!r} is a model of the kind {config.model_type!r}, not {what}")
+        if min(config.num_hidden_layers, config.num_attention_heads) < 1:
+            raise ValueError(
+                f"{name!r} has {config.num_hidden_layers} blocks of {config.num_attention_heads} "
+                "heads"
+            )
+        with _readable(name, "weights", what):
+            model, report = AutoModelForCausalLM.from_pretrained(
+                name, dtype=torch.float32, output_loading_info=True, **(options or {})
+            )
+    _require_all_weights(name, model, report)
+    return model
+
+
+def configuration(name: str, what: str = "model") -> PreTrainedConfig:
+    """Return the configuration of a model, by its name on the hub, or a folder, or a config.json.
+
+    Args:
+        name: the name.
+        what: what is to be made of it, in words.
+
+    Raises:
+        OSError: it is neither here nor can be fetched; it says what to do.
+        ValueError: it cannot be read.
+    """
+    with fetching(f"configuration of {name!r}", _advice(name)):
+        return _config(name, what)
+
+
+def _config(name, what):
+    from transformers import AutoConfig
+
+    with _readable(name, "config.json", what):
+        return AutoConfig.from_pretrained(name)
+
+
+def _advice(name):
+    if os.path.isdir(name):
+        return "That folder was not written by save_pretrained, or not completely."
+    return f"{offline(name)} Or do without: the default is a small GPT-2 with random weights."
+
+
+@contextmanager
+def _readable(name, part, what):
+    """Raise ValueError, in a line, for what transformers cannot make a model of."""
+    try:
+        yield
+    except OSError:  # of the hub, or of a file that is not there
+        raise
+    except Exception as error:  # of many libraries' own kinds
+        cause = str(error).strip().partition("\n")[0]
+        kind = what.removeprefix("a ")
+        raise ValueError(
+            f"no {kind} can be made of the {part} of {name!r} ({type(error).__name__}: {cause})"
+        ) from error
+
+
+def _require_all_weights(name, model, report):
+    """Raise ValueError if weights are missing, which would be random, or are of further blocks."""
+    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+    if missing := sorted({*report["missing_keys"]} - tied):
+        raise ValueError(
+            f"the weights of {name!r} lack {missing[0]}{_more(missing)}: they were not written by "
+            "save_pretrained, or not completely, or belong to another config.json"
+        )
+    blocks = model.config.num_hidden_layers
+    further = [
+        key
+        for key in sorted(report["unexpected_keys"])
+        if (found := BLOCK.match(key)) and int(found[1]) >= blocks
+    ]
+    if further:
+        raise ValueError(
+            f"the weights of {name!r} have {further[0]}{_more(further)}, and its config.json has "
+            f"{blocks} blocks only"
+        )
+
+
+def _more(names):
+    return f" and {len(names) - 1} more" if len(names) > 1 else ""

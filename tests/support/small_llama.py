@@ -1,0 +1,47 @@
+"""Models of Llama's kind of two blocks, in a folder with a tokenizer, in the form of real ones."""
+
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+from naranhi import data
+
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "initializer_range": 0.1,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+KINDS = {  # Llama 3's angles, Qwen2's biases and tie, Qwen3's norms and size of a head
+    "llama": (LlamaConfig, {"rope_parameters": LLAMA3}),
+    "qwen2": (Qwen2Config, {"tie_word_embeddings": True}),
+    "qwen3": (Qwen3Config, {"head_dim": 8}),
+}
+
+
+def config(kind, **more):
+    """The configuration of a kind of model."""
+    cls, options = KINDS[kind]
+    return cls(**(SIZES | {"vocab_size": 512} | options | more))
+
+
+def write(folder, kind):
+    """Write the model and its tokenizer; the option of `naranhi.train` that names them."""
+    data.tokenizer().save_pretrained(folder)
+    model = AutoModelForCausalLM.from_config(config(kind))
+    for name, param in model.named_parameters():  # not zeros, nor ones
+        if name.endswith("bias") or "norm" in name:
+            param.data.add_(param.data.clone().uniform_(-0.3, 0.3))
+    model.save_pretrained(folder)
+    return ["--model", str(folder)]
