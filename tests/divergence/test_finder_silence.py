@@ -119,7 +119,11 @@ def equal_rows_but_wrong(wrong):
     [
         (
             "row",
-            ("data", (0, 1), "1 of 8 rows are taken twice: row 2 by rank 0 (data 0) and rank 1 "),
+            (
+                "data",
+                (0, 1),
+                "1 of 8 rows are taken more than once: row 2 by rank 0 (data 0) and rank ",
+            ),
         ),
         ("target", ("gradient", (0, 1), "all ranks differ from one process")),
         ("other target", ("backward", (1,), "rank 1 (data 1) differs from one process")),

@@ -56,8 +56,8 @@ SAYS = {
     "divided twice": "by a factor of 0.500, as by the 2 data ranks",
     "tied weight": "the pipeline ranks 0 and 1 differ among themselves, and must agree: their sum "
     "is what one process has",
-    "same batch": "4 of 8 rows are taken twice: row 0 by rank 0 (data 0) and rank 1 (data 1); 4 "
-    "rows by nobody",
+    "same batch": "4 of 8 rows are taken more than once: row 0 by rank 0 (data 0) and rank 1 (data "
+    "1); 4 rows by nobody",
     "fused columns": "all ranks differ from one process, along the tensor axis: they have the same "
     "elements in another order",
     "lonely skip": "the optimizer of rank 0 (tensor 0) stepped; one process did not",

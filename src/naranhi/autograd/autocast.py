@@ -16,7 +16,8 @@ def has_autocast(kind: str) -> bool:
 def as_autocast(*tensors: Any) -> tuple[Any, ...]:
     """Return tensors in the dtype in which autocast multiplies them; anything else as it is.
 
-    Autocast itself does not look inside a `torch.autograd.Function`.
+    Autocast casts what an operation is given, where the operation is called. So it casts neither
+    the inputs of a `torch.autograd.Function` nor what its forward sends, or multiplies with `out=`.
     """
     return tuple(x.to(autocast_dtype(x)) if isinstance(x, torch.Tensor) else x for x in tensors)
 

@@ -70,7 +70,7 @@ def require_first_sums(model: nn.Module) -> None:
     """
     for prefix, module in model.named_modules():
         mark, splits = vars(module).get("_sequence_group"), {}
-        if mark is None and _is_split(module) and module.sequence:
+        if mark is None and _is_split(module) and getattr(module, "sequence", False):
             mark, splits = module, module.splits
         if mark is not None and dist.get_world_size(mark.group) > 1:
             for name, param in module.named_parameters(recurse=False):

@@ -146,12 +146,13 @@ def wrong_rows(rows: Sequence[Rows | None], reference: Reference, axes: Axes) ->
                 users.setdefault(row, []).append(rank)
         if line:
             break  # the other lines take the same rows
-    twice = {row: ranks for row, ranks in users.items() if len(ranks) > 1}
+    repeated = {row: ranks for row, ranks in users.items() if len(ranks) > 1}
     never = [row for row in range(reference.rows) if row not in users]
-    if twice:
-        row, ranks = min(twice.items())
+    if repeated:
+        row, ranks = min(repeated.items())
         who = " and ".join(map(axes.where, ranks))
-        what = f"{len(twice)} of {reference.rows} rows are taken twice: row {row} by {who}"
+        count = f"{len(repeated)} of {reference.rows}"
+        what = f"{count} rows are taken more than once: row {row} by {who}"
         return report(sorted(set(ranks)), data, f"{what}; {len(never)} rows by nobody")
     if never:
         what = f"{len(never)} of {reference.rows} rows are taken by nobody, the first is {never[0]}"
