@@ -326,17 +326,19 @@ def test_zero_holds_what_the_formula_says(stage, precision, optimizer):
     assert zero.for_each("bf16", "adam") == {"k": 12, "g": 2, "w": 2}
 
 
-def test_the_planner_answers_as_its_command_line_does(capsys, tmp_path):
+def test_the_planner_answers_as_its_command_line_does(capsys, tmp_path, monkeypatch):
     from naranhi.planning.cli import main
 
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(planning.MODELS["Llama 2 7B"]))
     options = ["--gpus", "16", "--sequence", "4096", "--batch", "64"]
-    assert main(["--model", str(tmp_path / "config.json"), *options]) == 0
+    assert main(["--model", "config.json", *options]) == 0
     printed = capsys.readouterr().out
     values = {"gpus": "16", "sequence_length": "4096", "global_batch": "64"}
     answer = ask("planning", **values)
     assert answer["text"] in printed
     assert all(command in printed for command in answer["commands"].values())
+    assert "naranhi.train --config config.json --dp" in printed
     for row in answer["table"]["rows"]:
         assert f"{row[1]:7.3g} s {row[2]:8.3g}" in printed and row[0] in printed
     for engine in ("megatron", "fsdp", "nanotron"):

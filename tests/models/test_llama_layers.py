@@ -188,5 +188,5 @@ def test_a_state_that_does_not_fit_is_refused():
 def test_the_planner_has_the_same_kinds():
     from naranhi.models.llama_weights import KINDS
 
-    assert planning.LLAMA == KINDS
+    assert (*planning.GPT2, *KINDS) == planning.TRAINED
     assert planning.family_of(LlamaConfig().to_dict()) == "llama"

@@ -1,6 +1,7 @@
 """What is printed for other programs: the same plan, or a sentence that says why not."""
 
 import math
+import shlex
 import tomllib
 from dataclasses import replace
 
@@ -43,6 +44,14 @@ def test_naranhi_train_knows_the_command_that_is_written():
     assert (options.experts, options.top_k, options.zero) == (8, 2, 1)
     with pytest.raises(ValueError, match="4 ranks, which do not divide the 2 that share the batch"):
         commands.naranhi_train(experts, Plan(2, ep=4, cp=2), 32)
+
+
+def test_naranhi_train_is_told_of_the_models_sizes():
+    from naranhi.train import cli
+
+    line = commands.naranhi_train(LLAMA, Plan(2, tp=2), 32, config="my models/config.json")
+    options = cli.parse(shlex.split(line.split("naranhi.train ")[1]))
+    assert (options.config, options.model, options.tp) == ("my models/config.json", None, 2)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from typing import Any
 from lab.fields import Field, InputError
 from naranhi.planning import Cluster, Model, describe, engines, explain, gpus, search
 from naranhi.planning.cli import written
+from naranhi.planning.config import TRAINED, family_of
 
 MODELS = json.loads(Path(__file__).with_name("models.json").read_text(encoding="utf-8"))
 BEST = 10
@@ -35,8 +36,9 @@ def run(
     **cluster: Any,
 ) -> dict[str, Any]:
     """Return the plans that fit, the fastest first, and why the first one."""
+    sizes = configuration(model, config)
     found = search(
-        Model.from_config(configuration(model, config)),
+        Model.from_config(sizes),
         Cluster(**cluster),
         sequence_length,
         global_batch,
@@ -75,7 +77,8 @@ def run(
         for plan, forecast in found.plans
     ]
     result["table"] = {"columns": columns, "rows": rows}
-    result["commands"] = written(found)
+    trained = family_of(sizes) in TRAINED  # by naranhi.train, from such a file
+    result["commands"] = written(found, "config.json" if trained else None)
     return result
 
 

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from naranhi.planning import commands
 from naranhi.planning.cluster import GIB, Cluster, gpus
-from naranhi.planning.config import GPT2, LLAMA, family_of
+from naranhi.planning.config import TRAINED, family_of
 from naranhi.planning.engine import engines
 from naranhi.planning.explanation import describe, explain
 from naranhi.planning.model import Model
@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(table(result, options.best))
     print()
     print(explain(result))
-    trained = options.model if family_of(options.model) in GPT2 + LLAMA else None
+    trained = options.model if family_of(options.model) in TRAINED else None
     for name, text in written(result, trained).items():
         print(f"\n{name}:\n{text}")
         if name == "Megatron-LM" and text.startswith("--"):

@@ -12,6 +12,7 @@ LLAMA = ("llama", "mistral", "qwen2", "qwen3")
 EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe")
 DEEPSEEK = ("deepseek_v2", "deepseek_v3")
 FAMILIES = GPT2 + LLAMA + EXPERTS + DEEPSEEK
+TRAINED = GPT2 + LLAMA  # by `naranhi.train`
 
 
 def family_of(path: str | Path | dict[str, Any]) -> str | None:

@@ -173,12 +173,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="N",
         help="with --experts: ranks that share them, and each batch; default: 1",
     )
-    add(
-        "--chunks",
-        type=whole(1),
-        metavar="N",
-        help=f"with --schedule interleaved: stages of each rank; default: {CHUNKS}",
-    )
+    about_chunks = f"with --schedule interleaved: stages of each rank; default: {CHUNKS}"
+    add("--chunks", type=whole(1), metavar="N", help=about_chunks)
     add(
         "--zero",
         type=int,
