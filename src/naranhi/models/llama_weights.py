@@ -88,7 +88,7 @@ def llama(
         config = llama_config() if name_or_config is None else copy.deepcopy(name_or_config)
         _require_supported(config)
         model = AutoModelForCausalLM.from_config(config)
-    return llama_layers(model.train(), tied)
+    return _layers(model.train(), tied, taking=True)
 
 
 def llama_layers(model: PreTrainedModel, tied: bool = True) -> list[nn.Module]:
@@ -112,6 +112,11 @@ def llama_layers(model: PreTrainedModel, tied: bool = True) -> list[nn.Module]:
         ValueError: the model is of another kind, or has dropout, or angles of rotation that depend
             on a sequence's length.
     """
+    return _layers(model, tied, taking=False)
+
+
+def _layers(model, tied, taking):
+    """Do `llama_layers`; if `taking`, the model loses its blocks, or memory would hold it twice."""
     config, body, head = model.config, model.model, model.lm_head
     _require_supported(config)
     if not tied and head.weight is body.embed_tokens.weight:
@@ -121,7 +126,10 @@ def llama_layers(model: PreTrainedModel, tied: bool = True) -> list[nn.Module]:
     rotary = Rotary(body.rotary_emb.inv_freq, body.rotary_emb.attention_scaling)
     return [
         LlamaEmbedding(body.embed_tokens, config),
-        *(_block(layer, rotary) for layer in body.layers),
+        *(
+            _block(body.layers.pop(0) if taking else body.layers[number], rotary)
+            for number in range(len(body.layers))
+        ),
         LlamaHead(_norm(body.norm), head),
     ]
 
