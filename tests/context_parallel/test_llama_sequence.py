@@ -105,7 +105,7 @@ def test_what_llama_refuses(five):
         "divide": "2 ranks do not divide a sequence of 7",
         "tokens": "rank 0 and rank 1 have different tokens",
         "mask": "no padding masks",
-        "positions": "48 tokens, but the model has 24",
+        "positions": "48 tokens in a row, but the model has max_position_embeddings 24",
     }
     assert first.keys() == expected.keys()
     for what, words in expected.items():

@@ -36,7 +36,7 @@ VERIFIED = {
     "models/paced.py Paced.done": ONE_GPU,
     "pipeline/groups.py new_groups": KERNELS,
     "pipeline/profiling.py _now": ONE_GPU,
-    "pipeline/shape_inference.py infer_data": KERNELS,
+    "pipeline/shape_inference.py _infer_data": KERNELS,
     "tensor_parallel/random.py fork_rng": KERNELS,
     "world/engine.py introduce": ONE_GPU,
     "world/engine.py join": ONE_GPU,

@@ -126,7 +126,7 @@ def test_a_window_is_the_longest_sequence():
     tokens, _ = batch()
     expected = model(tokens[:, :20]).logits
     torch.testing.assert_close(layers(tokens[:, :20]), expected, rtol=0, atol=1e-5)
-    with pytest.raises(ValueError, match="31 tokens in a row, but the model has 20 positions"):
+    with pytest.raises(ValueError, match="31 tokens in a row, but the model has sliding_window 20"):
         layers(tokens)
 
 
@@ -155,6 +155,16 @@ def test_a_weight_is_trained_if_one_of_its_parts_is():
             small_llama.config("qwen3", num_attention_heads=3),
             "2 heads of keys and values do not divide 3 of queries",
         ),
+        (small_llama.config("qwen3", num_key_value_heads=0), "0 heads of keys and values do not"),
+        (small_llama.config("qwen3", head_dim=3), "a head of 3 has no pairs of elements"),
+        (
+            small_llama.config("llama", num_hidden_layers=0),
+            "the configuration has 0 blocks of 4 heads",
+        ),
+        (
+            small_llama.config("llama", hidden_act="nope"),
+            "no model of Llama's kind .* can be made of the configuration .KeyError: 'nope'",
+        ),
         (
             small_llama.config(
                 "llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
@@ -167,6 +177,57 @@ def test_a_weight_is_trained_if_one_of_its_parts_is():
 def test_what_is_of_another_kind_is_refused(config, message):
     with pytest.raises(ValueError, match=message):
         models.causal_lm(config)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_weights_are_in_float32_whatever_the_configuration_says(dtype):
+    """Published ones say bfloat16, in which small updates are lost."""
+    config = small_llama.config("llama", dtype=dtype)
+    state = nn.ModuleList(models.llama(config)).state_dict()
+    assert {tensor.dtype for tensor in state.values()} == {torch.float32}
+    back = models.llama_model(state, config).state_dict()
+    assert {tensor.dtype for tensor in back.values()} == {torch.float32}
+
+
+def test_layers_made_without_memory_have_their_angles():
+    model = whole("llama").float()
+    tokens, _ = batch()
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(model.config)
+    layers = nn.Sequential(*models.llama_layers(empty))
+    layers(tokens.to("meta"))
+    layers.to_empty(device="cpu")
+    layers.load_state_dict(nn.Sequential(*models.llama_layers(model)).state_dict())
+    torch.testing.assert_close(layers(tokens), model(tokens).logits, rtol=0, atol=1e-5)
+
+
+def test_norms_of_heads_run_in_the_dtype_of_their_weights():
+    """In two dtypes torch warns, and computes step by step."""
+    layers = models.llama(small_llama.config("qwen3"))
+    seen = []
+    layers[1].attn.q_norm.register_forward_hook(lambda _, inputs, out: seen.append(inputs[0].dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        nn.Sequential(*layers)(batch()[0])
+    assert seen == [torch.float32]
+
+
+def test_a_folder_with_more_weights_than_its_configuration_says_is_refused(tmp_path):
+    """As a model with biases would be another one without."""
+    model = AutoModelForCausalLM.from_config(small_llama.config("llama", attention_bias=True))
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(file.read_text().replace('"attention_bias": true', '"attention_bias": false'))
+    with pytest.raises(ValueError, match=r"have model.layers.0.self_attn.k_proj.bias and 7 more"):
+        models.llama(tmp_path)
+
+
+def test_a_name_that_is_no_model_is_told():
+    for name in "/no/such/config.json", "./nothing":
+        with pytest.raises(OSError, match="There is no such file or folder"):
+            models.causal_lm(name)
+    with pytest.raises(ValueError, match="of the kind 'llama', not a GPT-2"):
+        models.gpt2(small_llama.config("llama"))
+    assert isinstance(models.causal_lm()[0], models.GPT2Embedding)
 
 
 def test_a_state_that_does_not_fit_is_refused():

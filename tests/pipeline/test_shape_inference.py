@@ -119,6 +119,27 @@ class Locked(nn.Module):
             return self.linear(x)
 
 
+class Slope(nn.Module):
+    """The gradient of a function of x, by torch.func, which takes no hooks for saved tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return x + torch.func.grad(lambda y: self.linear(y).tanh().sum())(x)
+
+
+def test_layers_that_differentiate_by_torch_func_are_tried():
+    layer, x = Slope(), torch.ones(5, 4)
+    expected = shapes.StageSignature.of(layer(x))
+    takes = shapes.StageSignature.of(x)
+    assert shapes.infer([layer], takes) == expected
+    found, [value] = shapes.infer_data([layer], takes, [x])
+    assert found == expected
+    torch.testing.assert_close(value, layer(x).detach())
+
+
 def test_what_cannot_be_copied_is_shared_and_all_else_is_not():
     layer = Locked()
     (copy,) = copied([layer])

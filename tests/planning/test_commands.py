@@ -52,6 +52,11 @@ def test_naranhi_train_is_told_of_the_models_sizes():
     line = commands.naranhi_train(LLAMA, Plan(2, tp=2), 32, config="my models/config.json")
     options = cli.parse(shlex.split(line.split("naranhi.train ")[1]))
     assert (options.config, options.model, options.tp) == ("my models/config.json", None, 2)
+    commands.naranhi_train(LLAMA, Plan(1, tp=16), 32)  # a GPT-2 of its own
+    with pytest.raises(ValueError, match="its tp 16 does not divide 8 heads of keys and values"):
+        commands.naranhi_train(LLAMA, Plan(1, tp=16), 32, config="config.json")
+    with pytest.raises(ValueError, match="its cp is 1, 2 or 4, not 8"):
+        commands.naranhi_train(LLAMA, Plan(1, cp=8), 32)
 
 
 @pytest.mark.parametrize(

@@ -124,12 +124,12 @@ def refused(folder, fails=None):
             train.Training(train.parse(arguments))
         return str(error.value)
     if fails and dist.get_rank() == 0:
-        original = models.gpt2_model
-        models.gpt2_model = partial(fails, original)
+        original = models.transformers_model
+        models.transformers_model = partial(fails, original)
         try:
             return run(arguments)
         finally:
-            models.gpt2_model = original
+            models.transformers_model = original
     return run(arguments)
 
 

@@ -96,14 +96,27 @@ def test_transformers_reads_what_a_mesh_has_trained(eight, models, tmp_path, kin
     assert config["tie_word_embeddings"] == (kind == "qwen2")
 
 
+def test_a_run_goes_on_whatever_the_order_of_its_configuration(eight, tmp_path):
+    config = small_llama.config("llama").to_dict()
+    angles = config["rope_parameters"]
+    base = ["--config", tmp_path / "config.json", "--save", tmp_path / "run", "--resume"]
+    for steps, keys in (1, sorted(angles)), (2, sorted(angles, reverse=True)):
+        text = json.dumps(config | {"rope_parameters": {key: angles[key] for key in keys}})
+        (tmp_path / "config.json").write_text(text)
+        assert len(eight(1, run, [*base, f"--steps={steps}"])[0][0]) == 1
+
+
 def test_a_configuration_alone_begins_with_random_weights(eight, tmp_path):
     """A file, or its folder, with the book's tokenizer, for there is none beside it."""
-    small_llama.config("qwen3").save_pretrained(tmp_path)
+    small_llama.config("qwen3", dtype="bfloat16").save_pretrained(tmp_path)
     losses = []
     for name in tmp_path, tmp_path / "config.json":
         base = ["--config", name, "--steps=2", "--export", tmp_path / f"of {name.name}"]
         losses.append(eight(2, run, [*base, "--tp=2"])[0][0])
         assert loss_of(tmp_path / f"of {name.name}", data.contexts()[0]) < losses[-1][0] + 1
+        found = AutoModelForCausalLM.from_pretrained(tmp_path / f"of {name.name}", dtype="auto")
+        assert found.dtype == torch.float32
+        assert (found.config.bos_token_id, found.config.pad_token_id) == (None, None)
     assert losses[0] == losses[1]
     assert losses[0][0] == pytest.approx(math.log(512), abs=0.7)
 

@@ -678,7 +678,8 @@ def test_after_what_fails_the_next_step_is_right_or_refused(five, stage):
                 "RuntimeError: the gradient of parameter c.bias is summed and sharded over the "
                 "ranks: use clip_grad_norm_() or shard_gradients() of Zero for it, "
                 "and step() or zero_grad() "
-                "before another backward"
+                "before another backward (a forward that takes gradients itself has one: "
+                "run all of a step's micro-batches in no_sync())"
             ]
             * 2,
         ]
@@ -791,7 +792,8 @@ def test_misuse_is_told(five):
         "twice": "RuntimeError: the gradient of parameter 1.bias is summed and sharded over the "
         "ranks: use clip_grad_norm_() or shard_gradients() of Zero for it, "
         "and step() or zero_grad() "
-        "before another backward",
+        "before another backward (a forward that takes gradients itself has one: "
+        "run all of a step's micro-batches in no_sync())",
         "nan": "FloatingPointError: the gradient of parameter 0.weight is not finite: so it is in "
         "the shard of rank 0, 1",
         "nan norm": "FloatingPointError: the gradients' norm is nan",

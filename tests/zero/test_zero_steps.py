@@ -120,9 +120,37 @@ def test_a_forgotten_sum_is_made_up_for(five, stage):
                 "ranks: "
                 "use clip_grad_norm_() or shard_gradients() of Zero for it, "
                 "and step() or zero_grad() before "
-                "another backward"
+                "another backward (a forward that takes gradients itself has one: "
+                "run all of a step's micro-batches in no_sync())"
             ),
         ]
+
+
+def lost(stage):
+    """A reduction that ends in an error: a first `zero_grad` says so, and leaves nothing behind."""
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return None
+    zero = Zero(model := layers(), stage, group=group)
+    optimizer = torch.optim.SGD(zero.param_groups, lr=0.1)
+    model(rows(rank)).square().sum().backward()
+    ends, failures = zero._gradients.finish, [RuntimeError("connection closed by peer")]
+
+    def finish():
+        ends()
+        if failures:
+            raise failures.pop()
+
+    zero._gradients.finish = finish
+    said = message(zero.zero_grad)
+    model(rows(rank)).square().sum().backward()
+    zero.step(optimizer)
+    return said
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_error_while_a_step_is_discarded_leaves_nothing_of_it(five, stage):
+    assert five.call(lost, stage)[:2] == ["RuntimeError: connection closed by peer"] * 2
 
 
 def other_parameters(stage):
@@ -280,7 +308,8 @@ def test_torchs_clipping_is_refused(five, stage):
         "the gradient of parameter 0.weight is summed and sharded over the ranks: "
         "use clip_grad_norm_() "
         "or shard_gradients() of Zero for it, and step() or zero_grad() before another "
-        "backward"
+        "backward (a forward that takes gradients itself has one: run all of a step's "
+        "micro-batches in no_sync())"
     )
     assert five.call(torchs_clipping, stage)[:2] == [{f"RuntimeError: {text}", f"<{text}>"}] * 2
 

@@ -41,8 +41,7 @@ class SequenceTokens(SharesGroups, LlamaEmbedding):
             raise ValueError("no padding masks: pad at the end, with targets that the loss ignores")
         if not is_a_shape(tokens):
             agree(self.group, tokens=tokens)
-        if tokens.shape[-1] > self.positions:
-            raise ValueError(f"{tokens.shape[-1]} tokens, but the model has {self.positions}")
+        self.require_positions(tokens.shape[-1])
         return self.wte(split_sequence(tokens, self.group, order=self.order))
 
 
@@ -80,7 +79,7 @@ class SequenceRotaryAttention(SharesGroups, RotaryAttention):
         self._attend, self.group, self.order = attend, group, order
 
     def positions(self, length: int, device: torch.device) -> torch.Tensor:
-        """Return the positions of this rank's tokens, of which there are so many."""
+        """Return the positions of this rank's tokens, `length` of them."""
         whole = length * dist.get_world_size(self.group)
         return positions(whole, self.group, order=self.order, device=device)
 

@@ -20,15 +20,16 @@ if TYPE_CHECKING:
 
 
 def causal_lm(
-    name_or_config: str | os.PathLike[str] | PreTrainedConfig,
+    name_or_config: str | os.PathLike[str] | PreTrainedConfig | None = None,
     tied: bool = True,
     dropout: float | None = None,
 ) -> list[nn.Module]:
     """Return GPT-2, or a model of Llama's kind, as a list of layers: see `gpt2` and `llama`.
 
     Args:
-        name_or_config: a configuration, for random weights from torch's generator; or, for trained
-            weights, a name on the Hugging Face hub or a folder written by `save_pretrained`.
+        name_or_config: None for a small GPT-2, or a configuration, with random weights from
+            torch's generator; or, for trained weights, a name on the Hugging Face hub or a folder
+            written by `save_pretrained`.
         tied: whether embedding and head stay one parameter, if the model has one.
         dropout: a probability; by default the configuration's. Only GPT-2 has dropout.
 
@@ -39,7 +40,7 @@ def causal_lm(
     config, given = name_or_config, "the configuration"
     if isinstance(name_or_config, str | os.PathLike):
         config, given = configuration(os.fspath(name_or_config)), repr(os.fspath(name_or_config))
-    if config.model_type == "gpt2":
+    if config is None or config.model_type == "gpt2":
         return gpt2(name_or_config, tied, dropout)
     if config.model_type not in KINDS:
         raise ValueError(

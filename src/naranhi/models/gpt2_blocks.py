@@ -185,6 +185,8 @@ def gpt2(
         model = pretrained(os.fspath(name_or_config), ("gpt2",), "a GPT-2", options)
     else:
         config = gpt2_config() if name_or_config is None else copy.deepcopy(name_or_config)
+        if config.model_type != "gpt2":
+            raise ValueError(f"the configuration is of the kind {config.model_type!r}, not a GPT-2")
         config.update(options)
         model = GPT2LMHeadModel(config)
     model.set_attn_implementation(attention)

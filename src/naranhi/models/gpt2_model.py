@@ -45,8 +45,9 @@ def gpt2_model(
     require_state(state, layers, embedding if tied else None, head, "GPT-2")
     names = {tensor: name for name, tensor in empty.state_dict(keep_vars=True).items()}
     weights = {names[tensor]: state[name] for name, tensor in layers.items() if name in state}
+    dtype = state[embedding].dtype  # and not what the configuration says
     with quiet(), torch.random.fork_rng(devices=[]):
-        return GPT2LMHeadModel.from_pretrained(None, config=config, state_dict=weights)
+        return GPT2LMHeadModel.from_pretrained(None, config=config, state_dict=weights, dtype=dtype)
 
 
 def require_state(

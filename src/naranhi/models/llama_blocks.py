@@ -2,8 +2,8 @@
 
 A block differs from GPT-2's in five ways. RMSNorm has no mean and no bias. Positions are not
 embedded, but rotate queries and keys. Several heads of queries share one head of keys and values.
-The MLP multiplies two products, one of them through an activation. And but for Qwen2's queries,
-keys and values nothing has a bias.
+The MLP multiplies two products, one of them through an activation. And most models of this kind
+have no biases.
 
 Queries, keys and values are one matrix product here, and so are the two that the MLP multiplies:
 fewer and larger products, and with tensor parallelism one all-reduce of the input's gradient in
@@ -37,8 +37,12 @@ class LlamaEmbedding(nn.Module):
         wte: the embedding of tokens.
         config: the model's configuration.
 
+    Attributes:
+        positions: the longest sequence, in tokens: what the model was made for, or the window of
+            its attention, if that is shorter.
+
     Raises:
-        ValueError: in the forward, for a sequence longer than `positions`.
+        ValueError: in the forward, for a longer sequence.
     """
 
     wte: nn.Embedding
@@ -49,20 +53,27 @@ class LlamaEmbedding(nn.Module):
         super().__init__()
         self.wte, self.config = wte, config
         # Within a window, attention to the last tokens only is attention to all.
-        window = getattr(config, "sliding_window", None) or config.max_position_embeddings
-        self.positions = min(config.max_position_embeddings, window)
+        self._limits = {"max_position_embeddings": config.max_position_embeddings}
+        if window := getattr(config, "sliding_window", None):
+            self._limits["sliding_window"] = window
+        self.positions = min(self._limits.values())
 
     def forward(
         self, inputs: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Return the hidden state of the tokens, with the mask if there is one."""
         tokens, mask = inputs if isinstance(inputs, tuple) else (inputs, None)
-        if tokens.shape[-1] > self.positions:
-            raise ValueError(
-                f"{tokens.shape[-1]} tokens in a row, but the model has {self.positions} positions"
-            )
+        self.require_positions(tokens.shape[-1])
         hidden = self.wte(tokens.long())
         return hidden if mask is None else (hidden, mask)
+
+    def require_positions(self, length: int) -> None:
+        """Raise ValueError for a sequence longer than `positions`, naming what limits it."""
+        if length > self.positions:
+            limit = min(self._limits, key=self._limits.get)
+            raise ValueError(
+                f"{length} tokens in a row, but the model has {limit} {self.positions}"
+            )
 
 
 class GatedMLP(nn.Module):

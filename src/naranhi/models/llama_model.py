@@ -60,8 +60,9 @@ def llama_model(
     weights = {}
     for name, tensor in state.items():
         weights |= _of_transformers(name, tensor, config, empty.model.layers[0].self_attn.head_dim)
+    dtype = state[embedding].dtype  # and not what the configuration says
     with quiet(), torch.random.fork_rng(devices=[]):
-        return type(empty).from_pretrained(None, config=config, state_dict=weights)
+        return type(empty).from_pretrained(None, config=config, state_dict=weights, dtype=dtype)
 
 
 def _of_transformers(name, tensor, config, head_size):

@@ -1,7 +1,6 @@
-"""Llama and its relatives (Mistral, Qwen2, Qwen3) as a list of layers, from what transformers has.
+"""Llama and its relatives (Mistral, Qwen2, Qwen3) as a list of layers, from transformers' model.
 
-The layers have other matrices than the model: those with the same input are one, put together. So
-their weights are copies.
+The layers join matrices that have the same input into one, so their weights are copies.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 
 from naranhi.models.llama_blocks import GatedMLP, LlamaBlock, LlamaEmbedding, LlamaHead
-from naranhi.models.pretrained import pretrained
+from naranhi.models.pretrained import pretrained, readable, require_blocks
 from naranhi.models.rotary import Rotary, RotaryAttention
 
 if TYPE_CHECKING:
@@ -78,7 +77,7 @@ def llama(
 
     Raises:
         OSError: if the weights are neither here nor can be fetched; it says what to do.
-        ValueError: if the model is of another kind, or has what these layers have not.
+        ValueError: if the model is of another kind, or these layers do not compute what it does.
     """
     from transformers import AutoModelForCausalLM
 
@@ -87,7 +86,8 @@ def llama(
     else:
         config = llama_config() if name_or_config is None else copy.deepcopy(name_or_config)
         _require_supported(config)
-        model = AutoModelForCausalLM.from_config(config)
+        with readable("the configuration", KIND):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     return _layers(model.train(), tied, taking=True)
 
 
@@ -123,7 +123,11 @@ def _layers(model, tied, taking):
         weight = head.weight
         head = nn.Linear(head.in_features, head.out_features, bias=False, device="meta")
         head.weight = nn.Parameter(weight.detach().clone(), weight.requires_grad)
-    rotary = Rotary(body.rotary_emb.inv_freq, body.rotary_emb.attention_scaling)
+    angles = body.rotary_emb
+    if angles.inv_freq.is_meta:  # what is computed, and not loaded, would be lost
+        with torch.device("cpu"):
+            angles = type(angles)(config)
+    rotary = Rotary(angles.inv_freq, angles.attention_scaling)
     return [
         LlamaEmbedding(body.embed_tokens, config),
         *(
@@ -158,13 +162,15 @@ def _require_supported(config):
     if kind in ("dynamic", "longrope"):
         raise ValueError(
             f"rotary positions of the kind {kind!r} depend on a sequence's length, of which a rank "
-            "may have a part"
+            "may have a part: choose default, linear, llama3 or yarn"
         )
-    if config.num_attention_heads % config.num_key_value_heads:
-        raise ValueError(
-            f"{config.num_key_value_heads} heads of keys and values do not divide "
-            f"{config.num_attention_heads} of queries"
-        )
+    require_blocks(config, "the configuration")
+    heads, groups = config.num_attention_heads, config.num_key_value_heads
+    if groups < 1 or heads % groups:
+        raise ValueError(f"{groups} heads of keys and values do not divide {heads} of queries")
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    if size < 2 or size % 2:
+        raise ValueError(f"a head of {size} has no pairs of elements, which positions rotate")
 
 
 def _block(layer, rotary):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from naranhi.models.hub import fetching, offline
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
+COMPUTED = ".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq"  # saved by old versions
 BLOCK = re.compile(r"(?:transformer\.|model\.)?(?:h|layers)\.(\d+)\.")  # in the name of a weight
 
 
@@ -39,12 +40,8 @@ def pretrained(
         config = _config(name, what)
         if config.model_type not in kinds:
             raise ValueError(f"{name!r} is a model of the kind {config.model_type!r}, not {what}")
-        if min(config.num_hidden_layers, config.num_attention_heads) < 1:
-            raise ValueError(
-                f"{name!r} has {config.num_hidden_layers} blocks of {config.num_attention_heads} "
-                "heads"
-            )
-        with _readable(name, "weights", what):
+        require_blocks(config, repr(name))
+        with readable(f"the weights of {name!r}", what):
             model, report = AutoModelForCausalLM.from_pretrained(
                 name, dtype=torch.float32, output_loading_info=True, **(options or {})
             )
@@ -70,19 +67,40 @@ def configuration(name: str, what: str = "model") -> PreTrainedConfig:
 def _config(name, what):
     from transformers import AutoConfig
 
-    with _readable(name, "config.json", what):
+    if os.path.isdir(name) and not os.path.isfile(os.path.join(name, "config.json")):
+        raise FileNotFoundError("there is no config.json in it")
+    with readable(f"the config.json of {name!r}", what):
         return AutoConfig.from_pretrained(name)
+
+
+def require_blocks(config: PreTrainedConfig, given: str) -> None:
+    """Raise ValueError for a model without a block, or without a head.
+
+    Args:
+        config: the configuration.
+        given: what it is, for the message.
+    """
+    blocks, heads = config.num_hidden_layers, config.num_attention_heads
+    if min(blocks, heads) < 1:
+        raise ValueError(f"{given} has {blocks} blocks of {heads} heads")
 
 
 def _advice(name):
     if os.path.isdir(name):
         return "That folder was not written by save_pretrained, or not completely."
+    if name.startswith((".", "/", "~")) or name.endswith(".json"):  # no name on the hub
+        return "There is no such file or folder."
     return f"{offline(name)} Or do without: the default is a small GPT-2 with random weights."
 
 
 @contextmanager
-def _readable(name, part, what):
-    """Raise ValueError, in a line, for what transformers cannot make a model of."""
+def readable(source: str, what: str) -> Iterator[None]:
+    """Raise ValueError, in a line, for what transformers cannot make a model of.
+
+    Args:
+        source: what the block reads, such as "the weights of 'folder'".
+        what: what is to be made of it, such as "a GPT-2".
+    """
     try:
         yield
     except OSError:  # of the hub, or of a file that is not there
@@ -91,7 +109,7 @@ def _readable(name, part, what):
         cause = str(error).strip().partition("\n")[0]
         kind = what.removeprefix("a ")
         raise ValueError(
-            f"no {kind} can be made of the {part} of {name!r} ({type(error).__name__}: {cause})"
+            f"no {kind} can be made of {source} ({type(error).__name__}: {cause})"
         ) from error
 
 
@@ -104,15 +122,20 @@ def _require_all_weights(name, model, report):
             "save_pretrained, or not completely, or belong to another config.json"
         )
     blocks = model.config.num_hidden_layers
-    further = [
+    unknown = [
         key
         for key in sorted(report["unexpected_keys"])
-        if (found := BLOCK.match(key)) and int(found[1]) >= blocks
+        if BLOCK.match(key) and not key.endswith(COMPUTED)
     ]
-    if further:
+    if further := [key for key in unknown if int(BLOCK.match(key)[1]) >= blocks]:
         raise ValueError(
             f"the weights of {name!r} have {further[0]}{_more(further)}, and its config.json has "
             f"{blocks} blocks only"
+        )
+    if unknown:
+        raise ValueError(
+            f"the weights of {name!r} have {unknown[0]}{_more(unknown)}, of which its config.json "
+            "says nothing: without them another model would be trained"
         )
 
 

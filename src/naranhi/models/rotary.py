@@ -32,9 +32,10 @@ class Rotary:
 
     def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosine and sine of the angles, (positions, head size / 2) each, in float32."""
-        if self.frequencies.device != positions.device:  # once
-            self.frequencies = self.frequencies.to(positions.device)
-        angles = positions[:, None].float() * self.frequencies
+        frequencies = self.frequencies.to(positions.device)
+        if not frequencies.is_meta:
+            self.frequencies = frequencies  # so that they are copied to a GPU once
+        angles = positions[:, None].float() * frequencies
         return angles.cos() * self.scale, angles.sin() * self.scale
 
 
@@ -100,13 +101,18 @@ class RotaryAttention(nn.Module):
             part.flatten(2, 3).transpose(1, 2) for part in groups.split((self.queries, 1, 1), 3)
         )
         if self.q_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            # In the weights' dtype: autocast leaves a norm to what it is given, and torch fuses
+            # none of two dtypes.
+            q, k = (
+                norm(part.to(norm.weight.dtype))
+                for norm, part in ((self.q_norm, q), (self.k_norm, k))
+            )
         cos, sin = self.rotary(self.positions(q.shape[2], q.device))
         q, k = (rotate(part, cos, sin).to(v.dtype) for part in (q, k))
         return self.proj(self.attend(q, k, v, mask).transpose(1, 2).flatten(2))
 
     def positions(self, length: int, device: torch.device) -> torch.Tensor:
-        """Return the positions of so many tokens."""
+        """Return the positions of `length` tokens."""
         return torch.arange(length, device=device)
 
     def attend(

@@ -19,9 +19,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
+def tried(trial: Callable[[bool], Any]) -> Any:
+    """Return what `trial(hiding)` returns; without hiding for layers that use `torch.func`.
+
+    Its transforms take no hooks for saved tensors.
+    """
+    try:
+        return trial(True)
+    except ValueError as error:
+        if "support saved tensor hooks" not in str(error.__cause__):
+            raise
+    return trial(False)
+
+
 @contextmanager
-def without_a_trace() -> Iterator[None]:
-    """Shield Python's random numbers, autocast, the compiler and hooks for saved tensors."""
+def without_a_trace(hiding: bool = True) -> Iterator[None]:
+    """Shield Python's random numbers, autocast, the compiler and hooks for saved tensors.
+
+    Args:
+        hiding: whether to shield hooks for saved tensors, which takes other such hooks.
+    """
     random_state = random.getstate()
     with ExitStack() as stack:
         # Autocast keeps its cache of cast weights until its block ends.
@@ -31,7 +48,8 @@ def without_a_trace() -> Iterator[None]:
         # These hooks hide what is saved from the caller's hooks, which may count it. They save
         # detached tensors: an operation that saves its own output would otherwise refer to itself
         # through C++, which the garbage collector cannot see, and would never be freed.
-        stack.enter_context(saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor))
+        if hiding:
+            stack.enter_context(saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor))
         yield
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
 
 from naranhi.autograd.graph import strangers
-from naranhi.pipeline.dry_run import CreatedTensors, copied, storages, without_a_trace
+from naranhi.pipeline.dry_run import CreatedTensors, copied, storages, tried, without_a_trace
 from naranhi.pipeline.stage_signature import StageSignature, as_tuple, name_of
 
 WAY_OUT = (
@@ -47,8 +47,13 @@ def infer(
             outside the layers keeps a tensor of the trial, which it would later find without
             values.
     """
-    layers, mode = list(layers), FakeTensorMode(allow_non_fake_inputs=True)
-    with without_a_trace(), mode, CreatedTensors(name_of(first, layers[0])) as created:
+    layers = list(layers)
+    return tried(lambda hiding: _infer(layers, boundary, first, device, hiding))
+
+
+def _infer(layers, boundary, first, device, hiding):
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with without_a_trace(hiding), mode, CreatedTensors(name_of(first, layers[0])) as created:
         with FakeCopyMode(mode):
             copies = copied(layers)
         created.record_layers(copies)
@@ -105,9 +110,13 @@ def infer_data(
         first: the index of the first layer in the model.
         device: where to try layers without parameters and buffers; None for the CPU.
     """
-    layers = list(layers)
-    device = _device(layers, device)
-    with without_a_trace(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+    layers, device = list(layers), _device(layers, device)
+    return tried(lambda hiding: _infer_data(layers, boundary, tensors, first, device, hiding))
+
+
+def _infer_data(layers, boundary, tensors, first, device, hiding):
+    devices = [device] if device.type == "cuda" else []
+    with without_a_trace(hiding), torch.random.fork_rng(devices):
         copies = copied(layers)
         value = boundary.value(
             [

@@ -50,6 +50,11 @@ def naranhi_train(
         ),
         (plan.dp % plan.ep, experts),
         (
+            config is not None and model.kv_heads % plan.tp,
+            f"its tp {plan.tp} does not divide {model.kv_heads} heads of keys and values",
+        ),
+        (plan.cp not in (1, 2, 4), f"its cp is 1, 2 or 4, not {plan.cp}"),
+        (
             model.experts and plan.expert_tp > 1,
             f"each expert is cut over {plan.expert_tp} ranks of tp, and its own are whole; choose "
             "etp = 1",

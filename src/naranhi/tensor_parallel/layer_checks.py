@@ -65,12 +65,20 @@ def require_attention(layer: nn.Module) -> None:
     _require_own_forward(layer)
 
 
-def require_grouped_heads(layer: nn.Module, ranks: int) -> None:
+def require_grouped_heads(layer: nn.Module, ranks: int, norms: bool) -> None:
     """Raise TypeError or ValueError unless ranks can share an attention of `models.llama`."""
     if type(layer) is not RotaryAttention:
         raise TypeError(f"the attention of models.llama is needed, not {type(layer).__name__}")
     if layer.groups % ranks:
-        raise ValueError(f"{ranks} ranks do not divide {layer.groups} heads of keys and values")
+        raise ValueError(
+            f"{ranks} ranks do not divide {layer.groups} heads of keys and values, of which each "
+            "needs whole ones: take a smaller tensor group"
+        )
+    if (layer.q_norm is not None) != norms:
+        raise ValueError(
+            f"it {'has no' if norms else 'has'} norms of heads, and the plan is for one that has "
+            f"{'them' if norms else 'none'}: take llama_plan(head_norms={not norms})"
+        )
 
 
 def require_tokenwise(layer: nn.Module) -> None:

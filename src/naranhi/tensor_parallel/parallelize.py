@@ -71,6 +71,8 @@ def parallelize(
       unless the plan names it as `SequenceParallel()`.
     - A dropout between a column-parallel and a row-parallel layer draws the same mask on every
       rank, unless it is a `random.ShardedDropout`.
+    - A rank that catches an error between two messages and goes on with another step sums with
+      other tensors of the others: an error on one rank ends the training of its group.
     - `state_dict()` returns this rank's shards as plain tensors. `torch.distributed.checkpoint`
       takes them for copies, and saves those of one rank: use `checkpoint.Checkpoints`, or
       `full_state_dict`.

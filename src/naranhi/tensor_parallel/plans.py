@@ -78,9 +78,18 @@ class GroupedHeads:
 
     Its qkv and proj need plan entries of their own. The attention itself stays as it is: it reads
     from what qkv returns how many groups this rank has.
+
+    Args:
+        norms: whether it normalizes heads of queries and keys; then these norms need entries, too.
     """
 
-    needs: ClassVar[tuple[tuple[str, Column | Row], ...]] = (("qkv", Column()), ("proj", Row()))
+    norms: bool = False
+
+    @property
+    def needs(self) -> tuple[tuple[str, Column | Row | PartialGradient], ...]:
+        """Return the entries that its layers need."""
+        norms = tuple((f"{kind}_norm", PartialGradient()) for kind in "qk" if self.norms)
+        return (("qkv", Column()), ("proj", Row()), *norms)
 
     def cut(
         self, layer: nn.Module, group: dist.ProcessGroup | None, sequence: bool
@@ -91,7 +100,7 @@ class GroupedHeads:
             ValueError: the ranks do not divide the heads of keys and values.
             TypeError: another kind of layer, including a subclass.
         """
-        require_grouped_heads(layer, dist.get_world_size(group))
+        require_grouped_heads(layer, dist.get_world_size(group), self.norms)
         return layer
 
 
@@ -238,7 +247,7 @@ def llama_plan(
     return {
         "*wte": Vocabulary(),
         "*lm_head": Vocabulary(gather_output),
-        "*.attn": GroupedHeads(),
+        "*.attn": GroupedHeads(head_norms),
         "*.attn.qkv": Column(),
         "*.attn.proj": Row(),
         "*.mlp.gate_up": Column(parts=2),

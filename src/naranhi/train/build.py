@@ -144,7 +144,9 @@ def default_top_k(experts: int) -> int:
 def computed_as(layers: list[nn.Module]) -> str:
     """Return what a model of the same kind and shapes may compute otherwise, in words."""
     config = config_of(layers)
-    return ", ".join(f"{name} {getattr(config, name)}" for name in COMPUTED_AS[type(layers[0])])
+    said = {name: getattr(config, name) for name in COMPUTED_AS[type(layers[0])]}
+    in_order = {n: dict(sorted(v.items())) if isinstance(v, dict) else v for n, v in said.items()}
+    return ", ".join(f"{name} {value}" for name, value in in_order.items())
 
 
 def config_of(layers: list[nn.Module]) -> PreTrainedConfig:
@@ -173,18 +175,19 @@ def build_model_and_data(
         )
     passages = data.contexts(options.corpus)
     distinct = data.unique(passages)
-    tokenizer, name = data.tokenizer(tokenizer_of(options)), options.model or options.config
-    torch.manual_seed(options.seed)
-    source = options.model or models.gpt2_config(vocabulary=len(tokenizer))
+    source, name = options.model, options.model or options.config
     if options.config is not None:
         source = models.configuration(options.config)
+    tokenizer = data.tokenizer(tokenizer_of(options))
+    torch.manual_seed(options.seed)
+    source = source or models.gpt2_config(vocabulary=len(tokenizer))
     layers = models.causal_lm(source, tied=not options.untied, dropout=options.dropout)
     if options.experts is not None and not isinstance(layers[0], models.GPT2Embedding):
-        raise UsageError(f"--experts goes with a GPT-2, in whose place {name} is none")
+        raise UsageError(f"--experts goes with a GPT-2, and {name} is of another kind")
     words, positions = layers[0].wte.num_embeddings, layers[0].positions
     if len(tokenizer) > words:
         raise UsageError(
-            f"the tokenizer of {name} has {len(tokenizer)} words, its model only {words}"
+            f"the tokenizer has {len(tokenizer)} words, the model of {name} only {words}"
         )
     if positions < MULTIPLE:
         raise UsageError(

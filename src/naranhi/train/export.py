@@ -68,7 +68,7 @@ def export(
     def write(part):
         tokenizer = data.tokenizer(tokenizer_of(options))
         model = models.transformers_model(state, config, tied)
-        _describe(model, tokenizer, options.model)
+        _describe(model, tokenizer, options)
         model.save_pretrained(part)
         if tokenizer.model_max_length > LENGTH:
             tokenizer.model_max_length = config.max_position_embeddings
@@ -78,17 +78,24 @@ def export(
     raise_on_all(lambda: state and _or_nothing(write, folder, options))
 
 
-def _describe(model, tokenizer, name):
+def _describe(model, tokenizer, options):
     """Give the model what a training leaves alone: the dropout and the generation of its source."""
-    from transformers import AutoConfig, GenerationConfig
+    from transformers import GenerationConfig
 
-    if name is None:
-        model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
+    name = options.model
+    if name is None:  # weights that began at random: the tokenizer says what tokens mean
+        for config in model.config, model.generation_config:
+            config.eos_token_id = tokenizer.eos_token_id
+            config.bos_token_id = tokenizer.bos_token_id
+            config.pad_token_id = None
+    if name is None and options.config is None:
         return
-    source = AutoConfig.from_pretrained(name)
+    source = models.configuration(name or options.config)
     for kind in ("attn_pdrop", "embd_pdrop", "resid_pdrop"):
         if hasattr(source, kind):
             setattr(model.config, kind, getattr(source, kind))
+    if name is None:
+        return
     try:
         model.generation_config = GenerationConfig.from_pretrained(name)
     except OSError:  # it has none

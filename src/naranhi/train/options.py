@@ -93,7 +93,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--config",
         metavar="NAME",
         help="the same kinds of models with random weights: a config.json, its folder, or a name "
-        "on the hub; with the tokenizer that is there, or else the book's",
+        "on the hub; with the tokenizer that is there, or if a folder has none, the book's",
     )
     add(
         "--corpus",

@@ -20,7 +20,8 @@ def sharded_gradient(param: torch.Tensor, name: str) -> Elsewhere:
         param,
         f"the gradient of parameter {name} is summed and sharded over the ranks: use "
         "clip_grad_norm_() or shard_gradients() of Zero for it, and step() or zero_grad() before "
-        "another backward",
+        "another backward (a forward that takes gradients itself has one: run all of a step's "
+        "micro-batches in no_sync())",
     )
 
 

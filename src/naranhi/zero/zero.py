@@ -52,8 +52,7 @@ class Zero(Hooks):
             sums of a step's gradients, a shard of them, go over `replicas`, once a step.
         on_event: Called as on_event(event, name of the unit): "gather" and "gathered" when its
             all-gather starts and when it is known to have ended, "compute" before its forward and
-            before its backward, "free"; "reduce" and "reduced" when the reduction of its gradients
-            starts and when it is known to have ended; "sum" and "summed", over `replicas`.
+            before its backward, "free"; likewise "reduce" and "reduced", "sum" and "summed".
         buffers: Whether each step ends with `broadcast_buffers`.
         check_finite: Whether the last backward of a step raises FloatingPointError, naming a
             parameter, if a gradient is not finite (`clip_grad_norm_` does, and over all groups).
@@ -126,8 +125,7 @@ class Zero(Hooks):
     def param_groups(self) -> list[dict[str, Any]]:
         """Return the shards as parameter groups, for an element-wise optimizer of torch's.
 
-        The dicts are new each time, because an optimizer writes its defaults into the ones it
-        receives.
+        The dicts are new each time, because an optimizer writes its defaults into them.
         """
         return [
             {
@@ -226,15 +224,18 @@ class Zero(Hooks):
     def zero_grad(self) -> None:
         """Discard the gradients of this step, and what a failed forward or backward left behind.
 
-        Call it on every rank, at the same point of the step, even if only one of them has failed.
+        Call it on every rank, at the same point of the step: one that goes on alone after an error
+        is not noticed, and sums with other steps of the others.
         """
-        self._gradients.finish_all()
-        self._forget()
-        for unit in self.units:
-            unit.settle()
-        self._backward.end()
-        self._parameters.order.begin(True)
-        self.reshard()
+        try:
+            self._gradients.finish_all()
+        finally:
+            self._forget()
+            for unit in self.units:
+                unit.settle()
+            self._backward.end()
+            self._parameters.order.begin(True)
+            self.reshard()
 
     def reshard(self) -> None:
         """Free every unit; after a forward without a backward, the root may still be gathered."""
@@ -280,8 +281,7 @@ class Zero(Hooks):
         changes take effect at once and stay, and a `state_dict` changes with the next step.)
 
         Args:
-            write: Whether to keep what the block changes in the parameters; otherwise changes are
-                lost.
+            write: Whether to keep what the block changes in the parameters, or lose it.
 
         Raises:
             ValueError: At the end of the block, with `write`, unless all ranks have made the same
