@@ -101,7 +101,8 @@ def executed(source: Path, root: Path, here: dict, jobs: int) -> str | None:
         missed = execution.missed(notebook)
         # The machine may have been busy for a while. Beside another notebook it would be again.
         if missed and jobs == 1:
-            execution.say(f"  {source.stem}: once more, because measured times contradict it")
+            what = "; ".join(missed)
+            execution.say(f"  {source.stem}: once more, because measured times contradict: {what}")
             again = execution.execute(source, root, jobs)
             if len(execution.missed(again)) > len(missed):
                 execution.save(notebook, execution.place(source.stem, root))
