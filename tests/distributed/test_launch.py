@@ -39,7 +39,8 @@ from naranhi import distributed
 from naranhi.distributed import gpus
 
 gpus.visible = lambda: ["GPU-1"]
-print(distributed.join(timeout=30), dist.get_backend())
+device = distributed.join(timeout=30)
+print(f"{device} {dist.get_backend()}\\n", end="")  # in one write: ranks are unbuffered
 dist.barrier()  # gloo's ranks connect one after another, and none may leave meanwhile
 dist.destroy_process_group()
 """
