@@ -10,6 +10,7 @@ import pytest
 import small_gpt2
 import torch
 import torch.distributed as dist
+from exported import loss_of, run
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -20,24 +21,6 @@ from naranhi import data, models, train
 def small(tmp_path_factory):
     folder = tmp_path_factory.mktemp("small")
     return [*small_gpt2.write(folder), "--batch=8", "--microbatches=2", "--lr=1e-2"]
-
-
-def run(arguments):
-    """On a rank: losses and what rank 0 says; what a user is told, if it is refused."""
-    said = []
-    try:
-        losses = train.train(train.parse([str(word) for word in arguments]), say=said.append)
-    except train.UsageError as error:
-        return str(error)
-    return losses, said
-
-
-def loss_of(folder, file):
-    """By transformers alone: the loss of a passage."""
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    tokens = AutoTokenizer.from_pretrained(folder)(file, return_tensors="pt").input_ids[:, :24]
-    with torch.no_grad():
-        return model(tokens, labels=tokens).loss.item()
 
 
 @pytest.mark.parametrize("tied", [[], ["--untied"]])

@@ -6,8 +6,9 @@ import math
 import pytest
 import small_llama
 import torch
+from exported import loss_of, run
 from in_float64 import in_float64
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from naranhi import data, train
 
@@ -59,24 +60,6 @@ def test_losses_are_those_of_one_process(eight, models, alone, kind, sizes, opti
         math.prod(sizes.values()), by_sgd, [*models[kind], *axes, *options.split()]
     ):
         assert losses == pytest.approx(expected, rel=0, abs=1e-9)
-
-
-def run(arguments):
-    """On a rank: losses and what rank 0 says; what a user is told, if it is refused."""
-    said = []
-    try:
-        losses = train.train(train.parse([str(word) for word in arguments]), say=said.append)
-    except train.UsageError as error:
-        return str(error)
-    return losses, said
-
-
-def loss_of(folder, text):
-    """By transformers alone: the loss of a passage."""
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    tokens = AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt").input_ids[:, :24]
-    with torch.no_grad():
-        return model(tokens, labels=tokens).loss.item()
 
 
 @pytest.mark.parametrize("kind", small_llama.KINDS)
