@@ -30,6 +30,7 @@ def batch():
     tokens = torch.randint(512, (2, 31))
     mask = torch.ones_like(tokens)
     mask[1, 20:] = 0
+    mask[1, 4:7] = 0  # the tokens after these would see them
     return tokens, mask
 
 
