@@ -127,7 +127,8 @@ class _Fingerprint(str):
 def fingerprint(value: torch.Tensor | torch.nn.Module) -> str:
     """Return a digest of every bit of a tensor, or of a module's parameters and buffers.
 
-    Names, shapes and dtypes are part of the digest. Equal values have equal digests on any device.
+    Names, shapes and dtypes are part of the digest; they are all of it on the meta device, where
+    tensors have no values. Equal values have equal digests on any other device.
     """
     digest = hashlib.sha256()
     tensors = (
@@ -137,6 +138,8 @@ def fingerprint(value: torch.Tensor | torch.nn.Module) -> str:
     )
     for name, tensor in tensors.items():
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        if tensor.is_meta:
+            continue
         tensor = tensor.detach().resolve_conj().resolve_neg()
         digest.update(tensor.reshape(-1).contiguous().view(torch.uint8).cpu().numpy())
     return digest.hexdigest()

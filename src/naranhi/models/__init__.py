@@ -1,6 +1,7 @@
 """Models as lists of layers, and their loss."""
 
 from naranhi.models.causal_lm import causal_lm, transformers_model
+from naranhi.models.deferred import DeferredLM, seed_of
 from naranhi.models.gpt2_blocks import (
     GPT2Block,
     GPT2Embedding,
@@ -22,6 +23,7 @@ from naranhi.models.transformer_layer import TransformerLayer
 
 __all__ = [
     "IGNORE_INDEX",
+    "DeferredLM",
     "GPT2Block",
     "GPT2Embedding",
     "GPT2Head",
@@ -45,5 +47,6 @@ __all__ = [
     "llama_model",
     "loss",
     "mlp",
+    "seed_of",
     "transformers_model",
 ]

@@ -40,15 +40,33 @@ def causal_lm(
     config, given = name_or_config, "the configuration"
     if isinstance(name_or_config, str | os.PathLike):
         config, given = configuration(os.fspath(name_or_config)), repr(os.fspath(name_or_config))
-    if config is None or config.model_type == "gpt2":
-        return gpt2(name_or_config, tied, dropout)
+    if config is None:
+        return gpt2(None, tied, dropout)
+    require_kind(config, given, dropout)
+    return gpt2(name_or_config, tied, dropout) if is_gpt2(config) else llama(name_or_config, tied)
+
+
+def is_gpt2(config: PreTrainedConfig) -> bool:
+    """Return whether this is the configuration of a GPT-2."""
+    return config.model_type == "gpt2"
+
+
+def require_kind(config: PreTrainedConfig, given: str, dropout: float | None = None) -> None:
+    """Raise ValueError for a configuration of which `causal_lm` makes nothing.
+
+    Args:
+        config: the configuration.
+        given: what it is, for the message.
+        dropout: as in `causal_lm`.
+    """
+    if is_gpt2(config):
+        return
     if config.model_type not in KINDS:
         raise ValueError(
             f"{given} is a model of the kind {config.model_type!r}, neither a GPT-2 nor {KIND}"
         )
     if dropout:
         raise ValueError(f"{given} is a {config.model_type}, which has no dropout, not {dropout}")
-    return llama(name_or_config, tied)
 
 
 def transformers_model(

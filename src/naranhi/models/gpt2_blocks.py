@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model
 
 
+DROPOUTS = "attn_pdrop", "embd_pdrop", "resid_pdrop"  # in a configuration
+
+
 class GPT2Embedding(nn.Module):
     """Tokens and their positions as vectors: the first of GPT-2's layers.
 
@@ -179,8 +182,7 @@ def gpt2(
 
     if attention not in ("sdpa", "eager"):
         raise ValueError(f"attention is 'sdpa' or 'eager', not {attention!r}")
-    names = ("attn_pdrop", "embd_pdrop", "resid_pdrop")
-    options = {} if dropout is None else dict.fromkeys(names, dropout)
+    options = {} if dropout is None else dict.fromkeys(DROPOUTS, dropout)
     if isinstance(name_or_config, str | os.PathLike):
         model = pretrained(os.fspath(name_or_config), ("gpt2",), "a GPT-2", options)
     else:

@@ -11,6 +11,7 @@ from torch import nn
 
 from naranhi.models.gpt2_blocks import gpt2_layers
 from naranhi.models.hub import quiet
+from naranhi.models.weight_names import sources
 
 if TYPE_CHECKING:
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -40,11 +41,10 @@ def gpt2_model(
     config.tie_word_embeddings = tied
     with torch.device("meta"):  # where nothing is drawn
         empty = GPT2LMHeadModel(config)
-    layers = nn.ModuleList(gpt2_layers(empty)).state_dict(keep_vars=True)
+    layers = nn.ModuleList(gpt2_layers(empty)).state_dict()
     embedding, head = "0.wte.weight", f"{config.n_layer + 1}.lm_head.weight"
     require_state(state, layers, embedding if tied else None, head, "GPT-2")
-    names = {tensor: name for name, tensor in empty.state_dict(keep_vars=True).items()}
-    weights = {names[tensor]: state[name] for name, tensor in layers.items() if name in state}
+    weights = {sources(name, config)[0]: tensor for name, tensor in state.items()}
     dtype = state[embedding].dtype  # and not what the configuration says
     with quiet(), torch.random.fork_rng(devices=[]):
         return GPT2LMHeadModel.from_pretrained(None, config=config, state_dict=weights, dtype=dtype)

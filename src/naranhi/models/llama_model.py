@@ -11,22 +11,11 @@ from torch import nn
 
 from naranhi.models.gpt2_model import require_state
 from naranhi.models.hub import quiet
-from naranhi.models.llama_weights import by_kind, llama_layers
+from naranhi.models.llama_weights import llama_layers
+from naranhi.models.weight_names import parted, sources
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
-
-# Names in a layer, and in a decoder layer of transformers.
-BLOCK = {
-    "attn_norm": "input_layernorm",
-    "attn.proj": "self_attn.o_proj",
-    "attn.q_norm": "self_attn.q_norm",
-    "attn.k_norm": "self_attn.k_norm",
-    "mlp_norm": "post_attention_layernorm",
-    "mlp.down": "mlp.down_proj",
-}
-QKV = [f"self_attn.{kind}_proj" for kind in "qkv"]
-GATE_UP = ["mlp.gate_proj", "mlp.up_proj"]
 
 
 def llama_model(
@@ -59,25 +48,8 @@ def llama_model(
     require_state(state, layers, embedding if config.tie_word_embeddings else None, head, "Llama")
     weights = {}
     for name, tensor in state.items():
-        weights |= _of_transformers(name, tensor, config, empty.model.layers[0].self_attn.head_dim)
+        parts = parted(name, tensor, config)
+        weights.update(zip(sources(name, config), parts, strict=True))
     dtype = state[embedding].dtype  # and not what the configuration says
     with quiet(), torch.random.fork_rng(devices=[]):
         return type(empty).from_pretrained(None, config=config, state_dict=weights, dtype=dtype)
-
-
-def _of_transformers(name, tensor, config, head_size):
-    """Return {name: tensor} of what a tensor of the layers is in transformers' model."""
-    index, module, kind = name.split(".", 1)[0], *name.split(".", 1)[1].rsplit(".", 1)
-    if module in ("wte", "norm", "lm_head"):
-        return {f"{'' if module == 'lm_head' else 'model.'}{ENDS[module]}.{kind}": tensor}
-    if module == "attn.qkv":
-        parts = dict(zip(QKV, by_kind(tensor, config.num_key_value_heads, head_size), strict=True))
-    elif module == "mlp.gate_up":
-        parts = dict(zip(GATE_UP, tensor.chunk(2), strict=True))
-    else:
-        parts = {BLOCK[module]: tensor}
-    block = f"model.layers.{int(index) - 1}"
-    return {f"{block}.{theirs}.{kind}": part for theirs, part in parts.items()}
-
-
-ENDS = {"wte": "embed_tokens", "norm": "norm", "lm_head": "lm_head"}

@@ -15,6 +15,7 @@ from torch import nn
 from naranhi.models.llama_blocks import GatedMLP, LlamaBlock, LlamaEmbedding, LlamaHead
 from naranhi.models.pretrained import pretrained, readable, require_blocks
 from naranhi.models.rotary import Rotary, RotaryAttention
+from naranhi.models.weight_names import by_group, head_size
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
@@ -138,20 +139,6 @@ def _layers(model, tied, taking):
     ]
 
 
-def by_group(tensors: list[torch.Tensor], groups: int) -> torch.Tensor:
-    """Return queries, keys and values in one tensor, group by group, along the first dimension."""
-    parts = [tensor.unflatten(0, (groups, -1)) for tensor in tensors]
-    return torch.cat(parts, 1).flatten(0, 1)
-
-
-def by_kind(tensor: torch.Tensor, groups: int, head_size: int) -> list[torch.Tensor]:
-    """Return queries, keys and values of a tensor as `by_group` returns it."""
-    parts = tensor.unflatten(0, (groups, -1, head_size)).split(
-        (tensor.shape[0] // (groups * head_size) - 2, 1, 1), 1
-    )
-    return [part.flatten(0, 2) for part in parts]
-
-
 def _require_supported(config):
     """Raise ValueError for what the layers here do not compute."""
     if config.model_type not in KINDS:
@@ -168,7 +155,7 @@ def _require_supported(config):
     heads, groups = config.num_attention_heads, config.num_key_value_heads
     if groups < 1 or heads % groups:
         raise ValueError(f"{groups} heads of keys and values do not divide {heads} of queries")
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    size = head_size(config)
     if size < 2 or size % 2:
         raise ValueError(f"a head of {size} has no pairs of elements, which positions rotate")
 

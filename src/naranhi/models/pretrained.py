@@ -36,7 +36,7 @@ def pretrained(
     """
     from transformers import AutoModelForCausalLM
 
-    with fetching(f"weights of {name!r}", _advice(name)):
+    with fetching(f"weights of {name!r}", advice(name)):
         config = _config(name, what)
         if config.model_type not in kinds:
             raise ValueError(f"{name!r} is a model of the kind {config.model_type!r}, not {what}")
@@ -45,7 +45,7 @@ def pretrained(
             model, report = AutoModelForCausalLM.from_pretrained(
                 name, dtype=torch.float32, output_loading_info=True, **(options or {})
             )
-    _require_all_weights(name, model, report)
+    require_all_weights(name, model, report)
     return model
 
 
@@ -60,7 +60,7 @@ def configuration(name: str, what: str = "model") -> PreTrainedConfig:
         OSError: it is neither here nor can be fetched; it says what to do.
         ValueError: it cannot be read.
     """
-    with fetching(f"configuration of {name!r}", _advice(name)):
+    with fetching(f"configuration of {name!r}", advice(name)):
         return _config(name, what)
 
 
@@ -85,7 +85,8 @@ def require_blocks(config: PreTrainedConfig, given: str) -> None:
         raise ValueError(f"{given} has {blocks} blocks of {heads} heads")
 
 
-def _advice(name):
+def advice(name: str) -> str:
+    """Return what to do if nothing of that name is found: a sentence or two."""
     if os.path.isdir(name):
         return "That folder was not written by save_pretrained, or not completely."
     if name.startswith((".", "/", "~")) or name.endswith(".json"):  # no name on the hub
@@ -113,8 +114,16 @@ def readable(source: str, what: str) -> Iterator[None]:
         ) from error
 
 
-def _require_all_weights(name, model, report):
-    """Raise ValueError if weights are missing, which would be random, or are of further blocks."""
+def require_all_weights(
+    name: str, model: PreTrainedModel, report: Mapping[str, Collection[str]]
+) -> None:
+    """Raise ValueError if weights are missing, which would be random, or are of further blocks.
+
+    Args:
+        name: of the model.
+        model: the model.
+        report: the names of "missing_keys" and of "unexpected_keys".
+    """
     tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
     if missing := sorted({*report["missing_keys"]} - tied):
         raise ValueError(

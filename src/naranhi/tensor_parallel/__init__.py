@@ -11,6 +11,7 @@ from naranhi.tensor_parallel.mappings import (
     reduce_scatter_to_sequence,
     scatter_to_group,
 )
+from naranhi.tensor_parallel.materialize import materialize
 from naranhi.tensor_parallel.parallelize import parallelize
 from naranhi.tensor_parallel.plans import (
     Column,
@@ -58,6 +59,7 @@ __all__ = [
     "gpt2_plan",
     "llama_plan",
     "load_full_state_dict",
+    "materialize",
     "mlp_plan",
     "parallelize",
     "reduce_from_group",

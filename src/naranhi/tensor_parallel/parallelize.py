@@ -97,6 +97,7 @@ def parallelize(
     Args:
         model: a module, or a list of layers, with the same weights on every rank (built from the
             same seed, or loaded). Each rank keeps its own shard of the parameters that are split.
+            On the meta device it has no weights yet: give them by `materialize`.
         plan: {pattern: Column(), Row(), ...}. A pattern is a name as in `named_modules` (for a
             list, a name begins with the layer's index), in which * matches anything.
         group: the process group; None for the default one.

@@ -161,15 +161,31 @@ def load_full_state_dict(
     for name, part in own.items():
         if not isinstance(part, torch.Tensor):  # extra state
             continue
-        wanted = list(part.shape)
-        if name in splits:
-            wanted[splits[name][0].dim] = splits[name][0].size
-        if list(state[name].shape) != wanted:
-            raise ValueError(
-                f"{name} has shape {tuple(state[name].shape)} in the state, and "
-                f"{tuple(wanted)} in the model"
-            )
+        require_shape(name, state[name], part, splits.get(name))
     shards = dict(state)
     for name, (split, group) in splits.items():
         shards[name] = split.shard(state[name], dist.get_rank(group))
     model.load_state_dict(shards)
+
+
+def require_shape(
+    name: str,
+    whole: torch.Tensor,
+    part: torch.Tensor,
+    split: tuple[Split, dist.ProcessGroup | None] | None,
+) -> None:
+    """Raise ValueError unless a tensor has the shape of what this rank has a part of.
+
+    Args:
+        name: its name, for the error.
+        whole: the tensor.
+        part: this rank's shard, or all of it.
+        split: as `splits_of` has it, or None.
+    """
+    wanted = list(part.shape)
+    if split is not None:
+        wanted[split[0].dim] = split[0].size
+    if list(whole.shape) != wanted:
+        raise ValueError(
+            f"{name} has shape {tuple(whole.shape)} in the state, and {tuple(wanted)} in the model"
+        )

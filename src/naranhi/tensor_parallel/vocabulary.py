@@ -118,7 +118,10 @@ class VocabularyParallelHead(ColumnParallelLinear):
         words, each = self.splits["weight"].size, self.weight.shape[0]
         own = min(max(words - each * self.rank, 0), each)
         # Added like a bias, so the product needs no second pass over the logits.
-        mask = F.pad(self.weight.detach().new_zeros(own), (0, each - own), value=-math.inf)
+        # It has values, even if the weight is on the meta device and has none.
+        device = "cpu" if self.weight.is_meta else None
+        zeros = self.weight.detach().new_zeros(own, device=device)
+        mask = F.pad(zeros, (0, each - own), value=-math.inf)
         self.register_buffer("mask", mask if own < each else None, persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

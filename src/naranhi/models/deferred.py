@@ -1,0 +1,133 @@
+"""A language model that is built without values, which each rank then makes for its layers only.
+
+A model that is cut because it fits no rank cannot be built whole on each of them, either. So its
+layers are built on torch's meta device, where a tensor has a shape and no memory, and are cut
+there. Then a rank makes the values of its layers, one whole layer at a time.
+
+Each layer is drawn with a seed of its own. So its values are the same wherever it is, and no rank
+draws what it does not keep.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from naranhi.models.causal_lm import causal_lm, is_gpt2, require_kind
+from naranhi.models.gpt2_blocks import DROPOUTS, gpt2_config
+from naranhi.models.pretrained import configuration, readable, require_blocks
+from naranhi.models.saved_weights import SavedWeights
+from naranhi.models.weight_names import joined, sources
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+class DeferredLM:
+    """A language model as layers on the meta device, and the values of each, when asked for.
+
+        model = DeferredLM(config)
+        layers = parallelize(model.layers, gpt2_plan(), group)
+        for number in own:
+            materialize(layers, model.values(number, seed=0))
+
+    Args:
+        name_or_config: None for a small GPT-2, or a configuration, with random weights; or, for
+            trained weights, a name on the Hugging Face hub or a folder written by
+            `save_pretrained`, in which they are safetensors.
+        tied: whether embedding and head stay one parameter, if the model has one.
+        dropout: a probability; by default the configuration's. Only GPT-2 has dropout.
+
+    Attributes:
+        layers: as `causal_lm` returns them, without values.
+        config: the model's configuration.
+
+    Raises:
+        OSError: if the weights are neither here nor can be fetched; it says what to do.
+        ValueError: if the model is of another kind, or has no dropout and is to have one; or its
+            files are damaged, not safetensors, or have other weights.
+    """
+
+    layers: list[nn.Module]
+    config: PreTrainedConfig
+
+    def __init__(
+        self,
+        name_or_config: str | os.PathLike[str] | PreTrainedConfig | None = None,
+        tied: bool = True,
+        dropout: float | None = None,
+    ) -> None:
+        from transformers import AutoModelForCausalLM
+
+        name, given, config = None, "the configuration", name_or_config
+        if isinstance(name_or_config, str | os.PathLike):
+            name = os.fspath(name_or_config)
+            config, given = configuration(name), repr(name)
+        self.config = gpt2_config() if config is None else copy.deepcopy(config)
+        require_kind(self.config, given, dropout)
+        require_blocks(self.config, given)
+        if dropout is not None and is_gpt2(self.config):
+            self.config.update(dict.fromkeys(DROPOUTS, dropout))
+        with torch.device("meta"):
+            with readable(given, "a model"):
+                self._model = AutoModelForCausalLM.from_config(self.config)
+            self.layers = causal_lm(self.config, tied)
+        self._whole = copy.deepcopy(self.layers)
+        self._saved = None if name is None else SavedWeights(name, self._model, "a model")
+
+    def values(self, number: int, seed: int = 0) -> dict[str, torch.Tensor]:
+        """Return the weights of a layer, whole, by their names in the state_dict of all layers.
+
+        Torch's generator is left as it was.
+
+        Args:
+            number: the index of the layer.
+            seed: of random weights.
+        """
+        layer = self._whole[number]
+        make = self._read if self._saved else partial(self._drawn, seed=seed)
+        if not (self.config.tie_word_embeddings and hasattr(layer, "lm_head")):
+            return make(number)
+        # Its head is the embedding, and begins as a copy of it if the layers are untied.
+        state = {}
+        for name, _ in layer.named_children():
+            state |= make(number, name) if name != "lm_head" else {}
+        return state | {f"{number}.lm_head.weight": make(0, "wte")["0.wte.weight"]}
+
+    def fingerprint(self) -> torch.Tensor:
+        """Return a digest of a sample of the files, by which ranks see if they read the same."""
+        return self._saved.fingerprint() if self._saved else torch.zeros(0)
+
+    def _read(self, number, part=""):
+        """Return the values of a layer, or of a part of it, from the files."""
+        state = {}
+        for own in self._whole[number].get_submodule(part).state_dict():
+            name = ".".join(filter(None, (str(number), part, own)))
+            parts = [self._saved[theirs] for theirs in sources(name, self.config)]
+            state[name] = joined(name, parts, self.config)
+        return state
+
+    def _drawn(self, number, part="", seed=0):
+        """Return random values of a layer, or of its first part."""
+        layer = copy.deepcopy(self._whole[number].get_submodule(part))
+        for module in layer.modules():
+            for name, param in module.named_parameters(recurse=False):
+                setattr(module, name, nn.Parameter(torch.empty_like(param, device="cpu")))
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed_of(seed, number))  # and no GPU's
+            layer.apply(self._model._init_weights)  # as transformers does with a new model
+        return {
+            ".".join(filter(None, (str(number), part, name))): tensor
+            for name, tensor in layer.state_dict().items()
+        }
+
+
+def seed_of(*parts: object) -> int:
+    """Return a seed for `torch.manual_seed` that each other sequence of parts has another of."""
+    return random.Random("/".join(map(str, parts))).getrandbits(63)

@@ -1,0 +1,89 @@
+"""Which weights of a model of `transformers` each weight of the layers is made of, by name.
+
+GPT-2's layers have its weights as they are. Llama's join those of matrices with the same input.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+ENDS = {"wte": "embed_tokens", "norm": "norm"}
+BLOCK = {
+    "attn_norm": ["input_layernorm"],
+    "attn.qkv": [f"self_attn.{kind}_proj" for kind in "qkv"],
+    "attn.q_norm": ["self_attn.q_norm"],
+    "attn.k_norm": ["self_attn.k_norm"],
+    "attn.proj": ["self_attn.o_proj"],
+    "mlp_norm": ["post_attention_layernorm"],
+    "mlp.gate_up": ["mlp.gate_proj", "mlp.up_proj"],
+    "mlp.down": ["mlp.down_proj"],
+}
+
+
+def sources(name: str, config: PreTrainedConfig) -> list[str]:
+    """Return the names in transformers' model of what a weight of the layers is made of.
+
+    Args:
+        name: as in `nn.ModuleList(layers).state_dict()`.
+        config: the model's configuration.
+    """
+    number, own = name.split(".", 1)
+    if own == "lm_head.weight":
+        return [own]
+    if config.model_type == "gpt2":
+        inside = own.removeprefix("block.")
+        return [f"transformer.{f'h.{int(number) - 1}.' * (inside != own)}{inside}"]
+    module, kind = own.rsplit(".", 1)
+    if module in ENDS:
+        return [f"model.{ENDS[module]}.{kind}"]
+    return [f"model.layers.{int(number) - 1}.{theirs}.{kind}" for theirs in BLOCK[module]]
+
+
+def joined(name: str, tensors: list[torch.Tensor], config: PreTrainedConfig) -> torch.Tensor:
+    """Return a weight of the layers, made of those of `sources`.
+
+    Args:
+        name: the name of the weight.
+        tensors: what it is made of, in the order of `sources`.
+        config: the model's configuration.
+    """
+    if ".attn.qkv." in name:
+        return by_group(tensors, config.num_key_value_heads)
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+
+def parted(name: str, tensor: torch.Tensor, config: PreTrainedConfig) -> list[torch.Tensor]:
+    """Return what a weight of the layers is made of: the inverse of `joined`.
+
+    Args:
+        name: the name of the weight.
+        tensor: the weight.
+        config: the model's configuration.
+    """
+    if ".attn.qkv." in name:
+        return by_kind(tensor, config.num_key_value_heads, head_size(config))
+    return list(tensor.chunk(len(sources(name, config))))
+
+
+def by_group(tensors: list[torch.Tensor], groups: int) -> torch.Tensor:
+    """Return queries, keys and values in one tensor, group by group, along the first dimension."""
+    parts = [tensor.unflatten(0, (groups, -1)) for tensor in tensors]
+    return torch.cat(parts, 1).flatten(0, 1)
+
+
+def by_kind(tensor: torch.Tensor, groups: int, head_size: int) -> list[torch.Tensor]:
+    """Return queries, keys and values of a tensor as `by_group` returns it."""
+    parts = tensor.unflatten(0, (groups, -1, head_size)).split(
+        (tensor.shape[0] // (groups * head_size) - 2, 1, 1), 1
+    )
+    return [part.flatten(0, 2) for part in parts]
+
+
+def head_size(config: PreTrainedConfig) -> int:
+    """Return the size of a head."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
