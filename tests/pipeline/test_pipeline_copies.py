@@ -17,6 +17,7 @@ from torch import nn
 
 from naranhi import models, pipeline, schedules
 from naranhi.distributed import fingerprint
+from naranhi.tensor_parallel import materialize
 
 WIDTH = 8
 
@@ -278,6 +279,45 @@ def test_tied_copies_that_differ_are_refused_on_every_rank(five, what, words):
 
 def test_layers_of_other_stages_may_differ(five):
     assert five.call(no_seed, "a stage's own") == [None] * 5
+
+
+def without_values(own):
+    """On a rank of two: is the loss right where only layers of `own[rank]` have values, or the
+    error."""
+    group, rank = first_ranks(2), dist.get_rank()
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+    layers[3].weight = layers[0].weight  # tied
+    with torch.device("meta"):
+        empty = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+    empty[3].weight = empty[0].weight
+    materialize(
+        empty,
+        {
+            f"{number}.{name}": tensor
+            for number in (own[rank] if rank < 2 else ())
+            for name, tensor in layers[number].state_dict().items()
+        },
+    )
+    inputs, targets = torch.randn(2, 8, WIDTH)
+    try:
+        if rank >= 2:
+            return pipeline.join_group_creation()
+        with pipeline.Pipeline(empty, schedules.gpipe(2, 2), squared_error, group=group) as pipe:
+            found = pipe.step(inputs, targets, 8)
+    except ValueError as error:
+        return str(error)
+    expected = squared_error(nn.Sequential(*layers)(inputs), targets) / 8
+    return found is None or abs(found - expected).item() < 1e-6
+
+
+def test_layers_of_other_ranks_need_no_values(five):
+    assert five.call(without_values, [[0, 1], [2, 3]])[:2] == [True, True]
+
+
+def test_layers_of_a_rank_need_values(five):
+    for told in five.call(without_values, [[0, 1], [3]]):
+        assert "layer 2 (Linear): weight is on the meta device and has no values" in told
 
 
 def replicas(what):

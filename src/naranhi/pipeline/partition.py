@@ -1,6 +1,7 @@
 """Cut a model into stages, and check that the stages can run what a schedule asks."""
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 
 import torch.distributed as dist
 from torch import nn
@@ -119,6 +120,27 @@ def _shares_tokens(layers):
                 if module.ranks > 1 or copies > tensor:
                     return f"layer {number} of the stage, {name}"
     return None
+
+
+def check_values(parts: Sequence[Sequence[nn.Module]], placement: Sequence[int], rank: int) -> None:
+    """Raise ValueError for a layer of this rank that has no values; those of other ranks may.
+
+    Args:
+        parts: the layers of each stage.
+        placement: the rank of each stage.
+        rank: this rank, in the pipeline.
+    """
+    placed = (
+        (layer, place) for part, place in zip(parts, placement, strict=True) for layer in part
+    )
+    for number, (layer, place) in enumerate(placed):
+        for name, tensor in chain(layer.named_parameters(), layer.named_buffers()):
+            if tensor.is_meta and place == rank:
+                raise ValueError(
+                    f"layer {number} ({type(layer).__name__}): {name} is on the meta device and "
+                    "has no values: give the layers of a rank's stages their values on that rank, "
+                    "as by tensor_parallel.materialize"
+                )
 
 
 def check_layers(layers: Iterable[nn.Module]) -> None:

@@ -50,11 +50,11 @@ class Pipeline:
     `join_group_creation`. Errors are raised on every rank, before anything of the model is sent.
 
     Args:
-        layers: the whole model, the same on every rank. Each layer takes one argument and returns
-            one value: a tensor or a tuple of tensors. A rank keeps only its own layers. A parameter
-            that is used on several ranks is *tied*: each has a copy, and each copy receives the sum
-            of the gradients of all copies, so that the copies stay equal. Each layer that uses it
-            must have it as a registered parameter.
+        layers: the whole model, the same on every rank; layers of other ranks may be on the meta
+            device. Each takes one argument and returns one value: a tensor or a tuple of tensors. A
+            rank keeps only its own. A parameter that is used on several ranks is *tied*: each has a
+            copy, and each receives the sum of all copies' gradients, so that they stay equal. Each
+            layer that uses it must have it as a registered parameter.
         schedule: as `naranhi.schedules` makes them, for as many ranks as the group has.
         loss_fn: `loss_fn(output, targets)` of a micro-batch, a scalar: the *sum* over its valid
             tokens (rows, ...). Weights of other stages than the last receive no gradient from it.

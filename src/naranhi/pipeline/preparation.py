@@ -12,7 +12,7 @@ from torch import nn
 
 from naranhi.distributed import device_of
 from naranhi.pipeline.groups import AGREEMENT, key_of
-from naranhi.pipeline.partition import as_list, check_kinds, check_layers, cut
+from naranhi.pipeline.partition import as_list, check_kinds, check_layers, check_values, cut
 from naranhi.pipeline.sharding import check_sharding
 from naranhi.pipeline.tied_weights import check_max_norm, check_memory, copies, tied_parameters
 from naranhi.schedules import Schedule, channels, check, check_versions
@@ -70,6 +70,8 @@ def prepared(
         )
         check_kinds(schedule, parts, optimizer, several)
         check_layers(layers)
+        if local["device"] != "meta":  # where nothing has values
+            check_values(parts, schedule.placement, rank)
         check_memory(parts, schedule.placement)
         check_max_norm(parts, schedule.placement, several is not None)
         check_sharding(schedule, parts, sharding, replicas, trial)
