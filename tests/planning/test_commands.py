@@ -1,5 +1,6 @@
 """What is printed for other programs: the same plan, or a sentence that says why not."""
 
+import contextlib
 import math
 import shlex
 import tomllib
@@ -55,8 +56,12 @@ def test_naranhi_train_is_told_of_the_models_sizes():
     commands.naranhi_train(LLAMA, Plan(1, tp=16), 32)  # a GPT-2 of its own
     with pytest.raises(ValueError, match="its tp 16 does not divide 8 heads of keys and values"):
         commands.naranhi_train(LLAMA, Plan(1, tp=16), 32, config="config.json")
-    with pytest.raises(ValueError, match="its cp is 1, 2 or 4, not 8"):
-        commands.naranhi_train(LLAMA, Plan(1, cp=8), 32)
+    commands.naranhi_train(LLAMA, Plan(1, cp=8), 32)
+    experts = replace(LLAMA, experts=4, top_k=2)
+    for cp, tp, fits in (4, 1, True), (2, 4, True), (8, 1, False), (4, 4, False), (1, 16, False):
+        refused = pytest.raises(ValueError, match=f"cp x tp, divide 8, and not {cp} x {tp}")
+        with contextlib.nullcontext() if fits else refused:
+            commands.naranhi_train(experts, Plan(1, cp=cp, tp=tp, etp=1), 32)
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ def in_float64():
     original = trainer.build_model_and_data
 
     def built(options):
-        layers, *others = original(options)
-        nn.ModuleList(layers).double()
-        return layers, *others
+        model, *others = original(options)
+        nn.ModuleList(model.layers).double()
+        return model, *others
 
     trainer.build_model_and_data = built
     torch.set_default_dtype(torch.float64)

@@ -12,7 +12,7 @@ from naranhi import train
 from naranhi.context_parallel import partial_attention, ring, split_sequence
 from naranhi.expert_parallel import expert_parameters, gpt2, gradients, moe, sum_over_copies
 from naranhi.pipeline import gradient_sums
-from naranhi.train import build, trainer
+from naranhi.train import build, part, trainer
 
 STEPS, RATE = 20, 0.5
 EXPERTS = ["--experts", "4", "--top-k", "2"]
@@ -198,7 +198,7 @@ def wrong_ways(arguments, names):
     found = {}
     for name in names:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(build, "COEFFICIENT", 1.0)  # seen in five steps
+            patch.setattr(part, "COEFFICIENT", 1.0)  # seen in five steps
             WRONG[name](patch)
             with train.Training(train.parse([*arguments, "--steps=5"])) as training:
                 training.optimizer = torch.optim.SGD(training.pipeline.parameters(), lr=RATE)
@@ -230,22 +230,17 @@ REFUSED = [
         "a mesh of data 1 x pipeline 2 x tensor 1 x context 2 has 4 ranks, the world has 8",
     ),
     (
-        ["--cp=8"],
-        "--cp 8 does not divide sequences, whose lengths are multiples of 8, into a head and a "
-        "tail for each rank: 2 and 4 do",
+        ["--cp=8", *EXPERTS],
+        "with --cp 8 and --tp 1 sequences are padded to multiples of 16, in one process to "
+        "multiples of 8, and the routers of --experts see the padding",
     ),
     (
         ["--cp=4", "--tp=2", "--dropout=0.1"],
         "--cp 4 goes with --dropout 0, not 0.1: each rank would draw masks of its own",
     ),
     (
-        ["--cp=2", "--tp=8", "--sequence-parallel", "--pp=1"],
-        "with --sequence-parallel, --cp 2 and --tp 8 divide sequences into 16 parts, and their "
-        "lengths are multiples of 8",
-    ),
-    (
         ["--cp=4", "--tp=4", "--pp=1", *EXPERTS],
-        "with --experts, --cp 4 and --tp 4 divide sequences into 16 parts, and their lengths",
+        "with --cp 4 and --tp 4 sequences are padded to multiples of 16, in one process to",
     ),
     (["--ep=2"], "--ep goes with --experts N, the number of experts"),
     (["--top-k=2"], "--top-k goes with --experts N, the number of experts"),
@@ -256,6 +251,33 @@ REFUSED = [
         "--batch 8 cannot be divided into 8 shares of 2 micro-batches of one size",
     ),
 ]
+
+
+def test_sequences_are_padded_for_any_number_of_ranks(eight, tmp_path):
+    """Three ranks, and eight, which do not divide a multiple of 8 into heads and tails."""
+    base = [
+        *small_gpt2.write(tmp_path, positions=48),
+        "--batch=8",
+        "--microbatches=2",
+        "--clip=0.2",
+    ]
+    alone = eight(1, by_sgd, [base])[0][0]
+    for ranks, *options in (
+        (3, "--cp=3"),
+        (8, "--cp=8"),
+        (6, "--cp=3", "--tp=2", "--sequence-parallel"),
+    ):
+        for found in eight(ranks, by_sgd, [[*base, *options]]):
+            assert found[0] == pytest.approx(alone, rel=0, abs=1e-9)
+
+
+def test_padding_needs_positions(eight, tmp_path):
+    base = small_gpt2.write(tmp_path, positions=40)
+    words = (
+        "with --cp 8 and --tp 1 sequences are padded to multiples of 16: the longest has 40 tokens"
+    )
+    for (said,) in eight(8, told, [[*base, "--cp=8"]]):
+        assert words in said and said.endswith("has 40 positions")
 
 
 def test_what_cannot_work_is_refused_on_every_rank(eight, small):

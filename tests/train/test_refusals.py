@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from naranhi import train
 from naranhi.checkpoint.storage import Storage
+from naranhi.pipeline import preparation
 from naranhi.train import trainer
 from naranhi.train.saves import Saves
 
@@ -67,13 +68,11 @@ def test_a_folder_that_one_rank_cannot_list_is_told_to_all(eight, tmp_path):
 
 
 def devices_of_the_model():
-    original = trainer.device_of
-    trainer.device_of = lambda: torch.device("meta")  # in the place of a GPU
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "device_of", lambda: torch.device("meta"))  # in place of a GPU
+        patch.setattr(preparation, "check_values", lambda *_: None)
         with train.Training(train.parse(["--steps", "1"])) as training:
             return {param.device.type for param in training.pipeline.parameters()}
-    finally:
-        trainer.device_of = original
 
 
 def test_the_model_is_on_the_device_of_the_group(eight):

@@ -5,7 +5,7 @@ Source: Lepikhin et al., "GShard" (2021), section 2.2, for experts in every seco
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.autograd.function import FunctionCtx
 
 from naranhi.distributed.shared_groups import SharesGroups
 from naranhi.expert_parallel.moe import MoE
-from naranhi.models import GPT2Block
+from naranhi.models import GPT2Block, seed_of
 from naranhi.tensor_parallel.mappings import gather_from_group, scatter_to_group
 from naranhi.tensor_parallel.sequence_gradients import mark_sequence_module
 
@@ -102,6 +102,8 @@ def add_experts(
     coefficient: float | None = None,
     tensor: dist.ProcessGroup | None = None,
     sequence: bool = False,
+    seed: int | None = None,
+    own: Collection[int] | None = None,
 ) -> list[nn.Module]:
     """Replace the MLP of every second block of `models.gpt2`, in place, and return the layers.
 
@@ -122,11 +124,16 @@ def add_experts(
             `sequence` or without, each of its ranks has the routers' gradients of its tokens only:
             call `tensor_parallel.sum_sequence_gradients` once per step.
         sequence: whether it will split the activations, too.
+        seed: from it and its number each block has a seed of its own, so that its experts are the
+            same whichever others are drawn; None for torch's generator.
+        own: the indices of the layers that this rank will keep, if it shares them with the whole
+            group and all replicas; other layers stay as they are. None for all.
 
     Raises:
         ValueError: no block would get experts, `replicas` lacks ranks of `tensor`, or see `MoE`.
     """
-    blocks = [layer for layer in layers if isinstance(layer, GPT2Block)][every - 1 :: every]
+    blocks = [n for n, layer in enumerate(layers) if isinstance(layer, GPT2Block)]
+    blocks = blocks[every - 1 :: every]
     if not blocks:
         raise ValueError(f"among {len(layers)} layers there is no block for experts, every {every}")
     tensor = tensor if tensor and dist.get_world_size(tensor) > 1 else None
@@ -136,10 +143,14 @@ def add_experts(
             "the ranks of the tensor group have copies of the experts, and tokens of their own: "
             "replicas has to have them too, such as Mesh.expert_replicas"
         )
-    for layer in blocks:
+    for number in blocks if own is None else [number for number in blocks if number in own]:
+        layer = layers[number]
         hidden = layer.block.ln_2.normalized_shape[0]
         width = layer.block.mlp.c_fc.weight.shape[1]
-        moe = MoE(hidden, width, experts, top_k, group, capacity_factor, replicas=replicas)
+        with torch.random.fork_rng(devices=[], enabled=seed is not None):
+            if seed is not None:
+                torch.default_generator.manual_seed(seed_of(seed, number, "experts"))
+            moe = MoE(hidden, width, experts, top_k, group, capacity_factor, replicas=replicas)
         if tensor:  # each rank has the router's gradient of its tokens: `sum_sequence_gradients`
             mark_sequence_module(moe.router, tensor)
         divided = None if sequence else tensor

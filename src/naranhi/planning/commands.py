@@ -53,7 +53,10 @@ def naranhi_train(
             config is not None and model.kv_heads % plan.tp,
             f"its tp {plan.tp} does not divide {model.kv_heads} heads of keys and values",
         ),
-        (plan.cp not in (1, 2, 4), f"its cp is 1, 2 or 4, not {plan.cp}"),
+        (
+            model.experts and 8 % max(2 * plan.cp * (plan.cp > 1), plan.cp * plan.tp),
+            f"with experts, its 2 x cp, and its cp x tp, divide 8, and not {plan.cp} x {plan.tp}",
+        ),
         (
             model.experts and plan.expert_tp > 1,
             f"each expert is cut over {plan.expert_tp} ranks of tp, and its own are whole; choose "

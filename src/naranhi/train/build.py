@@ -1,11 +1,9 @@
-"""What a training consists of: a mesh, a model, data, and this rank's part of each."""
+"""What a training consists of: a mesh, a model, data; and this rank's share of a batch."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from functools import partial
-from math import prod
+from math import lcm, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,41 +12,30 @@ import torch.distributed as dist
 from torch import nn
 
 from naranhi import data, models
-from naranhi.autograd import Recompute
-from naranhi.context_parallel import cut_sequence, split_sequence
+from naranhi.context_parallel import split_sequence
 from naranhi.distributed import Mesh
-from naranhi.expert_parallel import add_experts
 from naranhi.schedules import Schedule
-from naranhi.tensor_parallel import (
-    gpt2_plan,
-    llama_plan,
-    parallelize,
-    vocabulary_cross_entropy,
-)
 from naranhi.train.usage import UsageError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-MULTIPLE = 8  # lengths are multiples of it: the stages do one dry run for each length
+MULTIPLE = 8  # lengths are multiples of it at least: the stages do a dry run for each length
 ORDER = "head_tail"  # of the positions on context ranks: as much attention on each
-COMPUTED_AS = {
-    models.GPT2Embedding: (
-        "n_head",
-        "activation_function",
-        "layer_norm_epsilon",
-        "scale_attn_weights",
-        "scale_attn_by_inverse_layer_idx",
-    ),
-    models.LlamaEmbedding: (
-        "num_attention_heads",
-        "num_key_value_heads",
-        "hidden_act",
-        "rms_norm_eps",
-        "rope_parameters",
-    ),
-}
-COEFFICIENT = 0.01  # of the auxiliary loss of experts, as in Switch Transformers
+GPT2_COMPUTES = (
+    "n_head",
+    "activation_function",
+    "layer_norm_epsilon",
+    "scale_attn_weights",
+    "scale_attn_by_inverse_layer_idx",
+)
+LLAMA_COMPUTES = (
+    "num_attention_heads",
+    "num_key_value_heads",
+    "hidden_act",
+    "rms_norm_eps",
+    "rope_parameters",
+)
 
 
 def make_mesh(options: argparse.Namespace) -> Mesh:
@@ -74,30 +61,30 @@ def make_mesh(options: argparse.Namespace) -> Mesh:
 
 
 def require_sequences(options: argparse.Namespace) -> None:
-    """Raise UsageError if sequences cannot be divided as `options` say.
-
-    Their lengths are multiples of `MULTIPLE`. A context rank has a head and a tail of each, and the
-    ranks of a tensor group may divide those.
-    """
-    if options.sequence_parallel and (options.tp == 1 or MULTIPLE % options.tp):
-        raise UsageError(f"--sequence-parallel goes with --tp 2, 4 or {MULTIPLE}, not {options.tp}")
-    if options.cp > 1 and MULTIPLE % (2 * options.cp):
-        raise UsageError(
-            f"--cp {options.cp} does not divide sequences, whose lengths are multiples of "
-            f"{MULTIPLE}, into a head and a tail for each rank: 2 and {MULTIPLE // 2} do"
-        )
+    """Raise UsageError if sequences cannot be divided as `options` say."""
+    if options.sequence_parallel and options.tp == 1:
+        raise UsageError("--sequence-parallel goes with --tp 2 or more, not 1")
     if options.cp > 1 and options.dropout:
         raise UsageError(
             f"--cp {options.cp} goes with --dropout 0, not {options.dropout:g}: each rank would "
             "draw masks of its own for its part of a sequence"
         )
-    divided = options.tp if options.sequence_parallel or options.experts else 1
-    if MULTIPLE % (options.cp * divided):
-        why = "--sequence-parallel" if options.sequence_parallel else "--experts"
+    if options.experts is not None and multiple_of(options) > MULTIPLE:
         raise UsageError(
-            f"with {why}, --cp {options.cp} and --tp {options.tp} divide sequences into "
-            f"{options.cp * divided} parts, and their lengths are multiples of {MULTIPLE}"
+            f"with --cp {options.cp} and --tp {options.tp} sequences are padded to multiples of "
+            f"{multiple_of(options)}, in one process to multiples of {MULTIPLE}, and the routers "
+            "of --experts see the padding: choose sizes that need no more"
         )
+
+
+def multiple_of(options: argparse.Namespace) -> int:
+    """Return what the lengths of padded sequences are multiples of.
+
+    It is `MULTIPLE`, or more where the ranks do not divide that: a context rank has a head and a
+    tail of each sequence, and the ranks of a tensor group may divide what it has.
+    """
+    divided = options.tp if options.sequence_parallel or options.experts else 1
+    return lcm(MULTIPLE, 2 * options.cp if options.cp > 1 else 1, options.cp * divided)
 
 
 def require_experts(options: argparse.Namespace) -> None:
@@ -141,27 +128,18 @@ def default_top_k(experts: int) -> int:
     return min(2, experts)
 
 
-def computed_as(layers: list[nn.Module]) -> str:
+def computed_as(config: PreTrainedConfig) -> str:
     """Return what a model of the same kind and shapes may compute otherwise, in words."""
-    config = config_of(layers)
-    said = {name: getattr(config, name) for name in COMPUTED_AS[type(layers[0])]}
+    names = GPT2_COMPUTES if config.model_type == "gpt2" else LLAMA_COMPUTES
+    said = {name: getattr(config, name) for name in names}
     in_order = {n: dict(sorted(v.items())) if isinstance(v, dict) else v for n, v in said.items()}
     return ", ".join(f"{name} {value}" for name, value in in_order.items())
 
 
-def config_of(layers: list[nn.Module]) -> PreTrainedConfig:
-    """Return the configuration of the model whose layers these are."""
-    return next(
-        module.config
-        for module in nn.ModuleList(layers).modules()
-        if hasattr(getattr(module, "config", None), "model_type")
-    )
-
-
 def build_model_and_data(
     options: argparse.Namespace,
-) -> tuple[list[nn.Module], list[list[int]], int, str]:
-    """Return the model's layers, the passages as tokens, the padding token, and a line about them.
+) -> tuple[models.DeferredLM, list[list[int]], int, str]:
+    """Return the model, the passages as tokens, the padding token, and a line about them.
 
     Raises:
         UsageError: the batch cannot be divided, or model and tokenizer do not fit.
@@ -179,28 +157,32 @@ def build_model_and_data(
     if options.config is not None:
         source = models.configuration(options.config)
     tokenizer = data.tokenizer(tokenizer_of(options))
-    torch.manual_seed(options.seed)
     source = source or models.gpt2_config(vocabulary=len(tokenizer))
-    layers = models.causal_lm(source, tied=not options.untied, dropout=options.dropout)
+    model = models.DeferredLM(source, tied=not options.untied, dropout=options.dropout)
+    layers = model.layers
     if options.experts is not None and not isinstance(layers[0], models.GPT2Embedding):
         raise UsageError(f"--experts goes with a GPT-2, and {name} is of another kind")
+    model_named = f"the model of {name}" if name else "the default model"
     words, positions = layers[0].wte.num_embeddings, layers[0].positions
     if len(tokenizer) > words:
-        raise UsageError(
-            f"the tokenizer has {len(tokenizer)} words, the model of {name} only {words}"
-        )
+        raise UsageError(f"the tokenizer has {len(tokenizer)} words, {model_named} only {words}")
     if positions < MULTIPLE:
-        raise UsageError(
-            f"the model of {name} has {positions} positions: it takes at least {MULTIPLE}"
-        )
+        raise UsageError(f"{model_named} has {positions} positions: it takes at least {MULTIPLE}")
     sequences = data.encode(tokenizer, distinct, positions // MULTIPLE * MULTIPLE)
+    longest, multiple = max(map(len, sequences)), multiple_of(options)
+    if -(-longest // multiple) * multiple > positions:
+        raise UsageError(
+            f"with --cp {options.cp} and --tp {options.tp} sequences are padded to multiples of "
+            f"{multiple}: the longest has {longest} tokens, and {model_named} has {positions} "
+            "positions"
+        )
     parameters = sum(param.numel() for param in nn.ModuleList(layers).parameters())
     about = (
         f"{len(sequences):,} passages ({len(passages) - len(distinct):,} repeated ones left out), "
         f"{sum(map(len, sequences)):,} tokens, unigram entropy "
         f"{data.unigram_entropy(sequences):.3f} nats a token; {parameters:,} parameters"
     )
-    return layers, sequences, tokenizer.pad_token_id, about
+    return model, sequences, tokenizer.pad_token_id, about
 
 
 def tokenizer_of(options: argparse.Namespace) -> str | None:
@@ -216,43 +198,6 @@ def tokenizer_of(options: argparse.Namespace) -> str | None:
     if folder.is_dir() and not any((folder / file).is_file() for file in files):
         return None
     return str(folder) if folder.is_dir() else options.config
-
-
-def divide(
-    layers: list[nn.Module], options: argparse.Namespace, mesh: Mesh
-) -> tuple[list[nn.Module], Callable[..., torch.Tensor]]:
-    """Return the layers with what this rank has of them, before they are cut into stages.
-
-    Experts come first, for they are drawn from the same seed on every rank; then each layer is
-    split over the tensor group, and what it computes with over the context group.
-
-    Returns:
-        The layers, and the loss of what the last one returns.
-    """
-    loss = models.loss
-    if options.experts is not None:
-        torch.manual_seed(options.seed)
-        layers = add_experts(
-            layers,
-            options.experts,
-            options.top_k or default_top_k(options.experts),
-            mesh.expert,
-            replicas=mesh.expert_replicas,
-            coefficient=COEFFICIENT / options.microbatches,
-            tensor=mesh.tensor,
-            sequence=options.sequence_parallel,
-        )
-    if mesh.sizes.tensor > 1:
-        plan = gpt2_plan()
-        if isinstance(layers[0], models.LlamaEmbedding):
-            plan = llama_plan(head_norms=layers[1].attn.q_norm is not None)
-        parallelize(layers, plan, mesh.tensor, sequence=options.sequence_parallel)
-        loss = partial(vocabulary_cross_entropy, group=mesh.tensor)
-    if mesh.sizes.context > 1:
-        cut_sequence(layers, mesh.context, order=ORDER)
-    if options.recompute:
-        layers[1:-1] = map(Recompute, layers[1:-1])
-    return layers, loss
 
 
 def share_of(batch: data.Batch, options: argparse.Namespace, mesh: Mesh) -> tuple[Any, Any]:

@@ -1,8 +1,8 @@
 """Train a language model on a mesh of ranks: up to five parallelisms in one step.
 
-Every rank builds the same model from the same seed and iterates over the same batches. It keeps
-only its shard of its stage of the model, and its experts, and uses only its rows of each batch, and
-its positions of those. A step:
+Every rank builds the same model, without values, and iterates over the same batches. It draws, or
+reads, its stage of the model only, and keeps its shard of that, and its experts; and it uses only
+its rows of each batch, and its positions of those. A step:
 
     forwards and backwards         follow the schedule, along the pipeline; in each, a tensor group
                                    reduces activations, a context group passes on keys and values,
@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import random
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -37,25 +36,24 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from naranhi import data
-from naranhi.autograd import splittable
+from naranhi import data, models
+from naranhi.autograd import Recompute, splittable
 from naranhi.distributed import Mesh, agree, device_of, fingerprint
 from naranhi.pipeline import Pipeline
 from naranhi.schedules.balance import uniform
 from naranhi.tensor_parallel import sum_sequence_gradients
 from naranhi.train.build import (
-    MULTIPLE,
     build_model_and_data,
     computed_as,
-    config_of,
     default_top_k,
-    divide,
     make_mesh,
+    multiple_of,
     require_untied,
     share_of,
 )
 from naranhi.train.export import export, require_new
 from naranhi.train.options import RATE
+from naranhi.train.part import divide, fill, own_layers, require_same_layers
 from naranhi.train.saves import MODEL, PADDING, RESUMED, Saves
 from naranhi.train.schedule import actions_of, make_schedule
 from naranhi.train.usage import UsageError, raise_on_all
@@ -128,38 +126,16 @@ class Training:
     def _prepare(self):
         """Make all but the mesh: model, pipeline, optimizer and data, and resume."""
         options = self.options
-        layers, sequences, pad, self.about = raise_on_all(lambda: build_model_and_data(options))
-        computed, self._config = computed_as(layers), config_of(layers)
+        model, sequences, pad, self.about = raise_on_all(lambda: build_model_and_data(options))
+        computed, self._config = computed_as(model.config), model.config
+        layers = nn.ModuleList(model.layers)
         self._tied = layers[0].wte.weight is layers[-1].lm_head.weight
         ends = [token for sequence in sequences for token in (*sequence, -1)]
         passages = torch.tensor(ends)
-        raise_on_all(partial(agree, weights=nn.ModuleList(layers), passages=passages, padding=pad))
-        layers, loss = raise_on_all(partial(divide, layers, options, self.mesh))
-        place, sizes = self.mesh.place, self.mesh.sizes
-        # Dropout: different masks on each stage of each pipeline, the same in a tensor group.
-        share = place.data * sizes.expert + place.expert
-        drawn = random.Random(f"{options.seed}/{share}/{place.pipeline}")
-        torch.manual_seed(drawn.getrandbits(63))
-        schedule = raise_on_all(partial(make_schedule, options, sizes.pipeline))
-        raise_on_all(partial(require_untied, options, schedule, self._tied))
-        if actions_of(schedule, "I"):
-            layers = splittable(layers)
-        nn.ModuleList(layers).to(self.device)
-        even = partial(uniform, layers, schedule.virtual_stages)
-        balance = options.balance or raise_on_all(even)
-        self.pipeline = raise_on_all(
-            partial(
-                Pipeline,
-                layers,
-                schedule,
-                loss,
-                balance=balance,
-                group=self.mesh.pipeline,
-                replicas=self.mesh.replicas,
-                sharding=ZeroStages if options.zero else None,
-            )
-        )
-        del layers  # free the layers of the other stages
+        weights = raise_on_all(model.fingerprint)
+        alike = {"model": computed, "layers": layers, "weights": weights, "passages": passages}
+        raise_on_all(partial(agree, padding=pad, **alike))
+        self.pipeline = self._pipeline(model)
         rate = options.lr or RATE["trained" if options.model else "random"]
         sharded = self.pipeline.sharded
         trained = sharded.param_groups if sharded else self.pipeline.parameters()
@@ -184,8 +160,39 @@ class Training:
             options.batch,
             seed=options.seed,
             pad=pad,
-            multiple=MULTIPLE,
+            multiple=multiple_of(options),
             start=self.start,
+        )
+
+    def _pipeline(self, model):
+        """Return this rank's pipeline: cut the layers first, then give its own their values."""
+        options, place, sizes = self.options, self.mesh.place, self.mesh.sizes
+        schedule = raise_on_all(partial(make_schedule, options, sizes.pipeline))
+        raise_on_all(partial(require_untied, options, schedule, self._tied))
+        layers = model.layers
+        balance = options.balance or raise_on_all(partial(uniform, layers, schedule.virtual_stages))
+        own = raise_on_all(partial(own_layers, len(layers), schedule, balance, place.pipeline))
+        loss = raise_on_all(partial(divide, layers, own, options, self.mesh))
+        digests = raise_on_all(partial(fill, model, own, options.seed, self.device))
+        raise_on_all(partial(require_same_layers, digests))
+        if options.recompute:
+            layers[1:-1] = map(Recompute, layers[1:-1])
+        if actions_of(schedule, "I"):
+            layers = splittable(layers)
+        # Dropout: different masks on each stage of each pipeline, the same in a tensor group.
+        share = place.data * sizes.expert + place.expert
+        torch.manual_seed(models.seed_of(options.seed, share, place.pipeline))
+        return raise_on_all(
+            partial(
+                Pipeline,
+                layers,
+                schedule,
+                loss,
+                balance=balance,
+                group=self.mesh.pipeline,
+                replicas=self.mesh.replicas,
+                sharding=ZeroStages if options.zero else None,
+            )
         )
 
     def __iter__(self) -> Iterator[Step]:

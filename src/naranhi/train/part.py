@@ -1,0 +1,122 @@
+"""This rank's part of the model: which layers, which shards of them, and their values."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import nn
+
+from naranhi import models
+from naranhi.context_parallel import cut_sequence
+from naranhi.distributed import Mesh, fingerprint, from_all_ranks
+from naranhi.expert_parallel import add_experts
+from naranhi.pipeline.partition import cut
+from naranhi.schedules import Schedule
+from naranhi.tensor_parallel import (
+    gpt2_plan,
+    llama_plan,
+    materialize,
+    parallelize,
+    vocabulary_cross_entropy,
+)
+from naranhi.train.build import ORDER, default_top_k
+
+COEFFICIENT = 0.01  # of the auxiliary loss of experts, as in Switch Transformers
+
+
+def own_layers(layers: int, schedule: Schedule, balance: list[int], rank: int) -> list[int]:
+    """Return the indices of the layers of a rank of the pipeline.
+
+    Raises:
+        ValueError: the balance does not fit.
+    """
+    parts = cut(range(layers), schedule.virtual_stages, balance)
+    return [
+        number
+        for part, place in zip(parts, schedule.placement, strict=True)
+        for number in part
+        if place == rank
+    ]
+
+
+def divide(
+    layers: list[nn.Module], own: list[int], options: argparse.Namespace, mesh: Mesh
+) -> Callable[..., torch.Tensor]:
+    """Cut the layers, which have no values yet, over the tensor group and the context group.
+
+    Experts come first: those of this rank's layers, with values, which the ranks of its stage draw
+    from the same seed.
+
+    Args:
+        layers: the whole model; what is cut takes their places in the list.
+        own: the indices of this rank's layers.
+        options: those of the training.
+        mesh: the mesh.
+
+    Returns:
+        The loss of what the last layer returns.
+    """
+    loss = models.loss
+    if options.experts is not None:
+        add_experts(
+            layers,
+            options.experts,
+            options.top_k or default_top_k(options.experts),
+            mesh.expert,
+            replicas=mesh.expert_replicas,
+            coefficient=COEFFICIENT / options.microbatches,
+            tensor=mesh.tensor,
+            sequence=options.sequence_parallel,
+            seed=options.seed,
+            own=own,
+        )
+    if mesh.sizes.tensor > 1:
+        plan = gpt2_plan()
+        if isinstance(layers[0], models.LlamaEmbedding):
+            plan = llama_plan(head_norms=layers[1].attn.q_norm is not None)
+        parallelize(layers, plan, mesh.tensor, sequence=options.sequence_parallel)
+        loss = partial(vocabulary_cross_entropy, group=mesh.tensor)
+    if mesh.sizes.context > 1:
+        cut_sequence(layers, mesh.context, order=ORDER)
+    return loss
+
+
+def fill(
+    model: models.DeferredLM, own: list[int], seed: int, device: torch.device | str
+) -> dict[int, str]:
+    """Give this rank's layers their values, one whole layer at a time.
+
+    Args:
+        model: the model, whose layers are divided.
+        own: the indices of this rank's layers.
+        seed: of random weights.
+        device: where these layers go.
+
+    Returns:
+        {index of a layer: a fingerprint of its whole weights}, for `require_same_layers`.
+    """
+    digests = {}
+    for number in own:
+        values = model.values(number, seed)
+        digests[number] = str({name: fingerprint(tensor) for name, tensor in values.items()})
+        there = dict(nn.ModuleList(model.layers).named_parameters(remove_duplicate=False))
+        # Where a block has experts, its MLP is gone.
+        materialize(model.layers, {name: values[name] for name in values if name in there})
+        del values  # before the next ones are made
+        model.layers[number].to(device)
+    return digests
+
+
+def require_same_layers(digests: dict[int, str]) -> None:
+    """Raise ValueError on every rank if two have different weights of a layer."""
+    first = {}
+    for rank, found in enumerate(from_all_ranks(digests)):
+        for number, digest in found.items():
+            other, expected = first.setdefault(number, (rank, digest))
+            if digest != expected:
+                raise ValueError(
+                    f"rank {other} and rank {rank} have different weights of layer {number}"
+                )
