@@ -181,3 +181,22 @@ def hooks_are_kept():
 def test_a_hook_sees_the_whole_gradient_of_a_model_that_was_filled(eight):
     (first, filled), (other, _) = eight(2, hooks_are_kept)
     assert torch.equal(first, other) and torch.equal(first, filled)
+
+
+def forwards_of_blocks(arguments):
+    """On a rank: how often blocks run in a step, and in the trial before it."""
+    seen = []
+    with train.Training(train.parse(arguments)) as training:
+        for stage in training.pipeline.stages.values():
+            for layer in stage.layers[1:-1]:
+                layer.block.register_forward_hook(lambda *_: seen.append(1))
+        next(iter(training))
+    return len(seen)
+
+
+def test_recomputed_blocks_run_twice(eight, tmp_path):
+    """No number but this one shows it: losses are those without."""
+    base = [*small_gpt2.write(tmp_path), "--microbatches=4", "--steps=1"]
+    plain = eight(1, forwards_of_blocks, base)[0]
+    assert plain >= 2 * 4
+    assert eight(1, forwards_of_blocks, [*base, "--recompute"])[0] == plain + 2 * 4
