@@ -10,7 +10,7 @@ from in_float64 import in_float64
 
 from naranhi import train
 from naranhi.context_parallel import partial_attention, ring, split_sequence
-from naranhi.expert_parallel import expert_parameters, gpt2, gradients, moe, sum_over_copies
+from naranhi.expert_parallel import expert_parameters, experts_mlp, gradients, moe, sum_over_copies
 from naranhi.pipeline import gradient_sums
 from naranhi.train import build, part, trainer
 
@@ -180,7 +180,7 @@ WRONG = {
         gradients, "expert_parameters", lambda model: dict.fromkeys(expert_parameters(model))
     ),
     "routers of a part of the tokens": lambda patch: patch.setattr(
-        gpt2, "mark_sequence_module", lambda module, group: None
+        experts_mlp, "mark_sequence_module", lambda module, group: None
     ),
     "targets in plain order": lambda patch: patch.setattr(
         build, "split_sequence", lambda x, group, order: split_sequence(x, group)
@@ -232,7 +232,7 @@ REFUSED = [
     (
         ["--cp=8", *EXPERTS],
         "with --cp 8 and --tp 1 sequences are padded to multiples of 16, in one process to "
-        "multiples of 8, and the routers of --experts see the padding",
+        "multiples of 8, and the routers of experts see the padding",
     ),
     (
         ["--cp=4", "--tp=2", "--dropout=0.1"],

@@ -299,7 +299,10 @@ def told(case):
             "copies outside of the group",
             "(copies of each: 2), which does not fit a group of 2 ranks",
         ),
-        ("an auxiliary loss beside the output", "pass add_experts a coefficient"),
+        (
+            "an auxiliary loss beside the output",
+            "pass add_experts, or divide_experts, a coefficient",
+        ),
     ],
 )
 def test_what_would_train_wrong_is_refused_on_every_rank(five, case, words):

@@ -29,7 +29,8 @@ rank: take bf16, or `precision.LossScaler` with its `finite` all-reduced.
 
 from naranhi.expert_parallel.dispatch import Plan, make_plan
 from naranhi.expert_parallel.exchange import exchange_rows
-from naranhi.expert_parallel.gpt2 import ExpertsMLP, add_experts, auxiliary_loss
+from naranhi.expert_parallel.experts_mlp import ExpertsMLP, auxiliary_loss
+from naranhi.expert_parallel.gpt2 import add_experts
 from naranhi.expert_parallel.gradients import (
     expert_parameters,
     sum_gradients,

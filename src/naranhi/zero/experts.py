@@ -73,7 +73,8 @@ def require_own_loss(units: Iterable[Unit], stage: int) -> None:
         if any(isinstance(part, ExpertsMLP) and part.coefficient is None for part in inside):
             raise TypeError(
                 f"unit {unit.name} has experts whose auxiliary loss is not part of its output, so "
-                "its backward would find no parameters at stage 3: pass add_experts a coefficient"
+                "its backward would find no parameters at stage 3: pass add_experts, or "
+                "divide_experts, a coefficient"
             )
 
 
