@@ -24,9 +24,11 @@ from naranhi.tensor_parallel.shards import ShardedModule, Split
 class MoE(ShardedModule):
     """Send each token to `top_k` of the experts, and return the weighted sum of their outputs.
 
-    An expert is `gelu(x @ up) @ down`. Rank r of the group holds experts r * experts / ranks and
-    following. Make the layer with the same seed on every rank: every rank draws all experts, one
-    after the other, and keeps its own, so the weights are the same on any number of ranks.
+    An expert is `gelu(x @ up) @ down`, or with `gate` an MLP with a gate,
+    `(gate(x @ a) * (x @ b)) @ down`, where `up` is a and b side by side. Rank r of the group holds
+    experts r * experts / ranks and following. Make the layer with the same seed on every rank:
+    every rank draws all experts, one after the other, and keeps its own, so the weights are the
+    same on any number of ranks.
 
     `splits` says which experts a rank holds, as in a tensor parallel layer. So a gradient norm
     (`tensor_parallel.clip_grad_norm_`) counts each expert once, and `full_state_dict` and
@@ -48,10 +50,15 @@ class MoE(ShardedModule):
             dropped and add nothing to the output. None drops nothing.
         replicas: the ranks that hold a copy of the same experts and train them together; None for
             no copies. Every rank needs as many as the others.
+        gate: the activation of the experts' gates, such as `nn.SiLU()`; None for experts without.
+        normalize: whether the gates of a token's experts add up to 1; by default if there are
+            several. See `route`.
+        device: where the weights are; "meta" for a layer without values, which
+            `tensor_parallel.materialize` gives it.
 
     Attributes:
-        up, down: the experts of this rank, (own experts, hidden, ffn) and (own experts, ffn,
-            hidden).
+        up, down: the experts of this rank, (own experts, hidden, ffn), or with `gate` twice as
+            wide, and (own experts, ffn, hidden).
         router: from a token to one logit for each expert, the same on every rank.
         plan: what the last forward sent, received and dropped here.
         load: how many choices each expert got in the last forward, before dropping, (experts).
@@ -61,12 +68,15 @@ class MoE(ShardedModule):
             have different routers, or copies are not equal; a size is not a whole number of at
             least 1; `top_k` is above `experts`; the ranks do not divide the experts; the capacity
             is nothing.
+        TypeError: `gate` is not a module.
     """
 
     replicas: dist.ProcessGroup | None
     experts: int
     top_k: int
     capacity_factor: float | None
+    gate: nn.Module | None
+    normalize: bool | None
     router: nn.Linear
     up: nn.Parameter
     down: nn.Parameter
@@ -84,19 +94,27 @@ class MoE(ShardedModule):
         capacity_factor: float | None = None,
         *,
         replicas: dist.ProcessGroup | None = None,
+        gate: nn.Module | None = None,
+        normalize: bool | None = None,
+        device: torch.device | str | None = None,
     ) -> None:
         super().__init__(group)
-        self.experts, self.top_k = experts, top_k
+        self.experts, self.top_k, self.gate, self.normalize = experts, top_k, gate, normalize
         self.replicas = replicas if replicas and dist.get_world_size(replicas) > 1 else None
         self.capacity_factor = capacity_factor
         sizes = {"hidden": hidden, "ffn": ffn, "experts": experts, "top_k": top_k}
-        self._agree(**sizes, capacity_factor=str(capacity_factor), copies=self._copies)
+        alike = {"capacity_factor": str(capacity_factor), "normalize": str(normalize)}
+        gated = str(gate) if isinstance(gate, nn.Module) else type(gate).__name__
+        self._agree(**sizes, **alike, gate=gated, copies=self._copies)
+        if not isinstance(gate, nn.Module | None):
+            raise TypeError(f"gate must be a module, such as nn.SiLU(), or None, not {gate!r}")
         _require(self.ranks, capacity_factor, **sizes)
-        self.router = nn.Linear(hidden, experts, bias=False)
+        self.router = nn.Linear(hidden, experts, bias=False, device=device)
         first = self.rank * experts // self.ranks
         own = range(first, first + experts // self.ranks)
-        self.up = nn.Parameter(_drawn(hidden, ffn, experts, own))
-        self.down = nn.Parameter(_drawn(ffn, hidden, experts, own))
+        wide = ffn if gate is None else 2 * ffn
+        self.up = nn.Parameter(_drawn(hidden, wide, experts, own, device))
+        self.down = nn.Parameter(_drawn(ffn, hidden, experts, own, device))
         self.splits.update(dict.fromkeys(("up", "down"), Split(0, experts, self.ranks)))
         self._agree(router=self.router)
         if self.replicas:
@@ -132,7 +150,7 @@ class MoE(ShardedModule):
         wide = torch.promote_types(tokens.dtype, torch.float32)
         with torch.autocast(tokens.device.type, enabled=False):  # or its product would be bfloat16
             logits = F.linear(tokens.to(wide), self.router.weight.to(wide))
-        routing = route(logits, self.top_k)
+        routing = route(logits, self.top_k, self.normalize)
         own_sums = routing.probabilities.sum(0)
         own_counts = count_choices(routing.experts, self.experts)
         counts, sums = gather_counts(
@@ -186,8 +204,13 @@ class MoE(ShardedModule):
         by_expert = by_expert.repeat_interleave(received.flatten()).argsort(stable=True)
         rows = reorder(rows, by_expert)
         up, down = as_autocast(self.up, self.down)
-        rows = grouped_mm(F.gelu(grouped_mm(rows, up, sizes)), down, sizes)
-        return reorder(rows, by_expert.argsort())
+        inner = grouped_mm(rows, up, sizes)
+        if self.gate is None:
+            inner = F.gelu(inner)
+        else:
+            gates, inner = inner.chunk(2, -1)
+            inner = self.gate(gates) * inner
+        return reorder(grouped_mm(inner, down, sizes), by_expert.argsort())
 
     @property
     def _copies(self):
@@ -245,12 +268,12 @@ def _problem(tokens, weight):
     return None
 
 
-def _drawn(inputs, outputs, experts, own):
+def _drawn(inputs, outputs, experts, own, device):
     """Return the weights of `own` experts, drawn as `nn.Linear` draws them, one after the other."""
     bound = inputs**-0.5
-    weights = torch.empty(len(own), inputs, outputs)
+    weights = torch.empty(len(own), inputs, outputs, device=device)
     for expert in range(experts):
-        weight = torch.empty(inputs, outputs).uniform_(-bound, bound)
+        weight = torch.empty(inputs, outputs, device=device).uniform_(-bound, bound)
         if expert in own:
             weights[expert - own[0]] = weight
     return weights

@@ -26,21 +26,23 @@ class Routing(NamedTuple):
     probabilities: torch.Tensor
 
 
-def route(logits: torch.Tensor, top_k: int) -> Routing:
+def route(logits: torch.Tensor, top_k: int, normalize: bool | None = None) -> Routing:
     """Choose the `top_k` most probable experts of each token.
-
-    With one expert its gate is its probability, because a gate that is always 1 would have no
-    gradient. With several experts their probabilities are divided by their sum.
 
     Args:
         logits: the router's output, (tokens, experts).
         top_k: the number of experts of a token.
+        normalize: whether the gates of a token are its experts' probabilities divided by their sum,
+            or these probabilities. By default they are divided if there are several: one gate that
+            is always 1 would have no gradient.
     """
     # In float32 at least: rounding to bfloat16 would change which expert is the most probable.
     wide = torch.promote_types(logits.dtype, torch.float32)
     probabilities = logits.softmax(-1, dtype=wide)
     gates, experts = probabilities.topk(top_k)
-    if top_k > 1:
+    if normalize is None:
+        normalize = top_k > 1
+    if normalize:
         gates = gates / gates.sum(-1, keepdim=True)
     return Routing(experts, gates, probabilities)
 
