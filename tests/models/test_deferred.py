@@ -128,8 +128,8 @@ def test_nothing_is_allocated_before_values_are_asked_for():
     assert sum(param.numel() for param in layers.parameters()) == 70_553_706_496
 
 
-def rewritten(folder, change):
-    saved(folder, "qwen3")
+def rewritten(folder, change, kind="qwen3"):
+    saved(folder, kind)
     file = folder / "model.safetensors"
     save_file(change(load_file(file)), file, {"format": "pt"})
     return folder
@@ -156,6 +156,35 @@ NORM = "model.layers.1.self_attn.q_norm.weight"
 def test_weights_that_are_not_the_models_are_refused(tmp_path, change, words):
     with pytest.raises(ValueError, match=words):
         DeferredLM(rewritten(tmp_path, change))
+
+
+EXPERT = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda w: {n: t for n, t in w.items() if n != EXPERT}, f"lack {EXPERT}: they were not"),
+        (
+            lambda w: w | {EXPERT: w[EXPERT].t().contiguous()},
+            r"w2.weight is \[40, 64\], not \[64, 40\]",
+        ),
+        (
+            lambda w: w | {EXPERT.replace("3", "4"): w[EXPERT].clone()},
+            "experts.4.w2.weight, of which its config.json says nothing",
+        ),
+    ],
+)
+def test_experts_that_are_not_the_models_are_refused(tmp_path, change, words):
+    with pytest.raises(ValueError, match=words):
+        DeferredLM(rewritten(tmp_path, change, "mixtral"))
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_experts_in_one_tensor_are_refused(tmp_path, kind):
+    saved(tmp_path, kind, save_original_format=False)
+    with pytest.raises(ValueError, match=r"in one tensor .*save_original_format=True"):
+        DeferredLM(tmp_path)
 
 
 def test_damaged_files_are_refused(tmp_path):

@@ -6,7 +6,13 @@ import pytest
 import small_llama
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, BertConfig, LlamaConfig, MistralConfig
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2MoeConfig,
+)
 
 from naranhi import models
 from naranhi.planning import config as planning
@@ -20,6 +26,8 @@ def seed():
 def whole(kind, **more):
     """A model of transformers, with biases and norms that are not those of the beginning."""
     model = AutoModelForCausalLM.from_config(small_llama.config(kind, **more)).double()
+    if models.is_mixture(model.config):
+        model.set_experts_implementation("eager")  # its kernels have no float64
     for name, param in model.named_parameters():
         if name.endswith("bias") or "norm" in name:
             param.data.add_(torch.empty_like(param).uniform_(-0.3, 0.3))
@@ -155,6 +163,14 @@ def test_a_weight_is_trained_if_one_of_its_parts_is():
         (
             small_llama.config("qwen3", num_attention_heads=3),
             "2 heads of keys and values do not divide 3 of queries",
+        ),
+        (
+            Qwen2MoeConfig(),
+            "'qwen2_moe', neither a GPT-2 nor a model of Llama's kind .*Mixtral, Qwen3-MoE",
+        ),
+        (
+            small_llama.config("mixtral", router_jitter_noise=0.1),
+            "router_jitter_noise is 0.1: these layers have no noise",
         ),
         (small_llama.config("qwen3", num_key_value_heads=0), "0 heads of keys and values do not"),
         (small_llama.config("qwen3", head_dim=3), "a head of 3 has no pairs of elements"),

@@ -1,6 +1,13 @@
 """Models of Llama's kind of two blocks, in a folder with a tokenizer, in the form of real ones."""
 
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from naranhi import data
 
@@ -23,10 +30,23 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
-KINDS = {  # Llama 3's angles, Qwen2's biases and tie, Qwen3's norms and size of a head
+# Llama 3's angles, Qwen2's biases and tie, Qwen3's norms and size of a head; Mixtral's experts, and
+# Qwen3-MoE's in one of two blocks.
+KINDS = {
     "llama": (LlamaConfig, {"rope_parameters": LLAMA3}),
     "qwen2": (Qwen2Config, {"tie_word_embeddings": True}),
     "qwen3": (Qwen3Config, {"head_dim": 8}),
+    "mixtral": (MixtralConfig, {"num_local_experts": 4, "router_aux_loss_coef": 0.1}),
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        {
+            "head_dim": 8,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "mlp_only_layers": [0],
+        },
+    ),
 }
 
 
@@ -36,10 +56,10 @@ def config(kind, **more):
     return cls(**(SIZES | {"vocab_size": 512} | options | more))
 
 
-def write(folder, kind):
+def write(folder, kind, **more):
     """Write the model and its tokenizer; the option of `naranhi.train` that names them."""
     data.tokenizer().save_pretrained(folder)
-    model = AutoModelForCausalLM.from_config(config(kind))
+    model = AutoModelForCausalLM.from_config(config(kind, **more))
     for name, param in model.named_parameters():  # not zeros, nor ones
         if name.endswith("bias") or "norm" in name:
             param.data.add_(param.data.clone().uniform_(-0.3, 0.3))

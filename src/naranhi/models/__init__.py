@@ -1,6 +1,6 @@
 """Models as lists of layers, and their loss."""
 
-from naranhi.models.causal_lm import causal_lm, transformers_model
+from naranhi.models.causal_lm import causal_lm, is_mixture, transformers_model
 from naranhi.models.deferred import DeferredLM, seed_of
 from naranhi.models.gpt2_blocks import (
     GPT2Block,
@@ -41,6 +41,7 @@ __all__ = [
     "gpt2_config",
     "gpt2_layers",
     "gpt2_model",
+    "is_mixture",
     "llama",
     "llama_config",
     "llama_layers",

@@ -14,6 +14,7 @@ from naranhi.models.gpt2_model import gpt2_model
 from naranhi.models.llama_model import llama_model
 from naranhi.models.llama_weights import KIND, KINDS, llama
 from naranhi.models.pretrained import configuration
+from naranhi.models.weight_names import EXPERTS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -49,6 +50,15 @@ def causal_lm(
 def is_gpt2(config: PreTrainedConfig) -> bool:
     """Return whether this is the configuration of a GPT-2."""
     return config.model_type == "gpt2"
+
+
+def is_mixture(config: PreTrainedConfig) -> bool:
+    """Return whether this is the configuration of a model of which some block has experts."""
+    if config.model_type not in EXPERTS or not config.num_experts:
+        return False
+    dense, step = getattr(config, "mlp_only_layers", ()), getattr(config, "decoder_sparse_step", 1)
+    blocks = range(config.num_hidden_layers)
+    return any(block not in dense and (block + 1) % step == 0 for block in blocks)
 
 
 def require_kind(config: PreTrainedConfig, given: str, dropout: float | None = None) -> None:

@@ -5,7 +5,7 @@ layers are built on torch's meta device, where a tensor has a shape and no memor
 there. Then a rank makes the values of its layers, one whole layer at a time.
 
 Each layer is drawn with a seed of its own. So its values are the same wherever it is, and no rank
-draws what it does not keep.
+draws the layers of others (except a rank with a tied head, which draws the embedding as well).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from naranhi.models.causal_lm import causal_lm, is_gpt2, require_kind
 from naranhi.models.gpt2_blocks import DROPOUTS, gpt2_config
 from naranhi.models.pretrained import configuration, readable, require_blocks
 from naranhi.models.saved_weights import SavedWeights
-from naranhi.models.weight_names import joined, sources
+from naranhi.models.weight_names import joined, parted, sources
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -33,9 +33,9 @@ class DeferredLM:
     """A language model as layers on the meta device, and the values of each, when asked for.
 
         model = DeferredLM(config)
-        layers = parallelize(model.layers, gpt2_plan(), group)
+        layers = parallelize(model.layers, gpt2_plan(), group)  # mixtures first: divide_experts
         for number in own:
-            materialize(layers, model.values(number, seed=0))
+            materialize(layers, model.values(number, seed=0))  # of mixtures: divided_state(...)
 
     Args:
         name_or_config: None for a small GPT-2, or a configuration, with random weights; or, for
@@ -79,7 +79,9 @@ class DeferredLM:
                 self._model = AutoModelForCausalLM.from_config(self.config)
             self.layers = causal_lm(self.config, tied)
         self._whole = copy.deepcopy(self.layers)
-        self._saved = None if name is None else SavedWeights(name, self._model, "a model")
+        self._saved = None
+        if name is not None:
+            self._saved = SavedWeights(name, self._model, self._shapes(), "a model")
 
     def values(self, number: int, seed: int = 0) -> dict[str, torch.Tensor]:
         """Return the weights of a layer, whole, by their names in the state_dict of all layers.
@@ -103,6 +105,15 @@ class DeferredLM:
     def fingerprint(self) -> torch.Tensor:
         """Return a digest of a sample of the files, by which ranks see if they read the same."""
         return self._saved.fingerprint() if self._saved else torch.zeros(0)
+
+    def _shapes(self):
+        """Return {name in the files: shape} of all weights."""
+        shapes = {}
+        for name, tensor in nn.ModuleList(self._whole).state_dict().items():
+            parts = parted(name, tensor, self.config)
+            for theirs, part in zip(sources(name, self.config), parts, strict=True):
+                shapes[theirs] = list(part.shape)
+        return shapes
 
     def _read(self, number, part=""):
         """Return the values of a layer, or of a part of it, from the files."""
@@ -129,5 +140,5 @@ class DeferredLM:
 
 
 def seed_of(*parts: object) -> int:
-    """Return a seed for `torch.manual_seed` that each other sequence of parts has another of."""
+    """Return a seed for `torch.manual_seed`, different for different parts."""
     return random.Random("/".join(map(str, parts))).getrandbits(63)

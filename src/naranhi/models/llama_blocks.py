@@ -106,7 +106,8 @@ class LlamaBlock(nn.Module):
         attn_norm: the norm before the attention.
         attn: the attention.
         mlp_norm: the norm before the MLP.
-        mlp: the MLP.
+        mlp: the MLP, or the mixture of experts of a model of transformers, with all its experts
+            (`expert_parallel.divide_experts` divides them over ranks).
     """
 
     attn_norm: nn.Module
@@ -119,6 +120,11 @@ class LlamaBlock(nn.Module):
     ) -> None:
         super().__init__()
         self.attn_norm, self.attn, self.mlp_norm, self.mlp = attn_norm, attn, mlp_norm, mlp
+
+    @property
+    def sparse(self) -> bool:
+        """Whether the block has a mixture of experts, undivided."""
+        return hasattr(self.mlp, "experts")
 
     def forward(
         self, inputs: torch.Tensor | tuple[torch.Tensor, torch.Tensor]

@@ -23,8 +23,8 @@ def llama_model(
 ) -> PreTrainedModel:
     """Return a model of `transformers` with the weights of layers that `llama` has returned.
 
-    The model is in evaluation mode, and uses the state's own memory. Torch's generator is left as
-    it was.
+    The model is in evaluation mode. It uses the state's own memory, except for queries, keys and
+    values and for experts, which are copies. Torch's generator is left as it was.
 
     Args:
         state: the layers' state_dict, `nn.ModuleList(layers).state_dict()`, or what

@@ -1,4 +1,4 @@
-"""Llama and its relatives (Mistral, Qwen2, Qwen3) as a list of layers, from transformers' model.
+"""Llama and its relatives as a list of layers, from transformers' model.
 
 The layers join matrices that have the same input into one, so their weights are copies.
 """
@@ -20,8 +20,9 @@ from naranhi.models.weight_names import by_group, head_size
 if TYPE_CHECKING:
     from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
 
-KINDS = "llama", "mistral", "qwen2", "qwen3"  # as `model_type` in a config.json has them
-KIND = "a model of Llama's kind (Llama, Mistral, Qwen2, Qwen3)"
+# As `model_type` in a config.json has them.
+KINDS = "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"
+KIND = "a model of Llama's kind (Llama, Mistral, Qwen2, Qwen3, Mixtral, Qwen3-MoE)"
 
 
 def llama_config(
@@ -95,9 +96,13 @@ def llama(
 def llama_layers(model: PreTrainedModel, tied: bool = True) -> list[nn.Module]:
     """Return the layers of a `transformers.LlamaForCausalLM`, or of a relative.
 
-    Their results are the model's, up to rounding. Embedding, head and norms have the model's
-    parameters; the other weights are copies. A weight put together of several is trained if one of
-    these is.
+    Their results are the model's, up to rounding. Embedding, head, norms and mixtures of experts
+    have the model's parameters; the other weights are copies. A weight put together of several is
+    trained if one of these is.
+
+    Mixtures of experts run the kernels of transformers, which have no float64, and none for the dry
+    run of a pipeline: divide them first, on a group of one rank if need be
+    (`expert_parallel.divide_experts`).
 
     Args:
         model: the model.
@@ -145,6 +150,8 @@ def _require_supported(config):
         raise ValueError(f"a model of the kind {config.model_type!r} is not {KIND}")
     if dropout := getattr(config, "attention_dropout", 0.0):
         raise ValueError(f"attention_dropout is {dropout}: these layers have no dropout, set it 0")
+    if noise := getattr(config, "router_jitter_noise", 0.0):
+        raise ValueError(f"router_jitter_noise is {noise}: these layers have no noise, set it 0")
     kind = (config.rope_parameters or {}).get("rope_type", "default")
     if kind in ("dynamic", "longrope"):
         raise ValueError(
@@ -181,11 +188,16 @@ def _block(layer, rotary):
             *norms,
         ),
         _norm(layer.post_attention_layernorm),
-        GatedMLP(
-            _joined([mlp.gate_proj, mlp.up_proj], torch.cat),
-            _joined([mlp.down_proj], torch.cat),
-            copy.deepcopy(mlp.act_fn),
-        ),
+        mlp if hasattr(mlp, "experts") else _gated(mlp),
+    )
+
+
+def _gated(mlp):
+    """Return the MLP of one of transformers."""
+    return GatedMLP(
+        _joined([mlp.gate_proj, mlp.up_proj], torch.cat),
+        _joined([mlp.down_proj], torch.cat),
+        copy.deepcopy(mlp.act_fn),
     )
 
 

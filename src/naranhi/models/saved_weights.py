@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +25,7 @@ class SavedWeights:
     Args:
         name: on the Hugging Face hub, or a folder written by `save_pretrained`.
         model: the model of `transformers`, which may be on the meta device.
+        shapes: {name in the files: shape} of all its weights.
         what: what it is, in words, such as "a GPT-2".
 
     Raises:
@@ -31,10 +33,11 @@ class SavedWeights:
         ValueError: they are damaged, or not safetensors, or have other weights than the model.
     """
 
-    def __init__(self, name: str, model: PreTrainedModel, what: str) -> None:
+    def __init__(
+        self, name: str, model: PreTrainedModel, shapes: Mapping[str, list[int]], what: str
+    ) -> None:
         from safetensors import safe_open
 
-        shapes = {key: list(tensor.shape) for key, tensor in model.state_dict().items()}
         prefix, unexpected, self._found = f"{model.base_model_prefix}.", [], {}
         with (
             fetching(f"weights of {name!r}", advice(name)),
@@ -54,13 +57,18 @@ class SavedWeights:
                     if shape != shapes[theirs]:
                         raise ValueError(f"{key} is {shape}, not {shapes[theirs]}")
                     self._found[theirs] = file, key
+        if fused := [key for key in unexpected if key.endswith("experts.gate_up_proj")]:
+            raise ValueError(
+                f"the weights of {name!r} have all experts of a block in one tensor ({fused[0]}): "
+                "save the model by save_pretrained(save_original_format=True), its default"
+            )
         if model.config.tie_word_embeddings:
             self._tie(name, model)
         report = {"missing_keys": shapes.keys() - self._found, "unexpected_keys": unexpected}
         require_all_weights(name, model, report)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Return a copy of the weight of that name in the model, in float32."""
+        """Return a copy of the weight of that name in the files, in float32."""
         file, key = self._found[name]
         # What safetensors returns is the file, mapped into memory: the same each time.
         return file.get_tensor(key).to(torch.float32, copy=True)

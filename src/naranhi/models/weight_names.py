@@ -1,6 +1,7 @@
-"""Which weights of a model of `transformers` each weight of the layers is made of, by name.
+"""Which weights in the files of a model each weight of the layers is made of, by name.
 
-GPT-2's layers have its weights as they are. Llama's join those of matrices with the same input.
+GPT-2's layers have its weights as they are. Llama's join those of matrices with the same input, and
+those of all experts. (Files have each expert by itself; in memory `transformers` joins them, too.)
 """
 
 from __future__ import annotations
@@ -23,10 +24,14 @@ BLOCK = {
     "mlp.gate_up": ["mlp.gate_proj", "mlp.up_proj"],
     "mlp.down": ["mlp.down_proj"],
 }
+EXPERTS = {  # a kind's name of a mixture, and of the products of an expert: gate, up and down
+    "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
+    "qwen3_moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
+}
 
 
 def sources(name: str, config: PreTrainedConfig) -> list[str]:
-    """Return the names in transformers' model of what a weight of the layers is made of.
+    """Return the names in a model's files of what a weight of the layers is made of.
 
     Args:
         name: as in `nn.ModuleList(layers).state_dict()`.
@@ -41,6 +46,8 @@ def sources(name: str, config: PreTrainedConfig) -> list[str]:
     module, kind = own.rsplit(".", 1)
     if module in ENDS:
         return [f"model.{ENDS[module]}.{kind}"]
+    if module in ("mlp.gate", "mlp.experts"):
+        return _of_mixture(f"model.layers.{int(number) - 1}", kind, config)
     return [f"model.layers.{int(number) - 1}.{theirs}.{kind}" for theirs in BLOCK[module]]
 
 
@@ -54,6 +61,8 @@ def joined(name: str, tensors: list[torch.Tensor], config: PreTrainedConfig) -> 
     """
     if ".attn.qkv." in name:
         return by_group(tensors, config.num_key_value_heads)
+    if ".mlp.experts." in name:
+        return torch.cat(tensors).unflatten(0, (config.num_experts, -1))
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
@@ -67,7 +76,22 @@ def parted(name: str, tensor: torch.Tensor, config: PreTrainedConfig) -> list[to
     """
     if ".attn.qkv." in name:
         return by_kind(tensor, config.num_key_value_heads, head_size(config))
+    if ".mlp.experts." in name:
+        tensor = tensor.flatten(0, 1)
     return list(tensor.chunk(len(sources(name, config))))
+
+
+def _of_mixture(layer, kind, config):
+    """Return the names of the router, or of all experts, one after the other."""
+    mixture, *up, down = EXPERTS[config.model_type]
+    if kind == "weight":
+        return [f"{layer}.{mixture}.gate.weight"]
+    products = up if kind == "gate_up_proj" else [down]
+    return [
+        f"{layer}.{mixture}.experts.{expert}.{product}.weight"
+        for expert in range(config.num_experts)
+        for product in products
+    ]
 
 
 def by_group(tensors: list[torch.Tensor], groups: int) -> torch.Tensor:

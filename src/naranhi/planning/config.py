@@ -12,7 +12,7 @@ LLAMA = ("llama", "mistral", "qwen2", "qwen3")
 EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe")
 DEEPSEEK = ("deepseek_v2", "deepseek_v3")
 FAMILIES = GPT2 + LLAMA + EXPERTS + DEEPSEEK
-TRAINED = GPT2 + LLAMA  # by `naranhi.train`
+TRAINED = (*GPT2, *LLAMA, "mixtral", "qwen3_moe")  # by `naranhi.train`
 
 
 def family_of(path: str | Path | dict[str, Any]) -> str | None:
@@ -104,7 +104,7 @@ def read_config(path: str | Path | dict[str, Any]) -> dict[str, Any]:
                 "those of one size"
             )
         sizes |= {
-            "experts": size("num_experts"),
+            "experts": size("num_experts", default=config.get("num_local_experts")),
             "top_k": size("num_experts_per_tok"),
             "expert_ffn": inner,
             "shared_experts": shared,
