@@ -37,6 +37,7 @@ from naranhi.expert_parallel.gradients import (
     sum_over_copies,
 )
 from naranhi.expert_parallel.grouped import grouped_mm
+from naranhi.expert_parallel.llama import divide_experts, divided_state, undivided_state
 from naranhi.expert_parallel.moe import MoE
 from naranhi.expert_parallel.router import Routing, balancing_loss, route
 
@@ -48,6 +49,8 @@ __all__ = [
     "add_experts",
     "auxiliary_loss",
     "balancing_loss",
+    "divide_experts",
+    "divided_state",
     "exchange_rows",
     "expert_parameters",
     "grouped_mm",
@@ -55,4 +58,5 @@ __all__ = [
     "route",
     "sum_gradients",
     "sum_over_copies",
+    "undivided_state",
 ]

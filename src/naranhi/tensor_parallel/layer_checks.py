@@ -14,7 +14,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from naranhi.autograd.module_hooks import require_own_forward
 from naranhi.autograd.parameter_hooks import has_hooks
-from naranhi.models import RotaryAttention
+from naranhi.models import LlamaBlock, RotaryAttention
 
 # Compared by name, because only users of transformers import it.
 CONV1D = "transformers.pytorch_utils", "Conv1D"
@@ -110,8 +110,13 @@ def require_slow_path(parent: nn.Module) -> None:
 
 
 def require_layers_of_tokens(model: nn.Module) -> None:
-    """Raise ValueError for a whole transformers model, whose parts count the tokens they get."""
+    """Raise ValueError for what counts tokens, or mixes them, where a rank has a part of them."""
     for name, module in model.named_modules():
+        if isinstance(module, LlamaBlock) and module.sparse:
+            raise ValueError(
+                f"{name} has a mixture of experts, which would get the gradient of this rank's "
+                "tokens only: call expert_parallel.divide_experts first"
+            )
         if any((cls.__module__, cls.__name__) == PRETRAINED for cls in type(module).__mro__):
             raise ValueError(
                 f"{name or 'the model'} is a {type(module).__name__} of transformers, which counts "

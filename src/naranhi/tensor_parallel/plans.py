@@ -235,14 +235,18 @@ def gpt2_plan(
 
 
 def llama_plan(
-    gather_output: bool = False, head_norms: bool = False
+    gather_output: bool = False, head_norms: bool = False, mlp: bool = True
 ) -> dict[str, Column | Row | GroupedHeads | Vocabulary | SequenceParallel | PartialGradient]:
     """Return the plan for `models.llama`: one all-reduce each way per attention and per MLP.
+
+    Mixtures of experts come first: `expert_parallel.divide_experts`.
 
     Args:
         gather_output: for the head, see `Vocabulary`.
         head_norms: whether the attention normalizes heads of queries and keys, as in Qwen3.
+        mlp: whether some block has an MLP, and not a mixture of experts.
     """
+    mlps = {"*.mlp.gate_up": Column(parts=2), "*.mlp.down": Row()} if mlp else {}
     norms = {"*.attn.[qk]_norm": PartialGradient()} if head_norms else {}
     return {
         "*wte": Vocabulary(),
@@ -250,8 +254,7 @@ def llama_plan(
         "*.attn": GroupedHeads(head_norms),
         "*.attn.qkv": Column(),
         "*.attn.proj": Row(),
-        "*.mlp.gate_up": Column(parts=2),
-        "*.mlp.down": Row(),
+        **mlps,
         "*.attn_norm": SequenceParallel(),
         "*.mlp_norm": SequenceParallel(),
         "*.norm": SequenceParallel(),
