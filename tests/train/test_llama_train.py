@@ -11,8 +11,13 @@ from in_float64 import in_float64
 from transformers import AutoModelForCausalLM
 
 from naranhi import data, train
+from naranhi.checkpoint import consolidated_state_dict
+from naranhi.expert_parallel import undivided_state
+from naranhi.models import configuration, is_mixture, llama_model
+from naranhi.models import loss as naranhi_loss
 
 STEPS, RATE = 12, 1.0
+MIXTURES = "mixtral", "qwen3_moe"
 RUNS = [  # kind, {axis: size}, options
     ("llama", {"tp": 2}, ""),
     ("llama", {"tp": 2, "pp": 2}, "--sequence-parallel --schedule 1F1B"),
@@ -24,6 +29,13 @@ RUNS = [  # kind, {axis: size}, options
     ("qwen3", {"tp": 2, "dp": 2}, "--zero 2"),
     ("qwen3", {"tp": 2, "pp": 2}, "--sequence-parallel --schedule zero_bubble_h1"),
     ("qwen3", {"tp": 2, "cp": 2, "dp": 2}, "--sequence-parallel --zero 1 --untied"),
+    ("mixtral", {"ep": 4}, ""),
+    ("mixtral", {"ep": 2, "pp": 2}, "--schedule 1F1B --recompute"),
+    ("mixtral", {"tp": 2, "cp": 2, "pp": 2}, "--sequence-parallel --schedule zero_bubble_v"),
+    ("mixtral", {"dp": 2, "ep": 2, "cp": 2}, "--zero 2"),
+    ("qwen3_moe", {"ep": 2, "tp": 2, "pp": 2}, "--sequence-parallel --schedule zero_bubble_h1"),
+    ("qwen3_moe", {"ep": 2, "dp": 2, "tp": 2}, "--zero 3 --recompute"),
+    ("qwen3_moe", {"pp": 2, "cp": 2}, "--schedule interleaved --chunks 2"),
 ]
 
 
@@ -33,8 +45,13 @@ def models(tmp_path_factory):
     found = {}
     for kind in small_llama.KINDS:
         folder = tmp_path_factory.mktemp(kind)
-        found[kind] = [*small_llama.write(folder, kind), "--batch=8", "--microbatches=4"]
-    return found
+        # Rows of a micro-batch go to all ranks of dp and ep.
+        microbatches = 2 if kind in MIXTURES else 4
+        options = ["--batch=8", f"--microbatches={microbatches}"]
+        found[kind] = [*small_llama.write(folder, kind), *options]
+    several = small_llama.config("qwen3_moe", num_experts_per_tok=9)
+    several.save_pretrained(folder := tmp_path_factory.mktemp("several"))
+    return found | {"several": ["--config", str(folder)]}
 
 
 def by_sgd(arguments):
@@ -48,7 +65,7 @@ def by_sgd(arguments):
 
 @pytest.fixture(scope="module")
 def alone(eight, models):
-    return {kind: eight(1, by_sgd, options)[0] for kind, options in models.items()}
+    return {kind: eight(1, by_sgd, models[kind])[0] for kind in small_llama.KINDS}
 
 
 @pytest.mark.parametrize(("kind", "sizes", "options"), RUNS, ids=lambda value: str(value))
@@ -77,6 +94,67 @@ def test_transformers_reads_what_a_mesh_has_trained(eight, models, tmp_path, kin
     config = json.loads((tmp_path / "mesh" / "config.json").read_text())
     assert config["model_type"] == kind
     assert config["tie_word_embeddings"] == (kind == "qwen2")
+
+
+def step_beside_transformers(arguments, folder):
+    """How far weights are after a step of SGD from those of transformers, and how far they went."""
+    options = train.parse([*arguments, "--steps=1"])
+    with in_float64(), train.Training(options) as training:
+        training.optimizer = torch.optim.SGD(training.pipeline.parameters(), lr=RATE)
+        list(training)
+        ours = consolidated_state_dict(training.pipeline)
+    tokenizer = data.tokenizer(folder)
+    sequences = data.encode(tokenizer, data.unique(data.contexts()), 32)
+    batch = next(data.stream(sequences, 8, pad=tokenizer.pad_token_id, multiple=8))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    model.set_experts_implementation("eager")  # its kernels have no float64
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    halves = [model(tokens, output_router_logits=True) for tokens in batch.tokens.chunk(2)]
+    logits = torch.cat([half.logits for half in halves])
+    loss = naranhi_loss(logits, batch.targets) / batch.count
+    auxiliary = sum(half.aux_loss for half in halves) / 2
+    (loss + model.config.router_aux_loss_coef * auxiliary).backward()
+    torch.optim.SGD(model.parameters(), lr=RATE).step()
+    found = llama_model(undivided_state(ours), model.config).state_dict()
+    apart = max((found[n] - param).abs().max().item() for n, param in model.named_parameters())
+    router = "model.layers.1.mlp.gate.weight"
+    model.zero_grad()
+    return apart, (dict(model.named_parameters())[router] - before[router]).abs().max().item()
+
+
+def test_a_step_is_that_of_transformers(eight, tmp_path):
+    """Its coefficient of the auxiliary loss, too; of one sparse block, because it has one loss."""
+    torch.manual_seed(0)
+    options = small_llama.write(tmp_path, "qwen3_moe", router_aux_loss_coef=3.0)
+    base = [*options, "--batch=8", "--microbatches=2"]
+    apart, far = eight(1, step_beside_transformers, base, str(tmp_path))[0]
+    assert apart < 1e-6 < 1e-3 < far, "but for its rounding to float32"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"norm_topk_prob": True}, {"num_experts_per_tok": 2}, {"router_aux_loss_coef": 0.5}],
+)
+def test_a_run_does_not_go_on_with_other_gates(eight, tmp_path, change):
+    base = ["--config", tmp_path, "--save", tmp_path / "run", "--resume", "--steps=1"]
+    small_llama.config("qwen3_moe").save_pretrained(tmp_path)
+    eight(1, run, base)
+    small_llama.config("qwen3_moe", **change).save_pretrained(tmp_path)
+    [(name, value)] = change.items()
+    said = eight(1, run, base)[0]
+    assert "was saved with another model (" in said and f"{name} {value}" in said
+    assert "--top-k" not in said
+
+
+def test_a_qwen3_moe_may_be_dense(eight, tmp_path):
+    """And is then trained as one, on a tensor group with its MLPs."""
+    losses = []
+    for options in {"mlp_only_layers": [0, 1]}, {"decoder_sparse_step": 3}, {"num_experts": 0}:
+        small_llama.config("qwen3_moe", **options).save_pretrained(tmp_path)
+        assert not is_mixture(configuration(str(tmp_path)))
+        found = eight(2, run, ["--config", tmp_path, "--tp=2", "--steps=2"])[0][0]
+        losses.append(found)
+    assert losses[0] == losses[1] == losses[2] and len(losses[0]) == 2
 
 
 def test_a_run_goes_on_with_the_same_model_in_another_form(eight, tmp_path):
@@ -113,7 +191,13 @@ def test_a_configuration_alone_begins_with_random_weights(eight, tmp_path):
         (4, "llama", "--tp=4", "4 ranks do not divide 2 heads of keys and values"),
         (1, "llama", "--dropout=0.1", "is a llama, which has no dropout, not 0.1"),
         (2, "llama", "--experts=2 --ep=2", "--experts goes with a GPT-2"),
-        (1, "llama", "--config=config.json", "--config is for random weights, and --model for"),
+        (2, "llama", "--ep=2", "--ep goes with --experts N, the number of experts, or with a mix"),
+        (1, "mixtral", "--experts=4", "is a mixture of 4 experts, 2 for each token"),
+        (1, "mixtral", "--top-k=1", "--top-k goes with a GPT-2"),
+        (3, "qwen3_moe", "--ep=3 --batch=12", "--ep 3 does not divide the 8 experts of the model"),
+        (8, "mixtral", "--cp=8", "and the routers of experts see the padding"),
+        (1, "llama", "--config=nowhere", "--config is for random weights, and --model for"),
+        (1, "several", "", "has 9 experts for each token (num_experts_per_tok), and only 8 in all"),
     ],
 )
 def test_what_such_a_model_has_not_is_refused_on_every_rank(

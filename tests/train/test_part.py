@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
 from naranhi import data, models, train
 from naranhi.tensor_parallel import full_state_dict, gpt2_plan, materialize, parallelize
+from naranhi.train import part
 
 WIDE = models.gpt2_config(hidden=512, blocks=4)
 BLOCK, ENDS = 4 * (12 * 512**2 + 13 * 512), 4 * 512 * (1024 + 128 + 2)  # bytes
@@ -68,6 +69,23 @@ def test_no_rank_ever_has_the_whole_model(eight, tmp_path, source):
             assert most < held + 1.5 * BLOCK, "its part, a whole layer, a shard, and the corpus"
     for held, most in eight(4, held_and_most, [*base, "--pp=4", "--experts=2"]):
         assert held < 2.7 * BLOCK and most < held + 1.5 * BLOCK, "no experts of other stages"
+
+
+def test_no_rank_ever_has_all_experts(eight, tmp_path):
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
+    small_llama.config("mixtral", **sizes, num_local_experts=8).save_pretrained(tmp_path)
+    experts = 4 * 8 * 3 * 256 * 512  # bytes in a block
+    alone, most = eight(1, held_and_most, ["--config", str(tmp_path)])[0]
+    assert 4 * experts < alone < most
+    for held, most in eight(4, held_and_most, ["--config", str(tmp_path), "--ep=4", "--batch=16"]):
+        assert experts < held < 0.4 * alone
+        assert most < held + 2.5 * experts, "its part, and the experts of a block, read and joined"
+
+
+def test_blocks_share_the_coefficient_of_the_auxiliary_loss():
+    for kind, each in ("mixtral", 0.1 * 2 / 2), ("qwen3_moe", 0.001 * 3 / 1):
+        model = models.DeferredLM(small_llama.config(kind))
+        assert part.mixture_coefficient(model) == pytest.approx(each)
 
 
 def states(arguments):

@@ -35,6 +35,9 @@ LLAMA_COMPUTES = (
     "hidden_act",
     "rms_norm_eps",
     "rope_parameters",
+    "num_experts_per_tok",
+    "norm_topk_prob",
+    "router_aux_loss_coef",
 )
 
 
@@ -73,7 +76,7 @@ def require_sequences(options: argparse.Namespace) -> None:
         raise UsageError(
             f"with --cp {options.cp} and --tp {options.tp} sequences are padded to multiples of "
             f"{multiple_of(options)}, in one process to multiples of {MULTIPLE}, and the routers "
-            "of --experts see the padding: choose sizes that need no more"
+            "of experts see the padding: choose sizes that need no more"
         )
 
 
@@ -91,14 +94,44 @@ def require_experts(options: argparse.Namespace) -> None:
     """Raise UsageError if there cannot be such experts."""
     experts, top_k = options.experts, options.top_k
     if experts is None:
-        for name, given in (("--ep", options.ep > 1), ("--top-k", top_k is not None)):
-            if given:
-                raise UsageError(f"{name} goes with --experts N, the number of experts")
+        if top_k is not None:
+            raise UsageError("--top-k goes with --experts N, the number of experts")
+        if options.ep > 1:
+            raise UsageError("--ep goes with --experts N, the number of experts, or with a mixture")
         return
     if experts % options.ep:
-        raise UsageError(f"--ep {options.ep} does not divide --experts {experts}")
+        named = f"the {experts} experts of the model" if options.mixture else f"--experts {experts}"
+        raise UsageError(f"--ep {options.ep} does not divide {named}")
     if top_k is not None and top_k > experts:
         raise UsageError(f"--top-k {top_k} is more than --experts {experts}")
+
+
+def with_own_experts(options: argparse.Namespace) -> argparse.Namespace:
+    """Return the options, with the experts of a model that is a mixture as if they were given.
+
+    Raises:
+        UsageError: they are given as well, or cannot be; or two models are named.
+        OSError: the model's configuration is neither here nor can be fetched.
+        ValueError: it cannot be read.
+    """
+    if options.config is not None and options.model is not None:
+        raise UsageError("--config is for random weights, and --model for trained ones: give one")
+    name = options.model or options.config
+    config = None if name is None else models.configuration(name)
+    if config is None or not models.is_mixture(config):
+        return options
+    for option, given in (("--experts", options.experts), ("--top-k", options.top_k)):
+        if given is not None:
+            raise UsageError(
+                f"{option} goes with a GPT-2, and {name} is a mixture of {config.num_experts} "
+                f"experts, {config.num_experts_per_tok} for each token"
+            )
+    if config.num_experts_per_tok > config.num_experts:
+        raise UsageError(
+            f"{name} has {config.num_experts_per_tok} experts for each token "
+            f"(num_experts_per_tok), and only {config.num_experts} in all"
+        )
+    return argparse.Namespace(**vars(options) | {"experts": config.num_experts, "mixture": True})
 
 
 def require_sharding(options: argparse.Namespace) -> None:
@@ -108,10 +141,8 @@ def require_sharding(options: argparse.Namespace) -> None:
             f"--zero {options.zero} goes with --dp, --cp or --ep of 2 or more: it shards over the "
             "ranks with the same layers"
         )
-    if options.export is not None and options.experts is not None:
+    if options.export is not None and options.experts is not None and not options.mixture:
         raise UsageError("--export does not go with --experts, which no GPT-2 of transformers has")
-    if options.config is not None and options.model is not None:
-        raise UsageError("--config is for random weights, and --model for trained ones: give one")
 
 
 def require_untied(options: argparse.Namespace, schedule: Schedule, tied: bool) -> None:
@@ -131,7 +162,7 @@ def default_top_k(experts: int) -> int:
 def computed_as(config: PreTrainedConfig) -> str:
     """Return what a model of the same kind and shapes may compute otherwise, in words."""
     names = GPT2_COMPUTES if config.model_type == "gpt2" else LLAMA_COMPUTES
-    said = {name: getattr(config, name) for name in names}
+    said = {name: getattr(config, name) for name in names if hasattr(config, name)}
     in_order = {n: dict(sorted(v.items())) if isinstance(v, dict) else v for n, v in said.items()}
     return ", ".join(f"{name} {value}" for name, value in in_order.items())
 
@@ -160,8 +191,12 @@ def build_model_and_data(
     source = source or models.gpt2_config(vocabulary=len(tokenizer))
     model = models.DeferredLM(source, tied=not options.untied, dropout=options.dropout)
     layers = model.layers
-    if options.experts is not None and not isinstance(layers[0], models.GPT2Embedding):
-        raise UsageError(f"--experts goes with a GPT-2, and {name} is of another kind")
+    added = options.experts is not None and not options.mixture
+    if added and not isinstance(layers[0], models.GPT2Embedding):
+        raise UsageError(
+            f"--experts goes with a GPT-2, and {name} is of another kind (in which mixtures of "
+            "experts are models of their own: Mixtral, Qwen3-MoE)"
+        )
     model_named = f"the model of {name}" if name else "the default model"
     words, positions = layers[0].wte.num_embeddings, layers[0].positions
     if len(tokenizer) > words:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from naranhi import data, models
 from naranhi.checkpoint import consolidated_state_dict
+from naranhi.expert_parallel import undivided_state
 from naranhi.models.hub import quiet
 from naranhi.pipeline import Pipeline
 from naranhi.train.build import tokenizer_of
@@ -67,7 +68,7 @@ def export(
 
     def write(part):
         tokenizer = data.tokenizer(tokenizer_of(options))
-        model = models.transformers_model(state, config, tied)
+        model = models.transformers_model(undivided_state(state), config, tied)
         _describe(model, tokenizer, options)
         model.save_pretrained(part)
         if tokenizer.model_max_length > LENGTH:

@@ -9,7 +9,7 @@ from naranhi.train.schedule import CHUNKS, schedule_names, schedule_type, takes_
 from naranhi.train.usage import UsageError
 from naranhi.train.values import balance, path, positive, probability, whole
 
-DESCRIPTION = """Train GPT-2 or Llama on a pipeline of ranks, or on a mesh of them.
+DESCRIPTION = """Train GPT-2, Llama or Mixtral on a pipeline of ranks, or on a mesh of them.
 
     torchrun --nproc-per-node 4 -m naranhi.train --schedule gpipe --balance 4,3,3,4 --microbatches 4
     torchrun --nproc-per-node 8 -m naranhi.train --dp 2 --tp 2 --pp 2
@@ -27,7 +27,7 @@ describes what a step does.
 A run that is resumed has the losses of one that was never interrupted: to the bit on the same
 ranks, and on another mesh, or with other micro-batches, up to the rounding of sums. (With --dropout
 only the former holds: others draw other masks.) Corpus, model, --batch, --seed, --lr, --clip,
---dropout, --untied, --bf16, --experts and --top-k have to be what they were; with --experts also
+--dropout, --untied, --bf16, --experts and --top-k have to be what they were; with experts also
 --microbatches, for tokens are balanced over the experts in each micro-batch.
 
 With torchrun --max-restarts, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment: without
@@ -86,7 +86,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add(
         "--model",
         metavar="NAME",
-        help="a trained GPT-2, Llama, Mistral, Qwen2 or Qwen3: its name on the Hugging Face hub "
+        help="a trained GPT-2, Llama, Mistral, Qwen2 or 3, Mixtral, Qwen3-MoE: its name on the hub "
         "(gpt2) or a folder; by default a small GPT-2 of 12 blocks with random weights",
     )
     add(
@@ -114,8 +114,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         type=balance,
         metavar="N,N,...",
         help="layers of each stage (embedding, "
-        "blocks and head, 14 in all, such as 4,3,3,4; a rank may have several stages); by default "
-        "as equal as it goes",
+        "blocks and head, such as 4,3,3,4; a rank may have several stages); by default as equal as "
+        "it goes",
     )
     add(
         "--dp",
@@ -157,7 +157,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--experts",
         type=whole(1),
         metavar="N",
-        help="a mixture of so many experts in every second block, in place of its MLP",
+        help="a mixture of so many experts in every second block of a GPT-2, in place of its MLP",
     )
     add(
         "--top-k",
@@ -171,7 +171,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         type=whole(1),
         default=1,
         metavar="N",
-        help="with --experts: ranks that share them, and each batch; default: 1",
+        help="with --experts, or a model with experts: ranks that share them, and each batch; "
+        "default: 1",
     )
     about_chunks = f"with --schedule interleaved: stages of each rank; default: {CHUNKS}"
     add("--chunks", type=whole(1), metavar="N", help=about_chunks)
@@ -290,6 +291,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     for old, new in RENAMED.items():
         add(old, nargs="?", action=_Renamed, new=new, help=argparse.SUPPRESS)
+    parser.set_defaults(mixture=False)  # whether the model itself has experts: `with_own_experts`
     options = parser.parse_args(arguments)
     if options.resume and options.save is None:
         parser.error("--resume goes with --save DIR, the folder of the run to go on with")

@@ -12,7 +12,7 @@ from torch import nn
 from naranhi import models
 from naranhi.context_parallel import cut_sequence
 from naranhi.distributed import Mesh, fingerprint, from_all_ranks
-from naranhi.expert_parallel import add_experts
+from naranhi.expert_parallel import add_experts, divide_experts, divided_state
 from naranhi.pipeline.partition import cut
 from naranhi.schedules import Schedule
 from naranhi.tensor_parallel import (
@@ -24,7 +24,7 @@ from naranhi.tensor_parallel import (
 )
 from naranhi.train.build import ORDER, default_top_k
 
-COEFFICIENT = 0.01  # of the auxiliary loss of experts, as in Switch Transformers
+COEFFICIENT = 0.01  # of the auxiliary loss of added experts, as in Switch Transformers
 
 
 def own_layers(layers: int, schedule: Schedule, balance: list[int], rank: int) -> list[int]:
@@ -43,15 +43,15 @@ def own_layers(layers: int, schedule: Schedule, balance: list[int], rank: int) -
 
 
 def divide(
-    layers: list[nn.Module], own: list[int], options: argparse.Namespace, mesh: Mesh
+    model: models.DeferredLM, own: list[int], options: argparse.Namespace, mesh: Mesh
 ) -> Callable[..., torch.Tensor]:
     """Cut the layers, which have no values yet, over the tensor group and the context group.
 
-    Experts come first: those of this rank's layers, with values, which the ranks of its stage draw
-    from the same seed.
+    Experts come first: those of a mixture, or those that a GPT-2 gets, in this rank's layers, with
+    values, which the ranks of its stage draw from the same seed.
 
     Args:
-        layers: the whole model; what is cut takes their places in the list.
+        model: the model; what is cut takes the places of its layers in the list.
         own: the indices of this rank's layers.
         options: those of the training.
         mesh: the mesh.
@@ -59,29 +59,46 @@ def divide(
     Returns:
         The loss of what the last layer returns.
     """
-    loss = models.loss
-    if options.experts is not None:
+    layers, loss = model.layers, models.loss
+    shared = {
+        "replicas": mesh.expert_replicas,
+        "tensor": mesh.tensor,
+        "sequence": options.sequence_parallel,
+    }
+    if options.mixture:
+        coefficient = mixture_coefficient(model) / options.microbatches
+        divide_experts(layers, mesh.expert, coefficient=coefficient, **shared)
+    elif options.experts is not None:
         add_experts(
             layers,
             options.experts,
             options.top_k or default_top_k(options.experts),
             mesh.expert,
-            replicas=mesh.expert_replicas,
             coefficient=COEFFICIENT / options.microbatches,
-            tensor=mesh.tensor,
-            sequence=options.sequence_parallel,
             seed=options.seed,
             own=own,
+            **shared,
         )
     if mesh.sizes.tensor > 1:
         plan = gpt2_plan()
         if isinstance(layers[0], models.LlamaEmbedding):
-            plan = llama_plan(head_norms=layers[1].attn.q_norm is not None)
+            mlp = any(isinstance(layer.mlp, models.GatedMLP) for layer in layers[1:-1])
+            plan = llama_plan(head_norms=layers[1].attn.q_norm is not None, mlp=mlp)
         parallelize(layers, plan, mesh.tensor, sequence=options.sequence_parallel)
         loss = partial(vocabulary_cross_entropy, group=mesh.tensor)
     if mesh.sizes.context > 1:
         cut_sequence(layers, mesh.context, order=ORDER)
     return loss
+
+
+def mixture_coefficient(model: models.DeferredLM) -> float:
+    """Return the coefficient of each block's auxiliary loss, from that of the whole model.
+
+    The model's configuration has one for the loss of all blocks together: see `divide_experts`.
+    It always counts here, and in transformers if `output_router_logits` is set.
+    """
+    blocks = sum(layer.sparse for layer in model.layers[1:-1])
+    return model.config.router_aux_loss_coef * model.config.num_experts_per_tok / max(blocks, 1)
 
 
 def fill(
@@ -103,7 +120,8 @@ def fill(
         values = model.values(number, seed)
         digests[number] = str({name: fingerprint(tensor) for name, tensor in values.items()})
         there = dict(nn.ModuleList(model.layers).named_parameters(remove_duplicate=False))
-        # Where a block has experts, its MLP is gone.
+        values = divided_state(values)  # as the experts of a mixture have been
+        # Where a GPT-2 has got experts, its MLP is gone.
         materialize(model.layers, {name: values[name] for name in values if name in there})
         del values  # before the next ones are made
         model.layers[number].to(device)

@@ -50,6 +50,7 @@ from naranhi.train.build import (
     multiple_of,
     require_untied,
     share_of,
+    with_own_experts,
 )
 from naranhi.train.export import export, require_new
 from naranhi.train.options import RATE
@@ -117,6 +118,7 @@ class Training:
                 **{f"--{name}": value for name, value in vars(options).items() if name != "log"}
             )
         )
+        self.options = options = raise_on_all(partial(with_own_experts, options))
         self.mesh = raise_on_all(partial(make_mesh, options))
         with ExitStack() as undo:  # or the groups of what is refused would stay
             undo.callback(self.close)
@@ -146,8 +148,10 @@ class Training:
         settings[MODEL] = computed
         if options.experts is not None:
             settings["--microbatches"] = options.microbatches
-            settings["--top-k"] = options.top_k or default_top_k(options.experts)
             settings[PADDING] = pad  # which routers see
+            settings["--top-k"] = options.top_k or default_top_k(options.experts)
+        if options.mixture:  # it is in `MODEL`
+            settings |= {"--experts": None, "--top-k": None}
         corpus = {"corpus, or tokenizer": fingerprint(passages)[:12]}
         if options.export is not None:
             raise_on_all(partial(require_new, options))
@@ -172,7 +176,7 @@ class Training:
         layers = model.layers
         balance = options.balance or raise_on_all(partial(uniform, layers, schedule.virtual_stages))
         own = raise_on_all(partial(own_layers, len(layers), schedule, balance, place.pipeline))
-        loss = raise_on_all(partial(divide, layers, own, options, self.mesh))
+        loss = raise_on_all(partial(divide, model, own, options, self.mesh))
         digests = raise_on_all(partial(fill, model, own, options.seed, self.device))
         raise_on_all(partial(require_same_layers, digests))
         if options.recompute:
