@@ -53,6 +53,10 @@ def test_naranhi_train_is_told_of_the_models_sizes():
     line = commands.naranhi_train(LLAMA, Plan(2, tp=2), 32, config="my models/config.json")
     options = cli.parse(shlex.split(line.split("naranhi.train ")[1]))
     assert (options.config, options.model, options.tp) == ("my models/config.json", None, 2)
+    experts = replace(LLAMA, experts=8, top_k=2)
+    line = commands.naranhi_train(experts, Plan(4, ep=4), 32, config="config.json")
+    options = cli.parse(shlex.split(line.split("naranhi.train ")[1]))  # which has the experts
+    assert (options.dp, options.ep, options.experts, options.top_k) == (1, 4, None, None)
     commands.naranhi_train(LLAMA, Plan(1, tp=16), 32)  # a GPT-2 of its own
     with pytest.raises(ValueError, match="its tp 16 does not divide 8 heads of keys and values"):
         commands.naranhi_train(LLAMA, Plan(1, tp=16), 32, config="config.json")

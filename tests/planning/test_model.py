@@ -55,6 +55,13 @@ def test_parameters_are_those_that_were_published(name):
     assert model.parameters == pytest.approx(published, rel=0 if exact else 2e-3)
 
 
+def test_the_number_of_experts_has_two_names():
+    """transformers 5.23 writes another one than the hub has."""
+    renamed = dict(QWEN)
+    renamed["num_local_experts"] = renamed.pop("num_experts")
+    assert Model.from_config(renamed) == Model.from_config(QWEN)
+
+
 def test_a_token_meets_two_of_mixtrals_eight_experts():
     model = Model.from_config(CONFIGS["Mixtral 8x7B"][0])
     assert model.active_parameters == pytest.approx(12.9e9, rel=5e-3)  # as its authors say

@@ -90,7 +90,8 @@ def naranhi_train(
     if plan.precision == "bf16":
         words.append("--bf16")
     if model.experts:
-        words.append(f"--experts {model.experts} --top-k {model.top_k} --ep {plan.ep}")
+        given = f"--experts {model.experts} --top-k {model.top_k} " if config is None else ""
+        words.append(f"{given}--ep {plan.ep}")
     if plan.tp > 1 and plan.sequence_parallel:
         words.append("--sequence-parallel")
     if plan.recompute == "full":
