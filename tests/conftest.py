@@ -108,6 +108,7 @@ QUIET = {
     "measure/test_link_between_two.py",
     "measure/test_timing.py",
     "pipeline/test_bubble.py",
+    "planning/test_rehearsed_meshes.py",
 }
 
 
