@@ -47,7 +47,7 @@ test: $(READY)
 
 # Folders without such a test are not looked into, which takes seconds.
 test-fast: check
-	@$(BIN)/python -m pytest tests $(BESIDE) -m "not (ranks or notebooks or browser or slurm or slow)" \
+	@$(BIN)/python -m pytest tests $(BESIDE) -m "not (ranks or processes or notebooks or browser or slurm or slow)" \
 	-p no:nbmake $(foreach folder,benchmarks cluster notebooks recipes site train world,--ignore=tests/$(folder))
 
 # What is read, not run: style, layout, spelling, and which package may import which.

@@ -138,6 +138,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("how", ["release", "kill"])
 def test_a_forked_process_does_not_keep_the_folder(tmp_path, how):
     """After `close`, and after the run was killed."""

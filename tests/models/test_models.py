@@ -438,6 +438,7 @@ def test_a_folder_that_holds_something_else_is_named(tmp_path):
         models.gpt2(tmp_path / "half")
 
 
+@pytest.mark.processes
 def test_offline_one_error_says_what_to_do(tmp_path):
     """In another process, because the hub's client reads HF_HUB_OFFLINE when it is imported."""
     GPT2LMHeadModel(tiny()).save_pretrained(tmp_path / "saved")
