@@ -115,6 +115,19 @@ def test_the_auxiliary_loss_is_that_of_transformers(five):
         assert apart < 1e-6 < 1e-4 < size
 
 
+def from_shards(filled, state):
+    """On a rank: whether weights are the same when they are filled from this rank's experts."""
+    later, moe = copy.deepcopy(filled).to("meta"), filled[2].mlp.moe
+    experts = {f"2.mlp.moe.{name}" for name in ("up", "down")}
+    own = slice(moe.own.start, moe.own.stop)
+    shards = {name: state[name][own] if name in experts else state[name] for name in state}
+    with pytest.raises(ValueError, match=r"2.mlp.moe.up has shape .* in the state"):
+        materialize(later, state, shards=experts)
+    materialize(later, shards, shards=experts)
+    params = zip(filled.parameters(), later.parameters(), strict=True)
+    return all(torch.equal(*pair) and pair[1].is_contiguous() for pair in params)
+
+
 def without_values(kind):
     """On a rank: whether layers that get values later are those that had them all along."""
     group, rank = first_ranks(2), dist.get_rank()
@@ -134,6 +147,7 @@ def without_values(kind):
         for one, other in zip(whole.parameters(), later.parameters(), strict=True)
     )
     frozen = [name for name, param in later.named_parameters() if not param.requires_grad]
+    same &= from_shards(copy.deepcopy(whole), divided_state(state))
     own = later[2].mlp.moe.up
     back = undivided_state(full_state_dict(later))
     returned = back.keys() == state.keys() and all(torch.equal(back[n], state[n]) for n in state)

@@ -318,3 +318,27 @@ def on_another_default_device():
 def test_the_default_device_does_not_matter(five):
     for expected, found in five.call(on_another_default_device)[:2]:
         assert all(map(torch.equal, expected, found))
+
+
+def hooks_of_the_router():
+    """Which hooks of the router run; how far the output moves by logits that one changes."""
+    torch.manual_seed(0)
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return None
+    moe, seen = MoE(4, 8, 4, 2, group), []
+    tokens = torch.randn(6, 4, generator=torch.Generator().manual_seed(rank))
+    plain, _ = moe(tokens)
+    moe.router.register_forward_pre_hook(lambda *_: seen.append("before"))
+    moe.router.register_full_backward_hook(lambda *_: seen.append("backward"))
+    moe.router.register_forward_hook(lambda module, inputs, logits: -logits)
+    output, _ = moe(tokens)
+    output.sum().backward()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert moe.router(tokens).dtype == torch.float32
+    return seen, (output - plain).abs().max().item()
+
+
+def test_hooks_of_the_router_run(five):
+    for seen, change in five.call(hooks_of_the_router)[:2]:
+        assert seen == ["before", "backward", "before"] and change > 1e-2

@@ -114,6 +114,19 @@ def test_a_layer_is_the_same_whatever_else_is_drawn():
             assert not torch.equal(tensor, block[name.replace("2.", "1.", 1)])
 
 
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_some_experts_are_among_all(tmp_path, kind):
+    saved(tmp_path, kind)
+    for model in DeferredLM(tmp_path), DeferredLM(config(kind)):
+        for number in 1, 2:  # of Qwen3-MoE's blocks one has no experts
+            every, some = model.values(number), model.values(number, experts=range(1, 3))
+            assert every.keys() == some.keys()
+            for name, tensor in every.items():
+                wanted = tensor[1:3] if "experts" in name else tensor
+                assert torch.equal(some[name], wanted), name
+                assert some[name].untyped_storage().nbytes() == wanted.nbytes, "no more is kept"
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_head_begins_as_the_embedding_if_the_model_ties_them(tied):
     for kind, alike in ("gpt2", True), ("qwen2", True), ("llama", False):
@@ -281,6 +294,7 @@ def test_the_configuration_has_the_dropout_that_was_asked_for():
     assert given.attn_pdrop == 0.1
 
 
+@pytest.mark.processes
 def test_offline_one_error_says_what_to_do(tmp_path):
     """In another process, because the hub's client reads HF_HUB_OFFLINE when it is imported."""
     run = subprocess.run(
@@ -294,6 +308,7 @@ def test_offline_one_error_says_what_to_do(tmp_path):
     assert "hf download gpt2 --local-dir" in message
 
 
+@pytest.mark.processes
 def test_a_name_that_transformers_has_fetched_is_read_from_its_cache(tmp_path):
     """The hub's cache, laid out as its client does."""
     commit = "0" * 40

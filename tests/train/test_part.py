@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
 from naranhi import data, models, train
+from naranhi.expert_parallel import divide_experts
 from naranhi.tensor_parallel import full_state_dict, gpt2_plan, materialize, parallelize
 from naranhi.train import part
 
@@ -79,7 +80,13 @@ def test_no_rank_ever_has_all_experts(eight, tmp_path):
     assert 4 * experts < alone < most
     for held, most in eight(4, held_and_most, ["--config", str(tmp_path), "--ep=4", "--batch=16"]):
         assert experts < held < 0.4 * alone
-        assert most < held + 2.5 * experts, "its part, and the experts of a block, read and joined"
+        assert most < held + 2.5 * experts, "its part, and the experts of a block, drawn"
+    torch.manual_seed(0)
+    data.tokenizer().save_pretrained(tmp_path)
+    config = models.configuration(tmp_path)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    for held, most in eight(4, held_and_most, ["--model", str(tmp_path), "--ep=4", "--batch=16"]):
+        assert most < held + 2.5 * experts / 4, "its part, and its experts of a block, read"
 
 
 def test_blocks_share_the_coefficient_of_the_auxiliary_loss():
@@ -160,6 +167,42 @@ def test_ranks_that_find_other_models_are_refused(eight, tmp_path, what, options
         AutoModelForCausalLM.from_config(wider).save_pretrained(path)
     for said in eight(4, in_own_folder, [str(folder) for folder in folders], options):
         assert isinstance(said, str) and words in said
+
+
+def what_ranks_say_of_experts(groups_of, changed):
+    """On a rank of two: what is said of a block with experts, which one rank may have otherwise."""
+    groups = [dist.new_group(ranks) for ranks in groups_of]
+    rank = dist.get_rank()
+    group = next(group for group, ranks in zip(groups, groups_of, strict=True) if rank in ranks)
+    model = models.DeferredLM(small_llama.config("mixtral"))
+    divide_experts(model.layers, group)
+    values = model.values
+
+    def other(*args):
+        state = values(*args)
+        if changed and rank == 1:
+            state[f"2.mlp.{changed}"][0] += 1e-3
+        return state
+
+    model.values = other
+    digests = part.fill(model, [2], 0, "cpu")
+    try:
+        part.require_same_layers(digests)
+    except ValueError as error:
+        return str(error)
+
+
+def test_ranks_agree_on_the_experts_that_both_have(eight):
+    words = "rank 0 and rank 1 have different weights of layer 2"
+    apart, together = [[0], [1]], [[0, 1]]
+    for groups, changed, said in [
+        (together, None, None),
+        (together, "gate.weight", words),
+        (together, "experts.down_proj", None),
+        (apart, "experts.down_proj", words),
+        (apart, None, None),
+    ]:
+        assert eight(2, what_ranks_say_of_experts, groups, changed) == [said] * 2, (groups, changed)
 
 
 def losses(arguments):

@@ -17,7 +17,7 @@ from naranhi.expert_parallel.counts import gather_counts, report
 from naranhi.expert_parallel.dispatch import Plan, count_choices, make_plan
 from naranhi.expert_parallel.exchange import exchange_rows, reorder
 from naranhi.expert_parallel.grouped import grouped_mm
-from naranhi.expert_parallel.router import balancing_loss, route
+from naranhi.expert_parallel.router import Router, balancing_loss, route
 from naranhi.tensor_parallel.shards import ShardedModule, Split
 
 
@@ -59,6 +59,7 @@ class MoE(ShardedModule):
     Attributes:
         up, down: the experts of this rank, (own experts, hidden, ffn), or with `gate` twice as
             wide, and (own experts, ffn, hidden).
+        own: the numbers of the experts of this rank.
         router: from a token to one logit for each expert, the same on every rank.
         plan: what the last forward sent, received and dropped here.
         load: how many choices each expert got in the last forward, before dropping, (experts).
@@ -77,7 +78,8 @@ class MoE(ShardedModule):
     capacity_factor: float | None
     gate: nn.Module | None
     normalize: bool | None
-    router: nn.Linear
+    own: range
+    router: Router
     up: nn.Parameter
     down: nn.Parameter
     plan: Plan | None
@@ -109,12 +111,12 @@ class MoE(ShardedModule):
         if not isinstance(gate, nn.Module | None):
             raise TypeError(f"gate must be a module, such as nn.SiLU(), or None, not {gate!r}")
         _require(self.ranks, capacity_factor, **sizes)
-        self.router = nn.Linear(hidden, experts, bias=False, device=device)
+        self.router = Router(hidden, experts, device)
         first = self.rank * experts // self.ranks
-        own = range(first, first + experts // self.ranks)
+        self.own = range(first, first + experts // self.ranks)
         wide = ffn if gate is None else 2 * ffn
-        self.up = nn.Parameter(_drawn(hidden, wide, experts, own, device))
-        self.down = nn.Parameter(_drawn(ffn, hidden, experts, own, device))
+        self.up = nn.Parameter(_drawn(hidden, wide, experts, self.own, device))
+        self.down = nn.Parameter(_drawn(ffn, hidden, experts, self.own, device))
         self.splits.update(dict.fromkeys(("up", "down"), Split(0, experts, self.ranks)))
         self._agree(router=self.router)
         if self.replicas:
@@ -147,10 +149,7 @@ class MoE(ShardedModule):
         axes = self.group, self.replicas
         if problem := _problem(tokens, self.up):
             report(problem, self.experts * (self.top_k + 1), self.up.device, *axes)
-        wide = torch.promote_types(tokens.dtype, torch.float32)
-        with torch.autocast(tokens.device.type, enabled=False):  # or its product would be bfloat16
-            logits = F.linear(tokens.to(wide), self.router.weight.to(wide))
-        routing = route(logits, self.top_k, self.normalize)
+        routing = route(self.router(tokens), self.top_k, self.normalize)
         own_sums = routing.probabilities.sum(0)
         own_counts = count_choices(routing.experts, self.experts)
         counts, sums = gather_counts(

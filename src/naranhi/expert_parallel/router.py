@@ -10,6 +10,29 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Router(nn.Linear):
+    """From a token to one logit for each expert: a linear layer in float32 at least.
+
+    In bfloat16, as under autocast, rounding would change which experts are the most probable.
+
+    Args:
+        hidden: the size of a token.
+        experts: the number of experts.
+        device: where the weights are.
+    """
+
+    def __init__(self, hidden: int, experts: int, device: torch.device | str | None = None) -> None:
+        super().__init__(hidden, experts, bias=False, device=device)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return the logits, (tokens, experts), of tokens, (tokens, hidden)."""
+        wide = torch.promote_types(input.dtype, torch.float32)
+        with torch.autocast(input.device.type, enabled=False):
+            return F.linear(input.to(wide), self.weight.to(wide))
 
 
 class Routing(NamedTuple):

@@ -83,7 +83,9 @@ class DeferredLM:
         if name is not None:
             self._saved = SavedWeights(name, self._model, self._shapes(), "a model")
 
-    def values(self, number: int, seed: int = 0) -> dict[str, torch.Tensor]:
+    def values(
+        self, number: int, seed: int = 0, experts: range | None = None
+    ) -> dict[str, torch.Tensor]:
         """Return the weights of a layer, whole, by their names in the state_dict of all layers.
 
         Torch's generator is left as it was.
@@ -91,9 +93,13 @@ class DeferredLM:
         Args:
             number: the index of the layer.
             seed: of random weights.
+            experts: which experts to return if the layer has a mixture; all if None. Of random
+                ones all are drawn nevertheless.
         """
         layer = self._whole[number]
-        make = self._read if self._saved else partial(self._drawn, seed=seed)
+        make = partial(self._read, experts=experts)
+        if not self._saved:
+            make = partial(self._drawn, experts=experts, seed=seed)
         if not (self.config.tie_word_embeddings and hasattr(layer, "lm_head")):
             return make(number)
         # Its head is the embedding, and begins as a copy of it if the layers are untied.
@@ -115,16 +121,16 @@ class DeferredLM:
                 shapes[theirs] = list(part.shape)
         return shapes
 
-    def _read(self, number, part=""):
+    def _read(self, number, part="", experts=None):
         """Return the values of a layer, or of a part of it, from the files."""
         state = {}
         for own in self._whole[number].get_submodule(part).state_dict():
             name = ".".join(filter(None, (str(number), part, own)))
-            parts = [self._saved[theirs] for theirs in sources(name, self.config)]
+            parts = [self._saved[theirs] for theirs in sources(name, self.config, experts)]
             state[name] = joined(name, parts, self.config)
         return state
 
-    def _drawn(self, number, part="", seed=0):
+    def _drawn(self, number, part="", experts=None, seed=0):
         """Return random values of a layer, or of its first part."""
         layer = copy.deepcopy(self._whole[number].get_submodule(part))
         for module in layer.modules():
@@ -133,8 +139,11 @@ class DeferredLM:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed_of(seed, number))  # and no GPU's
             layer.apply(self._model._init_weights)  # as transformers does with a new model
+        some = slice(None) if experts is None else slice(experts.start, experts.stop)
         return {
-            ".".join(filter(None, (str(number), part, name))): tensor
+            ".".join(filter(None, (str(number), part, name))): (
+                tensor[some].clone() if name.startswith("mlp.experts.") else tensor
+            )
             for name, tensor in layer.state_dict().items()
         }
 

@@ -100,8 +100,9 @@ def llama_layers(model: PreTrainedModel, tied: bool = True) -> list[nn.Module]:
     have the model's parameters; the other weights are copies. A weight put together of several is
     trained if one of these is.
 
-    Mixtures of experts run the kernels of transformers, which have no float64, and none for the dry
-    run of a pipeline: divide them first, on a group of one rank if need be
+    Mixtures of experts run the kernels of transformers. These do not compute in float64, and not
+    without values, as a pipeline does when it finds out the shapes of its messages. If you need
+    either, divide the experts first, on a group of one rank if need be
     (`expert_parallel.divide_experts`).
 
     Args:

@@ -6,6 +6,7 @@ those of all experts. (Files have each expert by itself; in memory `transformers
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,12 +31,13 @@ EXPERTS = {  # a kind's name of a mixture, and of the products of an expert: gat
 }
 
 
-def sources(name: str, config: PreTrainedConfig) -> list[str]:
+def sources(name: str, config: PreTrainedConfig, experts: Iterable[int] | None = None) -> list[str]:
     """Return the names in a model's files of what a weight of the layers is made of.
 
     Args:
         name: as in `nn.ModuleList(layers).state_dict()`.
         config: the model's configuration.
+        experts: which experts of a mixture; all if None.
     """
     number, own = name.split(".", 1)
     if own == "lm_head.weight":
@@ -47,7 +49,7 @@ def sources(name: str, config: PreTrainedConfig) -> list[str]:
     if module in ENDS:
         return [f"model.{ENDS[module]}.{kind}"]
     if module in ("mlp.gate", "mlp.experts"):
-        return _of_mixture(f"model.layers.{int(number) - 1}", kind, config)
+        return _of_mixture(f"model.layers.{int(number) - 1}", kind, config, experts)
     return [f"model.layers.{int(number) - 1}.{theirs}.{kind}" for theirs in BLOCK[module]]
 
 
@@ -62,7 +64,8 @@ def joined(name: str, tensors: list[torch.Tensor], config: PreTrainedConfig) -> 
     if ".attn.qkv." in name:
         return by_group(tensors, config.num_key_value_heads)
     if ".mlp.experts." in name:
-        return torch.cat(tensors).unflatten(0, (config.num_experts, -1))
+        products = 2 if name.endswith("gate_up_proj") else 1
+        return torch.cat(tensors).unflatten(0, (len(tensors) // products, -1))
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
@@ -81,15 +84,15 @@ def parted(name: str, tensor: torch.Tensor, config: PreTrainedConfig) -> list[to
     return list(tensor.chunk(len(sources(name, config))))
 
 
-def _of_mixture(layer, kind, config):
-    """Return the names of the router, or of all experts, one after the other."""
+def _of_mixture(layer, kind, config, experts):
+    """Return the names of the router, or of experts, one after the other."""
     mixture, *up, down = EXPERTS[config.model_type]
     if kind == "weight":
         return [f"{layer}.{mixture}.gate.weight"]
     products = up if kind == "gate_up_proj" else [down]
     return [
         f"{layer}.{mixture}.experts.{expert}.{product}.weight"
-        for expert in range(config.num_experts)
+        for expert in (range(config.num_experts) if experts is None else experts)
         for product in products
     ]
 

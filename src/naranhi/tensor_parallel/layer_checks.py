@@ -110,7 +110,7 @@ def require_slow_path(parent: nn.Module) -> None:
 
 
 def require_layers_of_tokens(model: nn.Module) -> None:
-    """Raise ValueError for what counts tokens, or mixes them, where a rank has a part of them."""
+    """Raise ValueError for modules that need all tokens of a sequence: a rank has only some."""
     for name, module in model.named_modules():
         if isinstance(module, LlamaBlock) and module.sparse:
             raise ValueError(

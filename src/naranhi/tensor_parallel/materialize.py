@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,12 @@ from naranhi.tensor_parallel.shards import as_module, require_shape, splits_of
 
 
 @torch.no_grad()
-def materialize(model: nn.Module | list[nn.Module], state: Mapping[str, torch.Tensor]) -> None:
+def materialize(
+    model: nn.Module | list[nn.Module],
+    state: Mapping[str, torch.Tensor],
+    *,
+    shards: Collection[str] = (),
+) -> None:
     """Give parameters on the meta device values: copies of this rank's shards of whole tensors.
 
     A parameter that several layers share stays one. One that has values already keeps them.
@@ -21,6 +26,7 @@ def materialize(model: nn.Module | list[nn.Module], state: Mapping[str, torch.Te
     Args:
         model: a module, or a list of layers, split by `parallelize` or not.
         state: {name: whole tensor}, of some of the parameters.
+        shards: the names of those tensors that are no whole ones, but already this rank's shards.
 
     Raises:
         ValueError: a name is unknown, or a tensor has a shape different from the unsplit model's;
@@ -31,10 +37,14 @@ def materialize(model: nn.Module | list[nn.Module], state: Mapping[str, torch.Te
     for name, whole in state.items():
         if name not in named:
             raise ValueError(f"{name} is in the state only")
-        require_shape(name, whole, param := named[name], splits.get(param))
+        param = named[name]
+        split = None if name in shards else splits.get(param)
+        require_shape(name, whole, param, split)
         if param.is_meta and param not in new:
-            split, group = splits.get(param, (None, None))
-            own = split.shard(whole, dist.get_rank(group)) if split else whole.detach().clone()
+            if split is None:
+                own = whole.detach().clone(memory_format=torch.contiguous_format)
+            else:
+                own = split[0].shard(whole, dist.get_rank(split[1]))
             new[param] = nn.Parameter(own.to(param.dtype), param.requires_grad)
             vars(new[param]).update(vars(param))
     for owner in module.modules():

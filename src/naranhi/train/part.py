@@ -12,7 +12,7 @@ from torch import nn
 from naranhi import models
 from naranhi.context_parallel import cut_sequence
 from naranhi.distributed import Mesh, fingerprint, from_all_ranks
-from naranhi.expert_parallel import add_experts, divide_experts, divided_state
+from naranhi.expert_parallel import MoE, add_experts, divide_experts, divided_state
 from naranhi.pipeline.partition import cut
 from naranhi.schedules import Schedule
 from naranhi.tensor_parallel import (
@@ -103,8 +103,8 @@ def mixture_coefficient(model: models.DeferredLM) -> float:
 
 def fill(
     model: models.DeferredLM, own: list[int], seed: int, device: torch.device | str
-) -> dict[int, str]:
-    """Give this rank's layers their values, one whole layer at a time.
+) -> dict[str, str]:
+    """Give this rank's layers their values, one layer at a time: all of it, but only own experts.
 
     Args:
         model: the model, whose layers are divided.
@@ -113,28 +113,41 @@ def fill(
         device: where these layers go.
 
     Returns:
-        {index of a layer: a fingerprint of its whole weights}, for `require_same_layers`.
+        {name of a weight, and the range of experts that it has: its fingerprint}, for
+        `require_same_layers`.
     """
     digests = {}
     for number in own:
-        values = model.values(number, seed)
-        digests[number] = str({name: fingerprint(tensor) for name, tensor in values.items()})
+        shards, experts = _experts_of(model.layers[number], number)
+        # As the experts of a mixture have been divided; those of other ranks are not read at all.
+        values = divided_state(model.values(number, seed, experts))
+        for name, tensor in values.items():
+            digests[f"{name} {experts if name in shards else ''}"] = fingerprint(tensor)
         there = dict(nn.ModuleList(model.layers).named_parameters(remove_duplicate=False))
-        values = divided_state(values)  # as the experts of a mixture have been
         # Where a GPT-2 has got experts, its MLP is gone.
-        materialize(model.layers, {name: values[name] for name in values if name in there})
+        values = {name: tensor for name, tensor in values.items() if name in there}
+        materialize(model.layers, values, shards=shards)
         del values  # before the next ones are made
         model.layers[number].to(device)
     return digests
 
 
-def require_same_layers(digests: dict[int, str]) -> None:
-    """Raise ValueError on every rank if two have different weights of a layer."""
+def _experts_of(layer, number):
+    """Return the names of the weights of this rank's experts in a layer, and which experts."""
+    for name, module in layer.named_modules():
+        if isinstance(module, MoE):
+            return {f"{number}.{name}.{weight}" for weight in module.splits}, module.own
+    return set(), None
+
+
+def require_same_layers(digests: dict[str, str]) -> None:
+    """Raise ValueError on every rank if two have different weights of a layer, or of an expert."""
     first = {}
     for rank, found in enumerate(from_all_ranks(digests)):
-        for number, digest in found.items():
-            other, expected = first.setdefault(number, (rank, digest))
+        for weight, digest in found.items():
+            other, expected = first.setdefault(weight, (rank, digest))
             if digest != expected:
+                number = weight.split(".")[0]
                 raise ValueError(
                     f"rank {other} and rank {rank} have different weights of layer {number}"
                 )
