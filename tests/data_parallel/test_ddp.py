@@ -410,3 +410,25 @@ def test_a_gradient_penalty(five, penalty_first):
             "still has the gradient of the step before: call zero_grad() first, which sets it to "
             "None, or torch.autograd.grad in no_sync()"
         )
+
+
+def transformed():
+    """Whether torch.func computes what it does without DDP; whether the next step is right."""
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return None
+    model, one = Critic(), Critic()
+    DDP(model, group, bucket_bytes=SMALL)
+    for way in torch.func.grad, torch.func.jacfwd:
+        found, expected = (way(lambda x, m=m: m(x).sum())(rows(rank)) for m in (model, one))
+        torch.testing.assert_close(found, expected)
+    assert all(param.grad is None for param in model.parameters())
+    model(rows(rank)).square().sum().backward()
+    for other in 0, 1:
+        one(rows(other)).square().sum().backward()
+    for param, expected in zip(model.parameters(), one.parameters(), strict=True):
+        torch.testing.assert_close(param.grad, expected.grad)
+
+
+def test_transforms_of_torch_func_pass_by(five):
+    five.call(transformed)

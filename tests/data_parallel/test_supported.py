@@ -61,7 +61,17 @@ def other_gradients():
     return model
 
 
+def with_buffer(buffer):
+    model = words()
+    model[1].register_buffer("table", buffer, persistent=False)
+    return model
+
+
 MODELS = {
+    "lazy buffer": lambda: nn.Sequential(nn.Linear(3, 3), nn.LazyBatchNorm1d(affine=False)),
+    "no values": lambda: with_buffer(torch.ones(2, device="meta")),
+    "sparse buffer": lambda: with_buffer(torch.eye(2).to_sparse()),
+    "expanded": lambda: with_buffer(torch.ones(1).expand(2)),
     "sparse": lambda: words(sparse=True),
     "bag": lambda: nn.Sequential(nn.EmbeddingBag(5, 3, sparse=True, mode="sum")),
     "norm": lambda: words(max_norm=1.0),
@@ -71,6 +81,11 @@ MODELS = {
     "grad_dtype": other_gradients,
 }
 REASONS = {
+    "lazy buffer": "buffer 1.running_mean is not initialized: run a forward of the lazy module "
+    "first",
+    "no values": "buffer 1.table is on the meta device and has no values: compute it first",
+    "sparse buffer": "buffer 1.table is torch.sparse_coo, which is not sent: use to_dense()",
+    "expanded": "buffer 1.table has several elements in one place of memory: clone() it",
     "sparse": "embedding 0 has sparse gradients, which are not summed over the ranks: make it with "
     "sparse=False",
     "bag": "embedding 0 has sparse gradients, which are not summed over the ranks: make it with "

@@ -1,5 +1,8 @@
 """ZeRO in a pipeline's schedule, on ranks: gradients, bytes sent and held, what is refused."""
 
+import copy
+import gc
+import pickle
 from functools import partial
 
 import pytest
@@ -426,3 +429,71 @@ def test_a_step_inside_of_gathered_is_refused(four, stage):
     for words, shapes in four.call(evaluated_inside_of_gathered, stage):
         assert words == "Pipeline.step() inside of a gathered() block: leave the block first"
         assert (0,) not in shapes
+
+
+def left_alone(stage):
+    """What is said when layers are read, copied and pickled after their pipeline is gone."""
+    along, across = grid()
+    layers, loss, inputs, targets, count = make("mlp")
+
+    def run():
+        schedule = with_sharding(schedules.gpipe(2, M), stage)
+        with pipeline.Pipeline(
+            layers, schedule, loss, group=along, replicas=across, sharding=ZeroStages
+        ) as pipe:
+            pipe.step(*(part.chunk(2)[dist.get_rank() % 2] for part in (inputs, targets)), count)
+            own = [layer for part in pipe.stages.values() for layer in part.layers]
+            pipe.sharded.step(torch.optim.SGD(pipe.sharded.param_groups, lr=RATE))
+        return next(layer for layer in own if [*layer.parameters()])
+
+    layer = run()
+    gc.collect()
+    said = []
+    for use in nn.Module.state_dict, copy.deepcopy, pickle.dumps:
+        try:
+            use(layer)
+            said.append(min(param.numel() for param in layer.parameters()))
+        except RuntimeError as error:
+            said.append(str(error))
+    return said
+
+
+def test_layers_that_outlive_their_pipeline_are_not_read_without_values(four):
+    for said in four.call(left_alone, 3):
+        assert all("this model is sharded: read it inside of Zero.gathered()" in x for x in said)
+    for said in four.call(left_alone, 2):
+        assert said[0] > 0 and said == said[:1] * 3
+
+
+def unfrozen(stage):
+    """What is said of a step with a layer that is unfrozen after its stage was made; then again."""
+    along, across = grid()
+    layers, loss, inputs, targets, count = make("mlp")
+    frozen = next(p for layer in layers[1:] for p in layer.parameters())
+    frozen.requires_grad_(False)
+    schedule = with_sharding(schedules.gpipe(2, M), stage)
+    own = [part.chunk(2)[dist.get_rank() % 2] for part in (inputs, targets)]
+    said = []
+    with pipeline.Pipeline(
+        layers, schedule, loss, group=along, replicas=across, sharding=ZeroStages
+    ) as pipe:
+        optimizer = torch.optim.SGD(pipe.sharded.param_groups, lr=RATE)
+        for train in False, True, False:
+            frozen.requires_grad_(train)
+            try:
+                pipe.step(*own, count)
+                pipe.sharded.step(optimizer)
+                said.append(None)
+            except RuntimeError as error:
+                said.append(str(error))
+        with torch.no_grad():
+            frozen.requires_grad_(True)
+            pipe.step(*own, count)
+    return said
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_layer_that_is_unfrozen_later_is_refused_on_every_rank(four, stage):
+    words = "requires a gradient, and did not when the pipeline's `sharded` was made"
+    for first, second, third in four.call(unfrozen, stage):
+        assert first is None and words in second and third is None

@@ -112,6 +112,7 @@ class Handles:
     first: list[RemovableHandle]
     last: list[RemovableHandle]
     others: list[RemovableHandle]
+    removed: bool
 
     def __init__(
         self,
@@ -120,6 +121,7 @@ class Handles:
         others: Iterable[RemovableHandle] = (),
     ) -> None:
         self.first, self.last, self.others = [*first], [*last], [*others]
+        self.removed = False
 
     def order(self) -> None:
         """Restore this order, whatever has been registered since."""
@@ -134,6 +136,7 @@ class Handles:
 
     def remove(self) -> None:
         """Remove all hooks."""
+        self.removed = True
         for handle in self.first + self.last + self.others:
             handle.remove()
 

@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from naranhi.autograd.containers import tensors_of
 from naranhi.autograd.hooks import Attached, Backward, Handles, Hook, ModuleHook
+from naranhi.autograd.transforms import differentiates
 from naranhi.collectives.buckets import BUCKET, buckets
 from naranhi.data_parallel.bucket import GradientBucket, read_flags, strides_of
 from naranhi.data_parallel.supported import (
@@ -164,6 +165,8 @@ class DDP(Attached):
         This also covers last layers that are recomputed in a backward of their own, whose end is
         not the end of the whole backward.
         """
+        if differentiates():
+            return
         for tensor in tensors_of(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(Hook(self._begin))

@@ -25,6 +25,8 @@ def require_supported(model: nn.Module, group: Axes = None, *, experts: bool = F
     - embeddings with sparse gradients, which cannot be summed in a flat buffer;
     - embeddings with `max_norm`, which change their weight in the forward: each rank another part;
     - parameters that are not initialized yet, or on the meta device: they have no values;
+    - buffers on the meta device, or sparse, or with several elements in one place of memory
+      (`expand`), which cannot be sent, or not be written;
     - parameters of a tensor subclass with behaviour of its own (`DTensor`, quantized ones);
     - parameters that accumulate their gradient in another dtype than their own;
     - hooks of another `DDP` or `Zero`: gradients would be summed twice;
@@ -137,6 +139,15 @@ def _unsupported(model):
                     "its forward changes the rows that this rank's share reads: the ranks' "
                     "weights would part"
                 )
+    for name, buffer in model.named_buffers():
+        if isinstance(buffer, nn.parameter.UninitializedTensorMixin):
+            return f"buffer {name} is not initialized: run a forward of the lazy module first"
+        if buffer.is_meta:
+            return f"buffer {name} is on the meta device and has no values: compute it first"
+        if buffer.layout is not torch.strided:
+            return f"buffer {name} is {buffer.layout}, which is not sent: use to_dense()"
+        if torch._debug_has_internal_overlap(buffer) == 1:
+            return f"buffer {name} has several elements in one place of memory: clone() it"
     for name, param in model.named_parameters():
         kind = type(param)
         if isinstance(param, nn.parameter.UninitializedTensorMixin):

@@ -73,18 +73,11 @@ class Hooks(Attached):
         for unit in self.units:
             for module in unit.modules:
                 keep = unit is self.root  # the model keeps this object alive until close()
-                self._handles.first.append(
-                    module.register_forward_pre_hook(
-                        ModuleHook(self.pre_forward, unit, keep=keep, **options),
-                        prepend=True,
-                        with_kwargs=True,
-                    )
-                )
-                self._handles.last.append(
-                    module.register_forward_hook(
-                        ModuleHook(self.post_forward, unit, **options), with_kwargs=True
-                    )
-                )
+                before = ModuleHook(self.pre_forward, unit, keep=keep, **options)
+                after = ModuleHook(self.post_forward, unit, **options)
+                first = module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+                self._handles.first.append(first)
+                self._handles.last.append(module.register_forward_hook(after, with_kwargs=True))
             for parameter in unit.flat_of:
                 self._handles.last.append(
                     parameter.register_post_accumulate_grad_hook(Hook(self._arrived, unit.number))
@@ -96,6 +89,8 @@ class Hooks(Attached):
         self, unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Unshard the unit; return the module's inputs, watched for the end of its backward."""
+        if self._whole.passes_by():
+            return args, kwargs
         self._require_end()
         if unit is self.root and not self._backward.running:
             self._begin_forward(torch.is_grad_enabled())
@@ -136,6 +131,8 @@ class Hooks(Attached):
         output: Any,
     ) -> Any:
         """Reshard the unit; return the output, watched for the beginning of its backward."""
+        if self._whole.passes_by():
+            return output
         write_back(self._copies.pop())
         if self._backward.running:
             return output

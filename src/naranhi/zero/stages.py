@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from naranhi.collectives.chunks import overlap
+from naranhi.data_parallel.supported import require_same_parameters
 from naranhi.data_parallel.sync import have_gradients, require_same_gradients
 from naranhi.tensor_parallel.sequence_gradients import sum_before_reduction
 from naranhi.zero.phase import ParamState, Phase
@@ -71,13 +72,18 @@ class ZeroStages(Zero):
     # --- actions ---------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Raise RuntimeError inside a `gathered` block, or with the gradients of a step before."""
+        """Raise RuntimeError inside a `gathered` block, or with the gradients of a step before.
+
+        Or for a parameter that is trained now, and was not when the stages were made.
+        """
         self._whole.require_outside("Pipeline.step()")
         if self._phase is Phase.REDUCED and torch.is_grad_enabled():
             raise RuntimeError(
                 "the gradients of the step before are still there: call step() or zero_grad() of "
                 "the pipeline's `sharded` first"
             )
+        if torch.is_grad_enabled():
+            require_same_parameters(self.model, self.names, "the pipeline's `sharded`")
 
     def unshard(self, stage: int) -> None:
         """Start to gather a stage's parameters."""

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from naranhi.autograd.hooks import ModuleHook
+from naranhi.autograd.transforms import differentiates
 from naranhi.collectives import ring
 from naranhi.collectives.chunks import overlap
 from naranhi.distributed import agree, from_all_ranks
@@ -30,8 +31,9 @@ if TYPE_CHECKING:
 class Whole:
     """How a `zero.Zero` makes its model whole; `state` is "read" or "written" while it is, or None.
 
-    Its hooks raise RuntimeError if the model's state is read, loaded or copied while it is not
-    there: at stage 3 there are shards, in mixed precision bf16 copies of what is trained.
+    Its hooks raise RuntimeError if the state of the model, or of a part of it, is read, loaded or
+    copied while it is not there: at stage 3 there are shards, in mixed precision bf16 copies of
+    what is trained. They keep the `Zero` alive as long as any of the modules with parameters.
 
     Args:
         zero: The sharded model.
@@ -49,7 +51,10 @@ class Whole:
     def hooks(self) -> Iterator[RemovableHandle]:
         """Yield the handles of hooks of all modules, since a submodule's state may be read, too."""
         for module in self.zero.model.modules():
-            yield module.register_state_dict_pre_hook(ModuleHook(self._before_reading))
+            held = any(True for _ in module.parameters())  # or there is nothing to lose
+            copying = self.require_readable if held else None
+            reading = ModuleHook(self._before_reading, copying=copying)
+            yield module.register_state_dict_pre_hook(reading)
             yield module.register_load_state_dict_pre_hook(ModuleHook(self._before_loading))
 
     # --- whole for a while -----------------------------------------------------------------------
@@ -149,6 +154,20 @@ class Whole:
             raise RuntimeError(
                 f"{self._what}: read it inside of Zero.gathered(), or save it by naranhi.checkpoint"
             )
+
+    def passes_by(self) -> bool:
+        """Return whether torch.func differentiates the model now, which ZeRO leaves alone.
+
+        Raises:
+            RuntimeError: If so, and the parameters do not hold the model's state.
+        """
+        inside = differentiates()
+        if inside and not (self.state or self._is_itself):
+            raise RuntimeError(
+                f"{self._what}, and torch.func cannot differentiate it: do that inside of "
+                "Zero.gathered()"
+            )
+        return inside
 
     def require_forward(self, recording: bool) -> None:
         """Raise RuntimeError for parameters in other memory, and for a forward in mixed precision.

@@ -128,11 +128,8 @@ class Zero(Hooks):
         The dicts are new each time, because an optimizer writes its defaults into them.
         """
         return [
-            {
-                "params": [flat.pieces[number] for flat in self.flats if number in flat.pieces],
-                **options,
-            }
-            for number, options in enumerate(self._options)
+            {"params": [flat.pieces[n] for flat in self.flats if n in flat.pieces], **options}
+            for n, options in enumerate(self._options)
         ]
 
     @contextmanager
@@ -294,6 +291,8 @@ class Zero(Hooks):
 
         In mixed precision they are in fp32 again. Call it on every rank.
         """
+        if self._handles.removed:  # a second call would put back the values of the first
+            return
         self._whole.require_outside("close()", moved=True)
         self._whole.unshard()
         self._handles.remove()
