@@ -15,6 +15,7 @@ from model_and_data import (
     load_passages,
     make_optimizer,
     parser,
+    positive,
     rows_per_rank,
     summed_loss,
 )
@@ -70,7 +71,7 @@ def draw_for_own_heads(model, device, seed):
 
 def main():
     options = parser(__doc__)
-    options.add_argument("--tp", type=int, default=2, help="ranks that share each layer")
+    options.add_argument("--tp", type=positive, default=2, help="ranks that share each layer")
     options, device = options.parse_args(), join()
     rank, ranks = dist.get_rank(), dist.get_world_size()
     if ranks % options.tp:

@@ -22,12 +22,19 @@ def parser(description):
     add = options.add_argument
     add("--model", default=SMALL / "gpt2", help="a name on the hub (gpt2), or a folder")
     add("--data", default=SMALL / "text", help="likewise (rajpurkar/squad), with a column context")
-    add("--batch", type=int, default=8, help="rows in a step, over all ranks; default: 8")
-    add("--steps", type=int, default=50, help="in all; no two read the same row; default: 50")
+    add("--batch", type=positive, default=8, help="rows in a step, over all ranks; default: 8")
+    add("--steps", type=positive, default=50, help="in all; no two read the same row; default: 50")
     add("--lr", type=float, default=1e-3, help="default: 0.001; for trained weights, such as 3e-5")
     add("--optimizer", choices=["adamw", "sgd"], default="adamw", help="default: adamw")
     add("--seed", type=int, default=0, help="of weights and order; default: 0")
     return options
+
+
+def positive(text):
+    """Read a whole number from 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1")
+    return int(text)
 
 
 def load_model(options):

@@ -23,6 +23,8 @@ def parse(options):
         options.error("--resume needs --save, the folder of the state to begin with")
     if given.save and given.save.is_symlink():
         given.save = given.save.resolve()  # a state can replace a folder, not a link to one
+    if given.save and given.save.resolve() == Path.cwd():
+        options.error(f"--save {given.save} is the current folder: name a folder in it")
     if given.save and given.save.is_mount():
         options.error(f"--save {given.save} is a mount point: name a folder in it")
     given.new_lr, given.lr = given.lr, lr if given.lr is None else given.lr
@@ -90,11 +92,20 @@ def save(state, settings, folder):
     dist.barrier()
     dcp.save(state, checkpoint_id=new)
     if dist.get_rank() == 0:
-        shutil.rmtree(old, ignore_errors=True)
         if is_whole(folder):
+            shutil.rmtree(old, ignore_errors=True)
             os.rename(folder, old)
         os.rename(new, folder)
+        keep_others(old, folder)
         shutil.rmtree(old, ignore_errors=True)
+
+
+def keep_others(old, folder):
+    """Take over what somebody has put beside the old state, unless it is there anew."""
+    for path in Path(old).glob("*"):
+        of_state = path.name in (".metadata", "settings.json") or path.suffix == ".distcp"
+        if not of_state and not Path(folder, path.name).exists():
+            path.rename(Path(folder, path.name))
 
 
 def is_whole(folder):
@@ -103,8 +114,9 @@ def is_whole(folder):
 
 def finish_save(folder):
     """If `save` was killed between its two renames, do the second, or take the first back."""
-    if dist.get_rank() == 0 and not is_whole(folder):
+    if dist.get_rank() == 0:
         left = [path for path in (f"{folder}.new", f"{folder}.old") if is_whole(path)]
-        if left:
+        if left and not is_whole(folder):
             os.rename(left[0], folder)
+        keep_others(f"{folder}.old", folder)
     dist.barrier()

@@ -264,6 +264,7 @@ for call in (lambda: corpus.contexts("squad"), lambda: corpus.tokenizer("gpt2"))
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("how", ["told so", "nobody listens"])
 def test_offline_one_error_says_what_to_do(how, tmp_path):
     """In another process, because the hub's client reads its settings when it is imported."""

@@ -22,6 +22,7 @@ for group in dist.group.WORLD, dist.new_group([0]), distributed.Mesh().data:
 """
 
 
+@pytest.mark.processes
 def test_the_deadline_holds_for_groups_made_later():
     said = subprocess.run(
         [sys.executable, "-c", TIMEOUTS],
@@ -46,6 +47,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.processes
 def test_ranks_that_would_share_a_gpu_compute_on_cpus_and_say_so(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(SHARED)
@@ -107,6 +109,24 @@ def test_a_number_that_is_none(monkeypatch, name):
         distributed.join()
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        (
+            "RANK",
+            "1",
+            "RANK is 1 in the environment and WORLD_SIZE 1: RANK has to be smaller",
+        ),
+        ("MASTER_PORT", "65536", "MASTER_PORT is 65536 in the environment: ports end at 65535"),
+    ],
+)
+def test_a_number_that_cannot_be(monkeypatch, name, value, words):
+    for known, given in {**LAUNCHED, name: value}.items():
+        monkeypatch.setenv(known, given)
+    with pytest.raises(RuntimeError, match=words):
+        distributed.join()
+
+
 SIGNALS = """
 import os, signal, sys, time
 from naranhi.distributed import peers
@@ -121,6 +141,7 @@ time.sleep(20)
 """
 
 
+@pytest.mark.processes
 def test_a_process_ends_on_its_signals_and_not_on_the_users():
     ran = subprocess.run(
         [sys.executable, "-c", SIGNALS], capture_output=True, text=True, timeout=60

@@ -216,7 +216,7 @@ def test_megatron_sends_tokens_to_experts_as_the_forecast_does():
     """Its default has each rank gather the tokens of all; and with tp it shards along sequences."""
     experts = replace(LLAMA, experts=8, top_k=2)
     text = commands.megatron(experts, Plan(4, 2, ep=4), 4096, 64)
-    assert "--moe-token-dispatcher-type alltoall" in text
+    assert "--moe-token-dispatcher-type alltoall" in text and "--moe-grouped-gemm" in text
     text = commands.megatron(experts, Plan(4, 2, ep=4), 4096, 64, deepep=True)
     assert "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend deepep" in text
     for engine, dispatcher in {"megatron": "alltoall", "megatron-deepep": "flex"}.items():

@@ -148,6 +148,17 @@ def test_the_command_line_prints_the_plans(tmp_path, capsys):
     assert " --zero 1 " in command and " --bf16 " in command
 
 
+def test_the_command_line_knows_which_models_naranhi_train_has(tmp_path, capsys):
+    mixture = {"model_type": "qwen2_moe", "num_experts": 8, "num_experts_per_tok": 2}
+    sizes = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 1024}
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | mixture | sizes))
+    arguments = ["--model", str(tmp_path), "--gpus", "16", "--sequence", "4096", "--batch", "64"]
+    assert main(arguments) == 0
+    text = capsys.readouterr().out
+    command = text.split("naranhi.train:\n")[1].partition("\n")[0]
+    assert command.startswith("naranhi.train cannot run this: of models it has gpt2, ")
+
+
 def test_the_command_line_says_what_is_wrong(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     arguments = ["--model", str(tmp_path), "--sequence", "4096", "--batch", "64", "--gpus"]
@@ -155,6 +166,9 @@ def test_the_command_line_says_what_is_wrong(tmp_path, capsys):
     assert "12 GPUs are not whole nodes of 8" in capsys.readouterr().out
     assert main([*arguments, "1"]) == 1
     assert "plans fits and leaves 5% free. The one" in capsys.readouterr().out
+    for name in "--batch", "--sequence", "--best":
+        assert main([*arguments, "16", name, "0"]) == 2
+        assert f"{name} is at least 1, not 0" in capsys.readouterr().out
     with pytest.raises(SystemExit) as ended:
         main(["--gpus", "8"])
     assert ended.value.code == 2

@@ -216,6 +216,13 @@ def test_more_steps_than_the_data_has_are_refused(shared):
         shared.load_passages(shared.parser("").parse_args(["--steps", "515"]))
 
 
+@pytest.mark.parametrize("option", ["--batch=0", "--steps=-1"])
+def test_numbers_from_1(shared, option, capsys):
+    with pytest.raises(SystemExit):
+        shared.parser("").parse_args([option])
+    assert "is no whole number from 1" in capsys.readouterr().err
+
+
 def test_a_loss_of_half_precision_has_all_its_digits(shared):
     logits = torch.randn(1, 64, 96, generator=torch.Generator().manual_seed(0))
     targets = torch.arange(64)[None]

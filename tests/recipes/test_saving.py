@@ -241,3 +241,14 @@ def test_other_data_are_refused(tmp_path, resume, script):
     assert done.returncode != 0
     assert "was saved with texts in --data " in done.stderr
     assert "loss" not in done.stdout
+
+
+def test_what_else_is_in_the_folder_stays(tmp_path, forked):
+    save = [*STEPS, "--save", "state"]
+    losses(forked(2, "fsdp.py", *save, "--steps", "1", folder=tmp_path))
+    (tmp_path / "state" / "notes.txt").write_text("mine")
+    losses(forked(2, "fsdp.py", *save, "--steps", "2", "--resume", folder=tmp_path))
+    assert (tmp_path / "state" / "notes.txt").read_text() == "mine"
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]
+    done = forked(2, "fsdp.py", *STEPS, "--save", ".", folder=tmp_path)
+    assert "--save . is the current folder: name a folder in it" in done.stderr

@@ -4,6 +4,7 @@ import gc
 import os
 
 import pytest
+import small_gpt2
 import torch
 import torch.distributed as dist
 
@@ -113,3 +114,22 @@ def test_what_cannot_be_meant_is_refused(arguments, words):
     """An empty path is what a variable of a script says that is not set."""
     with pytest.raises(train.UsageError, match=words):
         train.parse(arguments)
+
+
+@pytest.mark.parametrize("option", ["--corpus corpus.txt", "--config model", "--model model"])
+def test_a_log_does_not_replace_what_is_read(eight, tmp_path, option):
+    small_gpt2.write(tmp_path / "model")
+    (tmp_path / "corpus.txt").write_text("One.\n\nTwo.")
+    log = {"--corpus": "corpus.txt"}.get(option.split()[0], "model/config.json")
+    before = (tmp_path / log).read_bytes()
+    name, path = option.split()
+    options = f"{name} {tmp_path / path} --log-file {tmp_path / log} --steps 1"
+    for said, _ in eight(2, left_by, options, 1):
+        assert f"--log-file {tmp_path / log} is a file of {name}: name another one" in said
+    assert (tmp_path / log).read_bytes() == before
+
+
+def test_a_rate_is_one_that_adam_can_use():
+    assert train.parse(["--lr", "1e37"]).lr == 1e37
+    with pytest.raises(train.UsageError, match=r"'1e38' is more than 1e\+37, too much for Adam"):
+        train.parse(["--lr", "1e38"])

@@ -7,7 +7,7 @@ from typing import Any
 from lab.fields import Field, InputError
 from naranhi.planning import Cluster, Model, describe, engines, explain, gpus, search
 from naranhi.planning.cli import written
-from naranhi.planning.config import TRAINED, family_of
+from naranhi.planning.config import family_of
 
 MODELS = json.loads(Path(__file__).with_name("models.json").read_text(encoding="utf-8"))
 BEST = 10
@@ -77,8 +77,7 @@ def run(
         for plan, forecast in found.plans
     ]
     result["table"] = {"columns": columns, "rows": rows}
-    trained = family_of(sizes) in TRAINED  # by naranhi.train, from such a file
-    result["commands"] = written(found, "config.json" if trained else None)
+    result["commands"] = written(found, "config.json", family_of(sizes))
     return result
 
 

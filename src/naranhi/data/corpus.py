@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 BUNDLED = Path(__file__).parent / "bundled"
 UNPACKING = OSError, EOFError, zlib.error  # what reading a badly packed file raises
+SURROGATES = re.compile("[\ud800-\udfff]")  # halves of characters, which no encoding has
 
 
 def contexts(source: str | os.PathLike[str] | None = None) -> list[str]:
@@ -126,12 +127,14 @@ def _read(path):
     packed = path.read_bytes()
     if not packed:
         raise ValueError(f"the corpus {path} is empty")
-    form, read = FORMS.get(Path(path.name.removesuffix(".gz")).suffix, (SQUAD, _articles))
+    ending = Path(path.name.lower().removesuffix(".gz")).suffix
+    form, read = FORMS.get(ending, (SQUAD, _articles))
     try:
         text = gzip.decompress(packed) if packed[:2] == b"\x1f\x8b" else packed
         return read(text.decode("utf-8-sig"))
     except (ValueError, *UNPACKING) as error:
-        raise ValueError(f"the corpus {path} is not {form}: {error}") from None
+        others = "" if ending in (".json", *FORMS) else "; text is read from files named .txt"
+        raise ValueError(f"the corpus {path} is not {form}: {error}{others}") from None
 
 
 def _paragraphs(text):
@@ -179,7 +182,7 @@ def _fault_of(passage):
     """Return what is wrong with a passage, if it is no text that can be encoded; None if it is."""
     if not isinstance(passage, str):
         return "has no text"
-    if any("\ud800" <= character <= "\udfff" for character in passage):
+    if SURROGATES.search(passage):
         return "has half of a character (a surrogate)"
     return None
 

@@ -60,7 +60,14 @@ def join(timeout: float = 300.0, folder: str | Path | None = None) -> torch.devi
                     f"RANK is in the environment and {name} is not; a launcher sets both: torchrun "
                     "--standalone --nproc-per-node 4 PROGRAM"
                 )
-        rank, world_size, _ = map(_number, ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+        rank, world_size, port = map(_number, ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+        if rank >= world_size:
+            raise RuntimeError(
+                f"RANK is {rank} in the environment and WORLD_SIZE {world_size}: RANK has to be "
+                "smaller, and begins at 0"
+            )
+        if port >= 2**16:
+            raise RuntimeError(f"MASTER_PORT is {port} in the environment: ports end at 65535")
         local_rank = _local_rank(rank)
         if "TORCHELASTIC_RUN_ID" in os.environ:
             processes.die_with_parent(os.getppid())

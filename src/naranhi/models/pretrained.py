@@ -89,6 +89,8 @@ def advice(name: str) -> str:
     """Return what to do if nothing of that name is found: a sentence or two."""
     if os.path.isdir(name):
         return "That folder was not written by save_pretrained, or not completely."
+    if os.path.isfile(name):
+        return "That file is no config.json."
     if name.startswith((".", "/", "~")) or name.endswith(".json"):  # no name on the hub
         return "There is no such file or folder."
     return f"{offline(name)} Or do without: the default is a small GPT-2 with random weights."

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from naranhi.planning import commands
+from naranhi.planning.arguments import check_least
 from naranhi.planning.cluster import GIB, Cluster, gpus
 from naranhi.planning.config import TRAINED, family_of
 from naranhi.planning.engine import engines
@@ -60,6 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = parse(arguments)
     try:
+        for name, least in (("sequence", 1), ("batch", 1), ("best", 1)):
+            check_least(f"--{name}", getattr(options, name), least)
         model = Model.from_config(options.model)
         cluster = Cluster(
             options.gpus,
@@ -86,8 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(table(result, options.best))
     print()
     print(explain(result))
-    trained = options.model if family_of(options.model) in TRAINED else None
-    for name, text in written(result, trained).items():
+    for name, text in written(result, options.model, family_of(options.model)).items():
         print(f"\n{name}:\n{text}")
         if name == "Megatron-LM" and text.startswith("--"):
             print(LEFT_OUT)
@@ -106,12 +108,13 @@ def table(found: Found, best: int = 10) -> str:
     return "\n".join(lines)
 
 
-def written(found: Found, config: str | None = None) -> dict[str, str]:
+def written(found: Found, config: str | None = None, family: str | None = None) -> dict[str, str]:
     """Return the fastest plan as other programs want it, or why they cannot.
 
     Args:
         found: The plans.
-        config: The model's config.json, if it is of a family that `naranhi.train` has.
+        config: The model's config.json, if it has one.
+        family: The family that it names.
     """
     plan, _ = found[0]
     sequence, batch = found.sequence_length, found.global_batch
@@ -121,6 +124,9 @@ def written(found: Found, config: str | None = None) -> dict[str, str]:
         "torchtitan": lambda: commands.torchtitan(found.model, plan, sequence, batch),
         "Megatron-LM": lambda: commands.megatron(found.model, plan, sequence, batch, deepep=once),
     }
+    if config is not None and family not in TRAINED:
+        has = ", ".join(TRAINED)
+        ways["naranhi.train"] = lambda: f"naranhi.train cannot run this: of models it has {has}"
     result = {}
     for name, write in ways.items():
         try:

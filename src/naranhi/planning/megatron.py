@@ -60,6 +60,8 @@ def megatron(
         # By default each rank would gather the tokens of all.
         dispatcher = "flex --moe-flex-dispatcher-backend deepep" if deepep else "alltoall"
         words.append(f"--moe-token-dispatcher-type {dispatcher}")
+        if plan.precision != "fp32" and not model.biases:  # with these it has no such kernel
+            words.append("--moe-grouped-gemm")  # by default it runs one expert after the other
     words += _pipeline(model, plan)
     if plan.sequence_parallel and plan.tp > 1:
         words.append("--sequence-parallel")

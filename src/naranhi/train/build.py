@@ -203,7 +203,8 @@ def build_model_and_data(
         raise UsageError(f"the tokenizer has {len(tokenizer)} words, {model_named} only {words}")
     if positions < MULTIPLE:
         raise UsageError(f"{model_named} has {positions} positions: it takes at least {MULTIPLE}")
-    sequences = data.encode(tokenizer, distinct, positions // MULTIPLE * MULTIPLE)
+    limit = positions // MULTIPLE * MULTIPLE
+    sequences = data.encode(tokenizer, distinct, limit)
     longest, multiple = max(map(len, sequences)), multiple_of(options)
     if -(-longest // multiple) * multiple > positions:
         raise UsageError(
@@ -211,13 +212,26 @@ def build_model_and_data(
             f"{multiple}: the longest has {longest} tokens, and {model_named} has {positions} "
             "positions"
         )
+    cut = sum(len(tokens) == limit for tokens in sequences)
     parameters = sum(param.numel() for param in nn.ModuleList(layers).parameters())
     about = (
         f"{len(sequences):,} passages ({len(passages) - len(distinct):,} repeated ones left out), "
-        f"{sum(map(len, sequences)):,} tokens, unigram entropy "
+        f"{sum(map(len, sequences)):,} tokens ({cut:,} passages are cut at {limit}, or end there), "
+        "unigram entropy "
         f"{data.unigram_entropy(sequences):.3f} nats a token; {parameters:,} parameters"
     )
     return model, sequences, tokenizer.pad_token_id, about
+
+
+def require_own_log(options: argparse.Namespace) -> None:
+    """Raise UsageError if the log would take the place of a file that the training reads."""
+    if options.log is None or not Path(options.log).exists():
+        return
+    for option in ("corpus", "model", "config"):
+        path = getattr(options, option)
+        files = [] if path is None else [Path(path), *Path(path).glob("*")]
+        if any(file.is_file() and file.samefile(options.log) for file in files):
+            raise UsageError(f"--log-file {options.log} is a file of --{option}: name another one")
 
 
 def tokenizer_of(options: argparse.Namespace) -> str | None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from naranhi import distributed
 from naranhi.distributed import peers
+from naranhi.train.build import require_own_log
 from naranhi.train.log import Log
 from naranhi.train.options import parse
 from naranhi.train.trainer import Training
@@ -29,8 +30,11 @@ LOST = re.compile("closed by peer|reset by peer|[Bb]roken pipe|[Tt]imed out|[Tt]
 
 
 def say_aloud(line: str) -> None:
-    """Print a line at once, even if standard output is buffered."""
-    print(line, flush=True)
+    """Print a line at once, even if standard output is buffered; once nobody reads it, none."""
+    try:
+        print(line, flush=True)
+    except BrokenPipeError:  # as behind `| head`: the training goes on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def train(
@@ -54,11 +58,7 @@ def train(
     first, step_losses = dist.get_rank() == 0, []
     with (
         Training(options, device) as training,
-        raise_on_all(
-            lambda: naming(
-                "--log-file", lambda: Log(options.log if first else None, training.start)
-            )
-        ) as log,
+        raise_on_all(lambda: _log(options, training.start)) as log,
     ):
         if first:
             say(training.about)
@@ -75,6 +75,16 @@ def train(
             if first:
                 say(f"the model is in {options.export}")
     return step_losses
+
+
+def _log(options, start):
+    """Return the log of `--log-file`, which rank 0 writes."""
+
+    def opened():
+        require_own_log(options)
+        return Log(options.log, start)
+
+    return Log(None) if dist.get_rank() else naming("--log-file", opened)
 
 
 def losses(arguments: str = "") -> list[float]:

@@ -37,6 +37,8 @@ def require_new(options: argparse.Namespace) -> None:
 
 def _require_new(options):
     folder = _real(options.export)
+    if folder == Path.cwd():
+        raise UsageError(f"--export {options.export} is the current folder: name a new one in it")
     if folder.is_mount():
         raise UsageError(f"--export {options.export} is where something is mounted: name a folder")
     if os.path.lexists(folder) and not (folder.is_dir() and not os.listdir(folder)):

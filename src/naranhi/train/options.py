@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from naranhi.train.schedule import CHUNKS, schedule_names, schedule_type, takes_chunks
 from naranhi.train.usage import UsageError
-from naranhi.train.values import balance, path, positive, probability, whole
+from naranhi.train.values import balance, path, positive, probability, rate, whole
 
 DESCRIPTION = """Train GPT-2, Llama or Mixtral on a pipeline of ranks, or on a mesh of them.
 
@@ -202,7 +202,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--steps", type=whole(1), default=300, metavar="N", help="default: 300")
     add(
         "--lr",
-        type=positive,
+        type=rate,
         metavar="R",
         help=f"Adam's learning rate; default: {RATE['random']:g}, with --model {RATE['trained']:g}",
     )

@@ -8,6 +8,7 @@ from math import isfinite
 
 MOST = 2**31 - 1  # of anything that is counted
 LARGEST = 3e38  # in fp32
+FASTEST = 1e37  # a learning rate, which Adam divides by 1 - 0.9
 
 
 def whole(least: int) -> Callable[[str], int]:
@@ -33,6 +34,13 @@ def _number(text):
         return float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+
+
+def rate(text: str) -> float:
+    """Read a learning rate."""
+    if (number := positive(text)) > FASTEST:
+        raise argparse.ArgumentTypeError(f"{text!r} is more than {FASTEST:g}, too much for Adam")
+    return number
 
 
 def positive(text: str) -> float:
