@@ -15,7 +15,6 @@ from model_and_data import (
     load_passages,
     make_optimizer,
     parser,
-    positive,
     rows_per_rank,
     summed_loss,
 )
@@ -71,10 +70,10 @@ def draw_for_own_heads(model, device, seed):
 
 def main():
     options = parser(__doc__)
-    options.add_argument("--tp", type=positive, default=2, help="ranks that share each layer")
+    options.add_argument("--tp", type=int, default=2, help="ranks that share each layer")
     options, device = options.parse_args(), join()
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    if ranks % options.tp:
+    if options.tp < 1 or ranks % options.tp:
         sys.exit(f"--tp {options.tp} has to divide the number of ranks, which is {ranks}")
     sizes = ranks // options.tp, options.tp
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("dp", "tp"))

@@ -22,19 +22,12 @@ def parser(description):
     add = options.add_argument
     add("--model", default=SMALL / "gpt2", help="a name on the hub (gpt2), or a folder")
     add("--data", default=SMALL / "text", help="likewise (rajpurkar/squad), with a column context")
-    add("--batch", type=positive, default=8, help="rows in a step, over all ranks; default: 8")
-    add("--steps", type=positive, default=50, help="in all; no two read the same row; default: 50")
+    add("--batch", type=int, default=8, help="rows in a step, over all ranks; default: 8")
+    add("--steps", type=int, default=50, help="in all; no two read the same row; default: 50")
     add("--lr", type=float, default=1e-3, help="default: 0.001; for trained weights, such as 3e-5")
     add("--optimizer", choices=["adamw", "sgd"], default="adamw", help="default: adamw")
     add("--seed", type=int, default=0, help="of weights and order; default: 0")
     return options
-
-
-def positive(text):
-    """Read a whole number from 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1")
-    return int(text)
 
 
 def load_model(options):
@@ -61,10 +54,9 @@ def make_optimizer(options, parameters):
 def load_passages(options):
     """Return the data set, of which the recipes read the column `context`, once at most."""
     data = load_dataset(str(options.data), split="train")
-    if options.steps * options.batch > len(data):
-        sys.exit(
-            f"--steps {options.steps} of --batch {options.batch}: the data has {len(data)} rows"
-        )
+    asked = f"--steps {options.steps} of --batch {options.batch}"
+    if min(options.steps, options.batch) < 1 or options.steps * options.batch > len(data):
+        sys.exit(f"{asked}: both are at least 1, and the data has {len(data)} rows")
     return data
 
 

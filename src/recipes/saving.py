@@ -23,10 +23,8 @@ def parse(options):
         options.error("--resume needs --save, the folder of the state to begin with")
     if given.save and given.save.is_symlink():
         given.save = given.save.resolve()  # a state can replace a folder, not a link to one
-    if given.save and given.save.resolve() == Path.cwd():
-        options.error(f"--save {given.save} is the current folder: name a folder in it")
-    if given.save and given.save.is_mount():
-        options.error(f"--save {given.save} is a mount point: name a folder in it")
+    if given.save and (given.save.resolve() == Path.cwd() or given.save.is_mount()):
+        options.error(f"--save {given.save} cannot be replaced as a whole: name a folder in it")
     given.new_lr, given.lr = given.lr, lr if given.lr is None else given.lr
     return given
 
@@ -103,8 +101,7 @@ def save(state, settings, folder):
 def keep_others(old, folder):
     """Take over what somebody has put beside the old state, unless it is there anew."""
     for path in Path(old).glob("*"):
-        of_state = path.name in (".metadata", "settings.json") or path.suffix == ".distcp"
-        if not of_state and not Path(folder, path.name).exists():
+        if path.suffix != ".distcp" and not Path(folder, path.name).exists():
             path.rename(Path(folder, path.name))
 
 

@@ -445,9 +445,9 @@ def test_what_several_ranks_keep_stays_equal_to_the_bit(eight, small):
             assert (tied == its_tied) == (place.tensor == other.tensor)
 
 
-def changed(values, number, seed):
+def changed(values, number, *more):
     """A layer's values, one of them slightly wrong in one layer."""
-    found = values(number, seed)
+    found = values(number, *more)
     if number == 1:
         found["1.block.mlp.c_fc.bias"][3] += 1e-6
     return found

@@ -251,4 +251,4 @@ def test_what_else_is_in_the_folder_stays(tmp_path, forked):
     assert (tmp_path / "state" / "notes.txt").read_text() == "mine"
     assert [path.name for path in tmp_path.iterdir()] == ["state"]
     done = forked(2, "fsdp.py", *STEPS, "--save", ".", folder=tmp_path)
-    assert "--save . is the current folder: name a folder in it" in done.stderr
+    assert "--save . cannot be replaced as a whole: name a folder in it" in done.stderr
