@@ -317,3 +317,11 @@ def test_a_corpus_that_json_takes_and_a_tokenizer_does_not(tmp_path, text, words
     (tmp_path / "corpus.json").write_text(text)
     with pytest.raises(ValueError, match=words):
         data.contexts(tmp_path / "corpus.json")
+
+
+def test_the_ending_of_a_name_decides_in_any_case(tmp_path):
+    (tmp_path / "A.TXT").write_text("One.\n\nTwo.")
+    assert data.contexts(tmp_path / "A.TXT") == ["One.", "Two."]
+    (tmp_path / "a.md").write_text("One.\n\nTwo.")
+    with pytest.raises(ValueError, match=r"text is read from files named \.txt"):
+        data.contexts(tmp_path / "a.md")

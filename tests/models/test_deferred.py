@@ -364,3 +364,9 @@ def test_a_model_of_transformers_is_filled_in_the_same_way():
     real = GPT2LMHeadModel(config("gpt2"))
     materialize(empty, dict(real.named_parameters()))
     assert same(empty, real) and empty.lm_head.weight is empty.transformer.wte.weight
+
+
+def test_a_file_that_is_no_configuration_is_named(tmp_path):
+    saved(tmp_path, "llama")
+    with pytest.raises(OSError, match=r"That file is no config\.json"):
+        models.configuration(str(tmp_path / "model.safetensors"))

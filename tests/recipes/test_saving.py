@@ -252,3 +252,20 @@ def test_what_else_is_in_the_folder_stays(tmp_path, forked):
     assert [path.name for path in tmp_path.iterdir()] == ["state"]
     done = forked(2, "fsdp.py", *STEPS, "--save", ".", folder=tmp_path)
     assert "--save . cannot be replaced as a whole: name a folder in it" in done.stderr
+
+
+def test_what_a_killed_save_had_not_taken_over_yet_comes_back(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(RECIPES)
+    import saving
+
+    monkeypatch.setattr(saving.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(saving.dist, "barrier", lambda: None)
+    folder, old = tmp_path / "state", tmp_path / "state.old"
+    for path in folder, old:
+        path.mkdir()
+        (path / ".metadata").touch()
+    (old / "notes.txt").write_text("mine")
+    (old / "log").write_text("old")
+    (folder / "log").write_text("new")
+    saving.finish_save(folder)
+    assert (folder / "notes.txt").read_text() == "mine" and (folder / "log").read_text() == "new"

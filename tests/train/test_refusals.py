@@ -2,6 +2,8 @@
 
 import gc
 import os
+import subprocess
+import sys
 
 import pytest
 import small_gpt2
@@ -133,3 +135,35 @@ def test_a_rate_is_one_that_adam_can_use():
     assert train.parse(["--lr", "1e37"]).lr == 1e37
     with pytest.raises(train.UsageError, match=r"'1e38' is more than 1e\+37, too much for Adam"):
         train.parse(["--lr", "1e38"])
+
+
+def about(options):
+    with train.Training(train.parse(options)) as training:
+        return training.about
+
+
+def test_passages_that_are_cut_are_told(eight, tmp_path):
+    small_gpt2.write(tmp_path / "model")
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("\n\n".join(["word " * 500, "A few words.", "other " * 500, "And more."]))
+    options = ["--model", str(tmp_path / "model"), "--corpus", str(corpus), "--batch", "4"]
+    [said] = eight(1, about, options)
+    assert said.startswith("4 passages") and "(2 passages are cut at " in said
+
+
+@pytest.mark.processes
+def test_lines_that_nobody_reads_end_nothing():
+    program = (
+        "import sys\n"
+        "from naranhi.train.cli import say_aloud\n"
+        "for number in range(20_000):\n"
+        "    say_aloud(f'step {number}')\n"
+        "print('went on', file=sys.stderr)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout.readline() == "step 0\n"
+        process.stdout.close()
+        assert process.stderr.read() == "went on\n"
+    assert process.returncode == 0
