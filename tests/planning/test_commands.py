@@ -129,13 +129,38 @@ def test_megatron_counts_embedding_and_loss_where_only_then_the_stages_are_equal
     assert "--account-for" not in commands.megatron(llama, Plan(8), 8192, 256)
 
 
-def test_megatron_is_not_told_stages_that_are_unequal():
-    plan = Plan(8, 4, 3, chunks=4, schedule="interleaved", zero=1)
-    words = "Megatron-LM cannot run this plan: pp x chunks = 3 x 4 .* 80 layers, nor 81 or 82"
-    with pytest.raises(ValueError, match=words):
-        commands.megatron(replace(LLAMA, layers=80), plan, 4096, 192)
-    with pytest.raises(ValueError, match=r"pp x chunks = 5 x 1 .* 32 layers, nor 33 or 34"):
-        commands.megatron(LLAMA, Plan(2, 2, 5), 4096, 256)
+@pytest.mark.parametrize("layers, pp, chunks", [(80, 3, 4), (32, 5, 1), (61, 16, 1), (61, 8, 4)])
+def test_megatron_is_told_each_layer_of_stages_that_are_unequal(layers, pp, chunks):
+    """One string: stages in the order of the layers, which its vpp x pp parts are dealt out in
+    (`megatron/core/transformer/pipeline_parallel_layer_layout.py`)."""
+    schedule = "interleaved" if chunks > 1 else "one_f_one_b"
+    plan, model = Plan(4, 4, pp, chunks=chunks, schedule=schedule), replace(LLAMA, layers=layers)
+    text = commands.megatron(model, plan, 4096, 192)
+    layout = text.split("--pipeline-model-parallel-layout ")[1].split()[0]
+    assert layout[:2] == "'E" and layout[-2:] == "L'"
+    stages = layout[2:-2].split("|")
+    assert [len(stage) for stage in stages] == [len(own) for own in cut(model, pp * chunks).layers]
+    assert {*"".join(stages)} == {"t"} and len(stages) == pp * chunks
+    assert "--num-layers-per-virtual" not in text and "--account-for" not in text
+
+
+@pytest.mark.parametrize("engine, told", [("nemo", True), ("megatron", False)])
+def test_megatron_adds_gradients_up_as_the_forecast_does(engine, told):
+    for precision, holds in ("bf16", told), ("fp32", False):
+        found = search(LLAMA, Cluster(8, engine=engine), 4096, 64, best=1, precision=precision)
+        assert ("--grad-reduce-in-bf16" in written(found)["Megatron-LM"]) == holds
+
+
+def test_torchtitan_has_no_tied_embeddings_in_a_pipeline_and_no_compiled_v():
+    tied = replace(LLAMA, tied=True)
+    assert commands.torchtitan(tied, Plan(8, zero=3), 4096, 64)
+    with pytest.raises(ValueError, match=r"torchtitan cannot run .* tie the embedding .* pp = 1"):
+        commands.torchtitan(tied, Plan(4, pp=2, zero=1), 4096, 64)
+    v = Plan(4, pp=2, zero=1, schedule="zero_bubble_v")
+    assert commands.torchtitan(LLAMA, v, 4096, 64)
+    assert commands.torchtitan(LLAMA, Plan(4, pp=2, zero=1, precision="fp8"), 4096, 64)
+    with pytest.raises(ValueError, match=r"torchtitan cannot run .* ZBVZeroBubble refuses compil"):
+        commands.torchtitan(LLAMA, replace(v, precision="fp8"), 4096, 64)
 
 
 @pytest.mark.parametrize("layers", [14, 15, 16, 22, 23, 24, 126])

@@ -7,7 +7,7 @@ import pytest
 from naranhi import costs
 from naranhi.planning import Cluster, Latent, Model, Plan, predict
 from naranhi.planning.activations import layer_activations
-from naranhi.planning.memory import stage_memory
+from naranhi.planning.memory import in_flight, stage_memory
 from naranhi.planning.stages import cut
 
 GPT = Model(
@@ -289,3 +289,28 @@ def test_fsdp_gathers_on_a_stream_of_its_own():
         loss = 0.0 if pp > 1 else 2 * 1024 * 64 + 12 * 1024 * 64
         gathered = 2 * (max(ends, model.layer_parameters()) + model.layer_parameters())
         assert first.cached == pytest.approx(gathered + loss, rel=1e-9)
+
+
+def test_in_a_pipeline_zero_3_gathers_once_and_then_holds_what_zero_1_does():
+    cluster, plan = Cluster(16), Plan(8, pp=2, zero=1)
+    first = stage_memory(LLAMA, cluster, plan, 1024, 4)
+    assert stage_memory(LLAMA, cluster, replace(plan, zero=3), 1024, 4) == first
+    fsdp = Cluster(16, engine="fsdp")  # which has buffers for a layer besides
+    one, three = (stage_memory(LLAMA, fsdp, replace(plan, zero=z), 1024, 4)[0] for z in (1, 3))
+    assert three.working > one.working
+
+
+@pytest.mark.parametrize("schedule", ["zero_bubble_v", "dualpipe_v"])
+@pytest.mark.parametrize("stages, count", [(8, 1), (8, 4), (4, 2), (4, 16)])
+def test_no_more_micro_batches_are_in_flight_than_there_are(schedule, stages, count):
+    held = [in_flight(schedule, stages, stage, count, 2) for stage in range(stages)]
+    assert max(held) <= count and min(held) > 0
+
+
+def test_a_width_that_neither_heads_nor_tp_divide_is_forecast():
+    model = replace(LLAMA, hidden=2560, heads=24, kv_heads=24, head_dim=128, ffn=6912)
+    cluster, plan = Cluster(24), Plan(8, 3)
+    kept = layer_activations(model, cluster, plan, 4098)
+    near = layer_activations(replace(model, hidden=2568), cluster, plan, 4098)
+    assert 0 < kept / near < 1 and kept / near == pytest.approx(1, rel=0.005)
+    assert predict(model, cluster, plan, 4098, 24).step_seconds > 0

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from naranhi.planning import Model
+from naranhi.planning import Model, config
 
 CONFIGS = {
     # name: (config.json, parameters as the model's authors or its weights say)
@@ -49,9 +49,9 @@ DEEPSEEK, QWEN = (CONFIGS[name][0] for name in ("DeepSeek-V3", "Qwen3-30B-A3B"))
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_parameters_are_those_that_were_published(name):
-    config, published = CONFIGS[name]
+    sizes, published = CONFIGS[name]
     exact = isinstance(published, int)
-    model = Model.from_config(config)
+    model = Model.from_config(sizes)
     assert model.parameters == pytest.approx(published, rel=0 if exact else 2e-3)
 
 
@@ -78,14 +78,14 @@ def test_flops_are_those_of_equation_3_without_recomputation():
 
 
 def test_a_config_is_read_from_its_file_and_its_directory(tmp_path):
-    config, parameters = CONFIGS["GPT-2"]
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    sizes, parameters = CONFIGS["GPT-2"]
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
     for path in (tmp_path, tmp_path / "config.json", str(tmp_path)):
         assert Model.from_config(path).parameters == parameters
 
 
 @pytest.mark.parametrize(
-    "config, words",
+    "sizes, words",
     [
         ({"model_type": "mamba"}, "'mamba' is not a family that is known; these are gpt2, llama"),
         ({}, "model_type None is not a family"),
@@ -103,9 +103,9 @@ def test_a_config_is_read_from_its_file_and_its_directory(tmp_path):
         (CONFIGS["GPT-2"][0] | {"n_inner": 0}, "n_inner is a whole number from 1, not 0"),
     ],
 )
-def test_a_configuration_that_says_too_little_is_refused(config, words):
+def test_a_configuration_that_says_too_little_is_refused(sizes, words):
     with pytest.raises(ValueError, match=words):
-        Model.from_config(config)
+        Model.from_config(sizes)
 
 
 def test_a_file_that_is_no_configuration_is_refused(tmp_path):
@@ -139,3 +139,21 @@ def test_sizes_that_do_not_fit_one_another_are_refused(sizes, words):
 def test_a_size_is_a_whole_number():
     with pytest.raises(TypeError, match=r"layers is a whole number, not 12\.0"):
         Model(layers=12.0, hidden=768, heads=12)
+
+
+@pytest.mark.parametrize("family", config.LLAMA + config.EXPERTS + config.DEEPSEEK)
+def test_sizes_that_are_left_out_are_those_of_transformers(family):
+    from transformers import AutoConfig
+
+    sizes = {"num_hidden_layers": 4, "hidden_size": 4096, "num_attention_heads": 32}
+    sizes |= {"intermediate_size": 11008, "vocab_size": 32000}
+    if family == "mixtral":
+        sizes |= {"num_local_experts": 8, "num_experts_per_tok": 2}
+    elif family in config.EXPERTS:
+        sizes |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 1408}
+    elif family in config.DEEPSEEK:
+        sizes |= {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 1408}
+        sizes |= {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128}
+        sizes |= {"v_head_dim": 128}
+    whole = AutoConfig.for_model(family, **sizes).to_dict()
+    assert Model.from_config({"model_type": family} | sizes) == Model.from_config(whole)

@@ -1,5 +1,6 @@
 """Clusters and plans: what cannot be is refused in words, and says which numbers contradict."""
 
+import contextlib
 from dataclasses import replace
 
 import pytest
@@ -277,3 +278,15 @@ def test_a_machine_refuses_what_was_not_measured(more, words):
     assert predict(MODEL, machine, Plan(4, precision="fp32"), 1024, 4).step_seconds > 0
     with pytest.raises(PlanError, match=words):
         predict(MODEL, machine, Plan(**plan), 1024, 4)
+
+
+@pytest.mark.parametrize("engine, has", [("nanotron", False), ("megatron", True), ("fsdp", True)])
+def test_an_engine_without_a_schedule_is_not_forecast_with_it(engine, has):
+    cluster, plan = Cluster(8, engine=engine), Plan(4, pp=2, schedule="interleaved", chunks=2)
+    words = "schedule = 'interleaved': nanotron does not have it; choose one of gpipe, one_f_one_b"
+    with contextlib.nullcontext() if has else pytest.raises(PlanError, match=words):
+        predict(MODEL, cluster, plan, 1024, 16)
+    assert predict(MODEL, cluster, replace(plan, schedule="gpipe", chunks=1), 1024, 16)
+    if not has:
+        found = search(MODEL, cluster, 1024, 16)
+        assert {plan.schedule for plan, _ in found.plans} <= {"one_f_one_b"}

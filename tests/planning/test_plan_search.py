@@ -5,12 +5,16 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from llama import LLAMA
 
 from naranhi.planning import (
     Cluster,
+    Layer,
+    Line,
+    Machine,
     Model,
     Plan,
     PlanError,
@@ -18,7 +22,7 @@ from naranhi.planning import (
     predict,
     search,
 )
-from naranhi.planning.cli import main
+from naranhi.planning.cli import in_its_engine, main
 from naranhi.planning.plan_search import MARGIN, Found, plans
 
 CONFIG = {
@@ -218,3 +222,57 @@ def test_a_search_says_which_number_is_wrong(arguments, error, words):
     usual = {"sequence_length": 4096, "global_batch": 64}
     with pytest.raises(error, match=words):
         search(LLAMA, Cluster(8), **usual | arguments)
+
+
+def test_a_measured_machine_is_searched_for_tensor_parallel_plans_too():
+    """With two sequences, eight ranks have to share the layers as well."""
+    line = Line(0.0, 0.03)
+    machine = Machine(
+        8, 8, layer=Layer(line, Line(0.0, 0.06), 1 / 3), near=Line(1e-4, 5e-9),
+        far=Line(2e-3, 5e-8), action=1e-3, peak=1e9,
+    )  # fmt: skip
+    model = Model(4, 64, 8, vocabulary=1)
+    for batch in 1, 2, 8:
+        found = search(model, machine, 64, batch, precision="fp32")
+        least = min(
+            predict(model, machine, plan, 64, batch).step_seconds
+            for dp, tp, pp in product((1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4))
+            if dp * tp * pp == 8 and batch % dp == 0
+            for plan in [Plan(dp, tp, pp, precision="fp32", sequence_parallel=False)]
+        )
+        assert found[0][1].step_seconds <= least
+    assert found.tried and any(plan.tp > 1 for plan, _ in found.plans)
+
+
+def test_the_command_line_says_what_a_plan_takes_where_another_engine_runs_it(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    arguments = ["--model", str(tmp_path), "--gpus", "16", "--sequence", "4096", "--batch", "64"]
+    told = {}
+    for engine in "megatron", "fsdp", "nanotron":
+        assert main([*arguments, "--engine", engine]) == 0
+        _, _, text = capsys.readouterr().out.partition("\ntorchtitan:\n")
+        told[engine] = [part.count("(With --engine ") for part in text.split("Megatron-LM:\n")]
+    assert told == {"megatron": [1, 0], "fsdp": [0, 1], "nanotron": [1, 1]}
+
+
+def test_what_another_engine_takes_is_its_own_forecast():
+    found = search(LLAMA, Cluster(16), 4096, 64)
+    plan, _ = found[0]
+    own = predict(LLAMA, Cluster(16, engine="fsdp"), plan, 4096, 64)
+    said = in_its_engine(found, "torchtitan")
+    assert said == f"(With --engine fsdp: {own.step_seconds:.3g} s, and it {own.verdict}.)\n"
+    assert in_its_engine(found, "Megatron-LM") == ""
+
+
+def test_the_command_line_ends_quietly_when_nobody_reads_on(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    command = f"{sys.executable} -u -m naranhi.planning --model {tmp_path} --gpus 16"
+    command += " --sequence 4096 --batch 64 --best 200"
+    ended = subprocess.run(
+        ["bash", "-c", f"{command} | head -n 1; echo ${{PIPESTATUS[0]}}"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.stderr == ""
+    assert ended.stdout.split()[0] == "step" and ended.stdout.split()[-1] in ("0", "141")

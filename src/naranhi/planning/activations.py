@@ -22,12 +22,13 @@ def layer_activations(
     engine = cluster.runs
     tokens = plan.microbatch * (sequence_length // plan.cp)
     value = 2 if plan.precision == "fp32" else 1  # in multiples of 16 bits
-    # What the formula needs in order to count scores; sizes that it cannot cut have none here.
+    # What the formula needs in order to count scores; sizes that it cannot cut have none here, and
+    # a width that tp does not divide loses the rest.
     heads = model.heads if model.hidden % model.heads == 0 else plan.tp
     items = transformer_layer_items(
         sequence_length // plan.cp,
         plan.microbatch,
-        model.hidden,
+        model.hidden - model.hidden % heads,
         heads,
         plan.tp,
         plan.sequence_parallel,

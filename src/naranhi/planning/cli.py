@@ -8,6 +8,7 @@ programs want it.
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NoReturn
 
 from naranhi.planning import commands
@@ -18,11 +19,25 @@ from naranhi.planning.engine import engines
 from naranhi.planning.explanation import describe, explain
 from naranhi.planning.model import Model
 from naranhi.planning.plan_search import Found, search
+from naranhi.planning.prediction import predict
 
 LEFT_OUT = (
     "(These decide how long a step takes. Add what else your model has: --rotary-base, "
     "--norm-epsilon, --qk-layernorm, --add-qkv-bias.)"
 )
+
+# The engines that say how a program runs a plan, beginning with that of today.
+ENGINES = {
+    "torchtitan": ("fsdp", "fsdp-compile"),
+    "Megatron-LM": (
+        "megatron",
+        "megatron-deepep",
+        "megatron-2024",
+        "megatron-2021",
+        "nemo",
+        "nemo-2024",
+    ),
+}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -91,8 +106,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(explain(result))
     for name, text in written(result, options.model, family_of(options.model)).items():
         print(f"\n{name}:\n{text}")
-        if name == "Megatron-LM" and text.startswith("--"):
-            print(LEFT_OUT)
+        if text.startswith(("--", "[", "#")):  # and not why the program cannot
+            if name == "Megatron-LM":
+                print(LEFT_OUT)
+            print(in_its_engine(result, name), end="")
     return 0
 
 
@@ -108,6 +125,21 @@ def table(found: Found, best: int = 10) -> str:
     return "\n".join(lines)
 
 
+def in_its_engine(found: Found, program: str) -> str:
+    """Return a line on what the fastest plan takes in a program, if another engine was forecast.
+
+    Args:
+        found: The plans.
+        program: "torchtitan" or "Megatron-LM".
+    """
+    if found.cluster.engine in ENGINES[program]:
+        return ""
+    engine, (plan, _) = ENGINES[program][0], found[0]
+    cluster = replace(found.cluster, engine=engine)
+    forecast = predict(found.model, cluster, plan, found.sequence_length, found.global_batch)
+    return f"(With --engine {engine}: {forecast.step_seconds:.3g} s, and it {forecast.verdict}.)\n"
+
+
 def written(found: Found, config: str | None = None, family: str | None = None) -> dict[str, str]:
     """Return the fastest plan as other programs want it, or why they cannot.
 
@@ -118,11 +150,12 @@ def written(found: Found, config: str | None = None, family: str | None = None) 
     """
     plan, _ = found[0]
     sequence, batch = found.sequence_length, found.global_batch
-    node, once = found.cluster.gpus_per_node, found.cluster.runs.expert_nodes > 0
+    node, engine = found.cluster.gpus_per_node, found.cluster.runs
+    more = {"deepep": engine.expert_nodes > 0, "bf16_gradients": engine.gradient_bytes == 2}
     ways = {
         "naranhi.train": lambda: commands.naranhi_train(found.model, plan, batch, node, config),
         "torchtitan": lambda: commands.torchtitan(found.model, plan, sequence, batch),
-        "Megatron-LM": lambda: commands.megatron(found.model, plan, sequence, batch, deepep=once),
+        "Megatron-LM": lambda: commands.megatron(found.model, plan, sequence, batch, **more),
     }
     if config is not None and family not in TRAINED:
         has = ", ".join(TRAINED)

@@ -145,12 +145,18 @@ class Cluster:
 
     def refuses(self, plan: "Plan") -> str | None:
         """Return why it cannot run a plan, whatever the model and the batch; None if it can."""
-        if plan.precision in self.sheet.flops:
-            return None
-        return (
-            f"precision = {plan.precision!r}: {self.gpu} does not multiply in it; choose one of "
-            f"{_list(self.sheet.flops)}"
-        )
+        if plan.precision not in self.sheet.flops:
+            return (
+                f"precision = {plan.precision!r}: {self.gpu} does not multiply in it; choose one "
+                f"of {_list(self.sheet.flops)}"
+            )
+        schedules = self.runs.schedules
+        if plan.pp > 1 and schedules and plan.schedule not in schedules:
+            return (
+                f"schedule = {plan.schedule!r}: {self.engine} does not have it; choose one of "
+                f"{_list(schedules)}"
+            )
+        return None
 
     def _known_gpus(self):
         return gpus()

@@ -13,6 +13,17 @@ EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe")
 DEEPSEEK = ("deepseek_v2", "deepseek_v3")
 FAMILIES = GPT2 + LLAMA + EXPERTS + DEEPSEEK
 TRAINED = (*GPT2, *LLAMA, "mixtral", "qwen3_moe")  # by `naranhi.train`
+# What transformers takes for sizes that a file leaves out, where no other size of it says them.
+LEFT_OUT = {
+    "mistral": {"num_key_value_heads": 8},
+    "mixtral": {"num_key_value_heads": 8},
+    "qwen2": {"num_key_value_heads": 32},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
+    "qwen2_moe": {"num_key_value_heads": 16, "shared_expert_intermediate_size": 5632},
+    "qwen3_moe": {"num_key_value_heads": 4},
+    "deepseek_v2": {"n_shared_experts": 2, "q_lora_rank": 1536},
+    "deepseek_v3": {"n_shared_experts": 1, "q_lora_rank": 1536, "first_k_dense_replace": 3},
+}
 
 
 def family_of(path: str | Path | dict[str, Any]) -> str | None:
@@ -49,6 +60,8 @@ def read_config(path: str | Path | dict[str, Any]) -> dict[str, Any]:
             f"{where}: model_type {family!r} is not a family that is known; these are "
             f"{', '.join(FAMILIES)}. Give the sizes to Model(...) instead"
         )
+
+    config = LEFT_OUT.get(family, {}) | config
 
     def size(name, *, default=None, least=1):
         value = config.get(name)

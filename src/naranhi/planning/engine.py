@@ -73,6 +73,7 @@ class Engine(NamedTuple):
         cut: "uniform" for equally many layers in each stage; "last" if what does not divide goes
             to the last stages; "cumulative" for stages that end where the cumulated operations,
             the output layer's included, pass an equal share.
+        schedules: The schedules that it has for a pipeline, in words of `Plan`; none for all.
         note: In words.
     """
 
@@ -108,6 +109,7 @@ class Engine(NamedTuple):
     selective: float
     fills: bool
     cut: str
+    schedules: tuple[str, ...]
     note: str
 
     def reduced_bytes(self, precision: str) -> int:
@@ -152,6 +154,7 @@ def engines() -> dict[str, Engine]:
             float(row["selective"]),
             row["fills"] == "1",
             row["cut"],
+            tuple(row["schedules"].split()),
             row["note"],
         )
         for row in rows("engines.csv")

@@ -130,7 +130,7 @@ def _reasons(found, plan: Plan):
         )
     if plan.replicas > 1:
         sharded = {
-            0: "whole on each of them",
+            0: "all of their model state whole on each of them",
             1: "the optimizer state sharded over them",
             2: "gradients and optimizer state sharded over them",
             3: "parameters, gradients and optimizer state sharded over them",

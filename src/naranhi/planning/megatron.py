@@ -3,10 +3,17 @@
 from naranhi.planning.model import Model
 from naranhi.planning.plan import Plan
 from naranhi.planning.refusals import check_heads
+from naranhi.planning.stages import cut
 
 
 def megatron(
-    model: Model, plan: Plan, sequence_length: int, global_batch: int, *, deepep: bool = False
+    model: Model,
+    plan: Plan,
+    sequence_length: int,
+    global_batch: int,
+    *,
+    deepep: bool = False,
+    bf16_gradients: bool = False,
 ) -> str:
     """Return the arguments of Megatron-LM's `pretrain_gpt.py`.
 
@@ -24,9 +31,11 @@ def megatron(
         global_batch: Sequences of a step.
         deepep: Whether DeepEP sends tokens to their experts, as the engine "megatron-deepep"
             forecasts; otherwise one all-to-all of all copies does.
+        bf16_gradients: Whether gradients of 16-bit parameters are added up and reduced in bf16, as
+            the engine "nemo" forecasts; otherwise they are in fp32.
 
     Raises:
-        ValueError: If Megatron-LM has no argument for the schedule, cannot cut the model or the
+        ValueError: If Megatron-LM has no argument for the schedule, cannot cut the heads or the
             sequence so, or cannot shard experts over these groups.
 
     Source: Megatron-LM, commit 000c4ac, `megatron/training/arguments.py`, with its assertions.
@@ -75,6 +84,7 @@ def megatron(
         )
     if plan.precision != "fp32":
         words.append("--bf16")
+        words += ["--grad-reduce-in-bf16"] if bf16_gradients else []
     if plan.precision == "fp8":
         words.append("--fp8-format hybrid")
     return " \\\n  ".join(words)
@@ -129,14 +139,11 @@ def _architecture(model, sequence_length):
 def _pipeline(model, plan):
     """Return the arguments that cut the layers into the plan's stages, as `stages.cut` does."""
     stages = plan.pp * plan.chunks
-    # Megatron-LM's stages are equal; the embedding and the loss may count as a layer each.
+    # By default stages are equal; the embedding and the loss may count as a layer each.
     counted = next((more for more in (0, 1, 2) if (model.layers + more) % stages == 0), None)
-    if counted is None:
-        raise ValueError(
-            f"Megatron-LM cannot run this plan: pp x chunks = {plan.pp} x {plan.chunks} stages do "
-            f"not divide {model.layers} layers, nor {model.layers + 1} or {model.layers + 2} with "
-            "the loss and the embedding as layers; choose pp and chunks that divide one of them"
-        )
+    if counted is None:  # each stage is spelled out: E and L are these two, t is a layer
+        layout = "|".join("t" * len(layers) for layers in cut(model, stages).layers)
+        return [f"--pipeline-model-parallel-layout 'E{layout}L'"]
     words = []
     if counted == 2:
         words.append("--account-for-embedding-in-pipeline-split")

@@ -79,9 +79,9 @@ def in_flight(schedule: str, stages: int, stage: int, microbatches: int, chunks:
     if schedule == "zero_bubble_h2":
         return min(2 * stages - 1, microbatches)
     if schedule == "zero_bubble_v":  # of two chunks
-        return min(stages, (microbatches + stage + 1) / 2)
+        return min(stages, (microbatches + stage + 1) / 2, microbatches)
     if schedule == "dualpipe_v":
-        return stages + 0.5
+        return min(stages + 0.5, microbatches)
     return min(stages + (stages - 1 - 2 * stage) / chunks, microbatches)
 
 
@@ -141,7 +141,8 @@ def stage_memory(
     logit_bytes = engine.logit_bytes if plan.tp == 1 else engine.split_logit_bytes
     entry = value * tokens * model.hidden / (plan.tp if plan.sequence_parallel else 1)
     messages = _messages(engine, plan, microbatches) * entry
-    sharded = plan.zero == 3 and plan.replicas > 1
+    # In a pipeline only FSDP has buffers for what it gathers and reduces: others do as stage 1.
+    sharded = plan.zero == 3 and plan.replicas > 1 and (engine.casts_shards or not plan.kept_whole)
     result = []
     for stage, (dense, experts) in enumerate(stage_parameters(model, cluster, plan)):
         held = in_flight(plan.schedule, plan.pp, stage, microbatches, plan.chunks)
@@ -168,13 +169,12 @@ def stage_memory(
             # What is in no layer is gathered before the first and given up after the last.
             ends = value * (dense + experts - sum(each))
             gathers = max(ends, value * largest) + value * largest
-        if plan.kept_whole:  # and counted with the parameters
-            ends = 0.0
         loss = 0.0
         if stage == head:
             loss = _scored(plan, stage, microbatches) * logit_bytes * logits
             of_layers += entry  # the input of the last norm
-        working = ends + max(layer, loss)
+        # What is kept whole is counted with the parameters.
+        working = max(layer, loss) + (0.0 if plan.kept_whole else ends)
         cached = 0.0
         if engine.cached == "fsdp":
             # Gathers arrive in blocks of a stream of their own, those of two modules at a time.

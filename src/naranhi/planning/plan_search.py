@@ -8,6 +8,7 @@ from naranhi.costs.activations import RECOMPUTE
 from naranhi.planning.arguments import check_real, whole
 from naranhi.planning.cluster import Cluster
 from naranhi.planning.forecast import Forecast
+from naranhi.planning.machine import Machine
 from naranhi.planning.memory import stage_memory
 from naranhi.planning.model import Model
 from naranhi.planning.plan import Plan, PlanError
@@ -69,7 +70,9 @@ def search(
     - micro-batches of 1, 2, 4, 8 or 16 sequences;
     - 1F1B, and the interleaved schedule with 2 or 4 chunks;
     - ZeRO 0, 1 and, without a pipeline, 3, over all data parallel ranks;
-    - every recomputation that makes a difference to the engine.
+    - every recomputation that makes a difference to the engine;
+    - sequence parallelism wherever there is tensor parallelism, except on a measured `Machine`,
+      which has none.
 
     `predict` knows more plans, such as other schedules. Plans are sorted by the bubble of equal
     stages; the schedules of those that look best are then simulated.
@@ -163,6 +166,7 @@ def plans(
             ]
         for (ep, etp), microbatch, recompute in product(experts, _MICROBATCHES, repeated):
             more = {"microbatch": microbatch, "recompute": recompute, "precision": precision}
+            more["sequence_parallel"] = False if isinstance(cluster, Machine) else None
             first = Plan(dp, tp, pp, cp, ep, etp=etp, **more)
             for zero in _ZERO if dp * cp > 1 else (0,):
                 if zero == 3 and pp > 1:

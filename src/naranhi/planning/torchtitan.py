@@ -19,7 +19,7 @@ def torchtitan(model: Model, plan: Plan, sequence_length: int, global_batch: int
 
     Raises:
         ValueError: If torchtitan has no name for the schedule, cannot cut the model so, or refuses
-            the precision or the sharding beside these degrees.
+            the precision, the sharding or tied embeddings beside these degrees.
 
     Source: torchtitan 0.2, `torchtitan/config/job_config.py` and `torchtitan/distributed`.
     """
@@ -28,6 +28,11 @@ def torchtitan(model: Model, plan: Plan, sequence_length: int, global_batch: int
         raise ValueError(
             "torchtitan cannot run this plan: with tp it always shards norms along the sequence; "
             "choose sequence_parallel"
+        )
+    if plan.pp > 1 and model.tied:
+        raise ValueError(
+            "torchtitan cannot run this plan: in a pipeline it cannot tie the embedding to the "
+            "output, which are on two stages; choose pp = 1"
         )
     local = plan.microbatch if plan.pp == 1 else global_batch // plan.dp
     sharded = _sharded(plan)
@@ -109,6 +114,11 @@ def _precision(model, plan, sharded):
         raise ValueError(
             "torchtitan cannot run this plan: it multiplies by experts' weights in bf16, and in "
             "fp8 only in a prototype; choose bf16"
+        )
+    if plan.precision == "fp8" and plan.v_shaped:
+        raise ValueError(
+            f"torchtitan cannot run this plan: its fp8 is compiled, and torch's "
+            f"{_TORCH[plan.schedule]} refuses compiled layers; choose bf16 or another schedule"
         )
     fsdp, alone = sharded * plan.cp > 1, plan.tp * plan.pp == 1
     if not fsdp and not alone and (plan.dp > 1 or plan.precision != "fp32"):
