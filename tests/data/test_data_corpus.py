@@ -105,6 +105,8 @@ def test_passages_with_nothing_to_predict_are_left_out():
     assert data.encode(tokenizer, ["a", long, "b"], 5) == [tokenizer(long)["input_ids"][:5]]
     with pytest.raises(ValueError, match="nothing to learn"):
         data.encode(tokenizer, ["a", "b"], 5)
+    with pytest.raises(ValueError, match="there are no passages: there is nothing to learn"):
+        data.encode(tokenizer, [], 5)
 
 
 # --- files in SQuAD's form -----------------------------------------------------------------------

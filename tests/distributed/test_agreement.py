@@ -124,4 +124,6 @@ def test_a_fingerprint_is_of_the_values_that_a_view_has():
     x = torch.tensor([1 + 2j, 3 - 1j])
     for view, values in ((x.conj(), x.conj().resolve_conj()), (x.conj().imag, -x.imag)):
         assert distributed.fingerprint(view) == distributed.fingerprint(values)
+    for column in torch.ones(1, 3)[:, 1], torch.arange(6.0)[::6], torch.ones(0, 3)[:, 1]:
+        assert distributed.fingerprint(column) == distributed.fingerprint(column.clone())
     assert distributed.fingerprint(x.conj()) != distributed.fingerprint(x)

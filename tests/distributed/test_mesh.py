@@ -107,6 +107,11 @@ def refused(by_rank):
             "size of the mesh: data 1 x pipeline 1 x tensor 2 on rank 0, "
             "data 2 x pipeline 1 x tensor 1 on rank 1",
         ),
+        (
+            [(2, 1, 1, 1), (2, 1, 1, 1.0)],
+            "sizes: Place(data=2, pipeline=1, tensor=1, context=1, expert=1) on rank 0, "
+            "Place(data=2, pipeline=1, tensor=1, context=1.0, expert=1) on rank 1",
+        ),
     ],
 )
 def test_a_mesh_that_does_not_fit_is_refused_before_any_group_is_made(eight, by_rank, message):

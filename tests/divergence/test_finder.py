@@ -386,6 +386,20 @@ def test_what_is_wrong_is_found(world):
         assert found.what == what
 
 
+def noisy_beside_other_rows():
+    report = compare("ddp", (2, 1, 2), 0, dropout=0.2, damage=noisy_norm)
+    return report.divergence, str(report)
+
+
+def test_with_dropout_only_ranks_that_hold_the_same_are_compared(world):
+    """The other two ranks have other rows of the batch, as far from these as rows are."""
+    for found, words in world(4, noisy_beside_other_rows):
+        assert (found.phase, found.layer) == ("forward", "1.block.ln_2")
+        assert found.ranks == (0, 1) and found.axis == "tensor"
+        assert found.error == pytest.approx(1e-4, rel=0.05) and 0 < found.allowed < 1e-5
+        assert f"off by {found.error:.1e}, allowed {found.allowed:.1e}" in words
+
+
 # --- random masks ---------------------------------------------------------------------------------
 
 

@@ -40,6 +40,8 @@ def refused():
         measure.interleaved({})
     with pytest.raises(ValueError):
         measure.interleaved({"nothing": int}, repeats=0)
+    with pytest.raises(ValueError, match="after 0 rounds or more"):
+        measure.interleaved({"nothing": int}, warmup=-2)
     return True
 
 

@@ -195,6 +195,7 @@ def test_nanotron_ends_a_stage_where_its_share_is_reached():
     [
         (lambda: Plan(8, zero_group="2"), TypeError, "zero_group is a whole number, not '2'"),
         (lambda: Plan(None), TypeError, "dp is a whole number, not None"),
+        (lambda: Plan(8, schedule=None), TypeError, "schedule is a name, such as 'gpipe', not No"),
         (lambda: Cluster("8"), TypeError, "gpus is a whole number, not '8'"),
         (lambda: Cluster(8, network="400"), TypeError, "network is a number, not '400'"),
         (lambda: Cluster(8, gpu=["H100"]), ValueError, "is not in the table"),

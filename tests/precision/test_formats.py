@@ -89,6 +89,13 @@ def test_every_finite_pattern_of_16_bits(dtype):
         assert (value, math.copysign(1, value)) == (number, math.copysign(1, number))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+def test_infinity_has_its_own_pattern(dtype):
+    fields = decompose(-math.inf, dtype)
+    layout = describe(dtype)
+    assert fields == (1, 2**layout.exponent_bits - 1, 0)
+
+
 def test_a_dtype_without_these_fields_is_refused():
     with pytest.raises(TypeError, match=r"torch.int16 has no sign, exponent and mantissa"):
         decompose(1.0, torch.int16)

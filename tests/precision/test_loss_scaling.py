@@ -49,6 +49,26 @@ def test_an_overflow_starts_the_count_again():
         assert scaler.scale == scale
 
 
+def test_a_resumed_scaler_grows_as_if_it_had_never_stopped():
+    whole, resumed = LossScaler(8.0, interval=5), LossScaler(8.0, interval=5)
+    for _ in range(4):
+        for _ in range(3):
+            whole.update(True)
+            resumed.update(True)
+        state = resumed.state_dict()
+        resumed = LossScaler(1.0, interval=5)
+        resumed.load_state_dict(state)
+        assert resumed.state_dict() == whole.state_dict()
+    assert whole.scale == 32.0
+
+
+def test_sparse_gradients_are_unscaled():
+    sparse = torch.eye(2).mul(8.0).to_sparse()
+    assert LossScaler(4.0).unscale_([sparse]) is True
+    assert torch.equal(sparse.to_dense(), torch.eye(2).mul(2.0))
+    assert LossScaler(4.0).unscale_([torch.eye(2).mul(float("inf")).to_sparse()]) is False
+
+
 @pytest.mark.parametrize(
     "options",
     [{"scale": 0.0}, {"growth": 1.0}, {"backoff": 1.0}, {"backoff": 0.0}, {"interval": 0}],

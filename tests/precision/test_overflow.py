@@ -60,6 +60,9 @@ def test_an_operation_in_place():
         lambda x: torch.empty_strided(x.shape, x.stride()),
         lambda x: x.new_empty(x.shape),
         lambda x: x.new_empty_strided(x.shape, x.stride()),
+        lambda x: torch.empty_permuted(x.shape, (0,)),
+        lambda x: torch.zeros(0).resize_(x.shape),
+        lambda x: torch.zeros(0).resize_as_(x),
     ],
 )
 def test_memory_that_is_not_written_yet_is_not_blamed(make):

@@ -212,6 +212,10 @@ def test_a_timeline_that_cannot_have_been_is_refused():
     action = Action(0, "F", 0)
     with pytest.raises(ValueError, match="rank 1 did nothing"):
         Timeline([[Span(action, 0.0, 1.0)], []])
+    transfer = Action(0, "UNSHARD", None)
+    with pytest.raises(ValueError, match=r"rank 0: 0UNSHARD from 1.0 to 0.5"):
+        Timeline([[Span(transfer, 1.0, 0.5)]])
+    assert Timeline([[Span(transfer, 0.0, 1.0)], [Span(action, 0.0, 2.0)]]).cost == 2.0
     with pytest.raises(ValueError, match=r"rank 0: 0F0 from 0.5 to 2.0, but it was busy until 1.0"):
         Timeline([[Span(action, 0.0, 1.0), Span(action, 0.5, 2.0)]])
     with pytest.raises(ValueError, match=r"rank 0: 0F0 from 2.0 to 1.0"):

@@ -210,6 +210,18 @@ def test_two_ranks_that_wait_for_each_other_while_the_rest_is_done(world):
     assert second == "meanwhile ranks 2-3 were at the end of the cell"
 
 
+def test_of_two_ranks_that_wait_for_each_other_the_one_that_is_done_is_not_blamed(world):
+    cell = (
+        "three = dist.new_group([0, 1, 2])\n"
+        "if rank < 3:\n    dist.recv(torch.ones(1), src=(rank + 1) % 3, group=three)"
+    )
+    error = failure(world, cell, within=13)
+    first, _, second = str(error).splitlines()
+    assert first == "ranks 0-2 waited in vain for a message within 8 s"
+    assert second == "meanwhile rank 3 was at the end of the cell"
+    assert error.rank is None
+
+
 def test_a_collective_on_a_group_of_others(world, capsys):
     world.execute(
         "pair = dist.new_group([0, 1])\nx = torch.ones(1)\ndist.all_reduce(x, group=pair)"

@@ -12,6 +12,7 @@ from naranhi.checkpoint.parts import Model
 from naranhi.checkpoint.ranks import gather, none_lost, on_all
 from naranhi.checkpoint.state import State
 from naranhi.distributed import device_of
+from naranhi.distributed.agreement import bytes_of
 
 OF_MODEL = "parameters.", "buffers."
 
@@ -62,9 +63,9 @@ def consolidated_state_dict(
             if not name.startswith(OF_MODEL):
                 continue
             if writer == rank:
-                values = state.tensors[name].views[box].contiguous()
+                values = state.tensors[name].views[box]
                 if rank:
-                    dist.send(_bytes(values).to(device), group=group, group_dst=0)
+                    dist.send(bytes_of(values).to(device), group=group, group_dst=0)
             elif rank == 0:
                 size = prod(box.sizes) * whole[name].element_size()
                 received = torch.empty(size, dtype=torch.uint8, device=device)
@@ -76,7 +77,3 @@ def consolidated_state_dict(
     if rank:
         return None
     return {name.partition(".")[2]: tensor for name, tensor in whole.items()}
-
-
-def _bytes(values):
-    return values.reshape(-1).view(torch.uint8)

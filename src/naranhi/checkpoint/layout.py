@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from naranhi.checkpoint import rest
 from naranhi.checkpoint.boxes import Box, tiling_fault, writers
 from naranhi.checkpoint.storage import CheckpointError, OtherModelError
 
@@ -113,7 +114,7 @@ def merge(states: Sequence[RankState]) -> Layout:
         (rank, optimizer) for rank, state in enumerate(states) for optimizer in state.optimizers
     ]
     for rank, optimizer in optimizers:
-        if optimizer != optimizers[0][1]:
+        if not rest.same(optimizer, optimizers[0][1]):
             raise CheckpointError(
                 f"the optimizer of rank {optimizers[0][0]} is {_text(optimizers[0][1])}, that of "
                 f"rank {rank} is {_text(optimizer)}: give all ranks the same"
@@ -144,10 +145,10 @@ def compare(saved: Layout, own: Layout, with_optimizer: bool, strict: bool = Tru
     if not strict and not any(name in own.tensors for name in saved.tensors):
         raise OtherModelError("the checkpoint and the model have no parameter of the same name")
     for name in dict.fromkeys((*saved.tensors, *own.tensors)):
-        kind, _, rest = name.partition(".")
+        kind, _, own_name = name.partition(".")
         if kind == "optimizer":  # its state may begin with the first step
             continue
-        what = f"{kind.removesuffix('s')} {rest}"
+        what = f"{kind.removesuffix('s')} {own_name}"
         if name not in saved.tensors or name not in own.tensors:
             if not strict:
                 continue
@@ -194,7 +195,7 @@ def compare(saved: Layout, own: Layout, with_optimizer: bool, strict: bool = Tru
 def names(layout: Layout) -> list[str]:
     """Return the names of a layout's parameters and buffers, and of modules with extra state."""
     tensors = (name.partition(".") for name in layout.tensors)
-    return [*(rest for kind, _, rest in tensors if kind != "optimizer"), *layout.extra]
+    return [*(name for kind, _, name in tensors if kind != "optimizer"), *layout.extra]
 
 
 def as_json(tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, list[Any]]:
@@ -223,7 +224,7 @@ def _same(what, of_ranks):
     union = {}
     for rank, values in enumerate(of_ranks):
         for name, value in values.items():
-            if union.setdefault(name, value) != value:
+            if not rest.same(union.setdefault(name, value), value):
                 raise CheckpointError(
                     f"the {what} {name} is {union[name]} on one rank, {value} on rank {rank}: "
                     "the ranks have not taken the same steps"

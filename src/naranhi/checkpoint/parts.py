@@ -89,7 +89,8 @@ def require_own_parameters(model: Model) -> None:
     """Raise CheckpointError if the model's parameters are not themselves what is to be saved.
 
     ZeRO frees them between two steps, or has them as copies of what it trains; those of a DTensor
-    are shards of which only torch knows the place.
+    are shards of which only torch knows the place; what is expanded cannot be loaded; and what a
+    module adds to its `state_dict` by itself is not in its parameters, buffers and extra state.
     """
     zeros = {
         hook.owner.zero
@@ -106,6 +107,18 @@ def require_own_parameters(model: Model) -> None:
                     f"{name} is a DTensor, of FSDP2 or torch's tensor parallelism: use "
                     "torch.distributed.checkpoint"
                 )
+            strides = tensor.stride() if tensor.layout is torch.strided else ()
+            if any(not s and n > 1 for s, n in zip(strides, tensor.shape, strict=False)):
+                raise CheckpointError(
+                    f"{name} is expanded: elements of it share memory, so nothing can be loaded "
+                    "into it; make it a tensor of its own with .clone()"
+                )
+    for name, module in _named(model, "named_modules"):
+        if type(module)._save_to_state_dict is not nn.Module._save_to_state_dict:
+            raise CheckpointError(
+                f"{name.rstrip('.') or 'the model'}, a {type(module).__name__}, makes its state "
+                "itself (_save_to_state_dict): give it get_extra_state and set_extra_state instead"
+            )
 
 
 def zero_of(model: Model) -> Zero | None:
@@ -130,15 +143,16 @@ def parameters_of(model: Model) -> list[Part]:
 
 def buffers_of(model: Model) -> list[Part]:
     """Return this rank's buffers, without those that are not part of the model's state."""
-    fleeting = {
-        id(module._buffers[name])
+    lasting = {  # in one module that has it, at least
+        id(buffer)
         for module in _modules(model).modules()
-        for name in module._non_persistent_buffers_set
+        for name, buffer in module._buffers.items()
+        if name not in module._non_persistent_buffers_set
     }
     return [
         Part(name, buffer, tuple(buffer.shape))
         for name, buffer in _named(model, "named_buffers")
-        if id(buffer) not in fleeting
+        if id(buffer) in lasting
     ]
 
 

@@ -9,10 +9,22 @@ from typing import Any
 import numpy as np
 import torch
 
+from naranhi.checkpoint.storage import CheckpointError
+
 
 def get() -> dict[str, Any]:
-    """Return the states of the generators of torch (CPU and this rank's GPU), Python and NumPy."""
-    kind, keys, *rest = np.random.get_state()
+    """Return the states of the generators of torch (CPU and this rank's GPU), Python and NumPy.
+
+    Raises:
+        CheckpointError: NumPy's global generator has been exchanged.
+    """
+    numpy = np.random.get_state()
+    if isinstance(numpy, dict):  # of another generator
+        raise CheckpointError(
+            f"NumPy's global generator is a {numpy['bit_generator']}: only its own MT19937 can be "
+            "saved; use numpy.random.Generator for another, and save its state"
+        )
+    kind, keys, *rest = numpy
     states = {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
@@ -34,7 +46,7 @@ def put(states: dict[str, Any]) -> None:
 
 
 def renew(step: int) -> None:
-    """Seed the generators from torch's own state and a step.
+    """Seed each generator from its own state and a step.
 
     Ranks whose states were equal, such as those of a tensor group, have equal ones again; and the
     others have different ones again, which are not those that the training began with.
@@ -42,8 +54,11 @@ def renew(step: int) -> None:
     Args:
         step: the step that the training goes on from.
     """
-    state = torch.get_rng_state().numpy().tobytes()
-    seed = int.from_bytes(hashlib.sha256(state + str(step).encode()).digest()[:7], "big")
-    torch.manual_seed(seed)  # of the GPUs as well
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
+    _, keys, place, *_ = np.random.get_state()
+    torch.manual_seed(_seed(torch.get_rng_state().numpy().tobytes(), step))  # of GPUs as well
+    random.seed(_seed(repr(random.getstate()).encode(), step))
+    np.random.seed(_seed(keys.tobytes() + str(place).encode(), step) % 2**32)
+
+
+def _seed(state, step):
+    return int.from_bytes(hashlib.sha256(state + str(step).encode()).digest()[:7], "big")

@@ -12,10 +12,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from naranhi.checkpoint import files, random_state, rest
 from naranhi.checkpoint.layout import Layout, compare, from_json, merge, names
+from naranhi.checkpoint.loading import Loading
 from naranhi.checkpoint.parts import Model
 from naranhi.checkpoint.planners import LoadBoxes
 from naranhi.checkpoint.ranks import gather, none_lost, on_all
-from naranhi.checkpoint.state import Loading, State
+from naranhi.checkpoint.state import State
 from naranhi.checkpoint.storage import CheckpointError, DamagedError, Storage
 from naranhi.checkpoint.writing import causes
 

@@ -51,6 +51,16 @@ def digests(values: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
+def same(one: object, other: object) -> bool:
+    """Return whether two values are equal: a NaN equals itself, and all of a tensor counts."""
+    try:
+        if one == other:
+            return True
+    except RuntimeError:  # a tensor of more than one element is neither true nor false
+        pass
+    return repr(_ordered(one)) == repr(_ordered(other))
+
+
 def _ordered(value):
     """Return something whose `repr` is the same for equal values."""
     if isinstance(value, torch.Tensor):

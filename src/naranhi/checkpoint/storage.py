@@ -79,8 +79,9 @@ class Storage:
 
     def steps(self) -> list[int]:
         """Return the steps of the committed checkpoints, ascending."""
-        names = [COMMITTED.fullmatch(path.name) for path in entries(self.folder)]
-        return sorted(int(name[1]) for name in names if name)
+        found = [(path, COMMITTED.fullmatch(path.name)) for path in entries(self.folder)]
+        steps = ((path, int(name[1])) for path, name in found if name)
+        return sorted(step for path, step in steps if path == self.path(step) and path.is_dir())
 
     def claim(self) -> None:
         """Take the folder for the saves of this process, until `release`.
@@ -177,7 +178,11 @@ class Storage:
         if os.path.lexists(path):  # a damaged one, see `begin`
             remove(path)
         part.rename(path)
-        sync(self.folder)
+        try:
+            sync(self.folder)
+        except OSError:  # then nothing is committed
+            path.rename(part)
+            raise
 
     def abandon(self, step: int) -> None:
         """Delete what a failed save has written: on a full disk the next one needs the room."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,8 @@ from naranhi.checkpoint.planners import SaveBoxes
 from naranhi.checkpoint.ranks import gather, none_lost, on_all
 from naranhi.checkpoint.state import State
 from naranhi.checkpoint.storage import CheckpointError, Storage
+
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 @dataclass
@@ -127,9 +130,10 @@ def prepare(
                 f"{key} differs between the ranks: save what is the same on all of them"
             )
     layout = merge(gather(state.summary(), group))
+    _warn_of_differences(gather(on_all(lambda: _checksums(state), group), group), group)
     content = {
         **layout.not_sharded(),
-        "random": gather(random_state.get(), group),
+        "random": gather(on_all(random_state.get, group), group),
         "state": dict(values),
     }
     data = on_all(lambda: rest.serialized(content), group)
@@ -147,6 +151,34 @@ def prepare(
 def causes(error: CheckpointException) -> str:
     """Return the messages of the errors that DCP has gathered from the ranks, a line each."""
     return "\n".join(f"on rank {rank}: {cause}" for rank, (cause, _) in error.failures.items())
+
+
+def _checksums(state):
+    """Return {(parameter, box): the sum of its elements' bits}: it differs where they differ."""
+    return {
+        (name, box): int(view.view(BITS[view.element_size()]).sum(dtype=torch.int64))
+        for name, boxes in state.tensors.items()
+        if name.startswith("parameters.") and boxes.dtype.itemsize in BITS
+        for box, view in boxes.views.items()
+    }
+
+
+def _warn_of_differences(of_ranks, group):
+    """Warn, on rank 0, of replicas that differ: the file has each parameter from one of them."""
+    first, differ = {}, {}
+    for rank, own in enumerate(of_ranks):
+        for where, checksum in own.items():
+            one, expected = first.setdefault(where, (rank, checksum))
+            if checksum != expected:
+                differ.setdefault(where[0].partition(".")[2], (one, rank))
+    if differ and dist.get_rank(group) == 0:
+        name, (one, rank) = next(iter(differ.items()))
+        others = f", and {len(differ) - 1} others differ" if len(differ) > 1 else ""
+        warnings.warn(
+            f"parameter {name} is not the same on rank {one} and rank {rank}{others}: the "
+            "checkpoint has each parameter from one of the ranks, and is the model of none",
+            stacklevel=2,
+        )
 
 
 def _copied(tensors):

@@ -64,9 +64,12 @@ def encode(
     A passage of one token has nothing to predict and is left out.
 
     Raises:
-        ValueError: if no passage is left.
+        ValueError: if there are no passages, or none is left.
     """
-    sequences = tokenizer(list(passages), truncation=True, max_length=length)["input_ids"]
+    passages = list(passages)
+    if not passages:
+        raise ValueError("there are no passages: there is nothing to learn")
+    sequences = tokenizer(passages, truncation=True, max_length=length)["input_ids"]
     sequences = [tokens for tokens in sequences if len(tokens) > 1]
     if not sequences:
         raise ValueError("no passage has more than one token: there is nothing to learn")

@@ -141,5 +141,13 @@ def fingerprint(value: torch.Tensor | torch.nn.Module) -> str:
         if tensor.is_meta:
             continue
         tensor = tensor.detach().resolve_conj().resolve_neg()
-        digest.update(tensor.reshape(-1).contiguous().view(torch.uint8).cpu().numpy())
+        digest.update(bytes_of(tensor).cpu().numpy())
     return digest.hexdigest()
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's elements one after the other as uint8: its own memory, or else a copy."""
+    flat = tensor.reshape(-1).contiguous()
+    if flat.numel() < 2:  # which is contiguous with any stride, and `view` wants a stride of 1
+        flat = flat.as_strided(flat.shape, (1,))
+    return flat.view(torch.uint8)

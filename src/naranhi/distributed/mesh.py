@@ -105,7 +105,7 @@ class Mesh:
         expert: int = 1,
     ):
         self.sizes = Place(data, pipeline, tensor, context, expert)
-        agree(size_of_the_mesh=str(self))
+        agree(size_of_the_mesh=str(self), sizes=repr(self.sizes))  # the first has none of 1
         for axis, size in self.sizes._asdict().items():
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ValueError(f"{axis} must be a whole number of at least 1, not {size!r}")

@@ -165,10 +165,22 @@ def _among_ranks(parts, records, step, reference, rows, axes):
         held = {rank: part for rank, part in enumerate(from_all_ranks(own)) if part}
         axis, _, what = classify(held, axes)
         if what:
-            ranks = tuple(sorted(held))
-            error = max(distance(held[ranks[0]].value, held[rank].value) for rank in ranks[1:])
-            return Report(Divergence(*key[:3], ranks, axis, what, error), len(gathered[0]))
+            apart = Divergence(*key[:3], *_apart(held, axis, what))
+            return Report(apart, len(gathered[0]))
     return Report(_wrong_steps(step, reference, axes), sum(map(len, gathered)))
+
+
+def _apart(held, axis, what):
+    """Return the fields of a Divergence of ranks that hold the same part, and other values."""
+    same, ranks, error, allowed = {}, [], 0.0, 0.0
+    for rank, part in held.items():
+        same.setdefault(part.slot, []).append(rank)
+    for first, *others in same.values():
+        gap = max((distance(held[first].value, held[rank].value) for rank in others), default=0.0)
+        if gap > 2 * held[first].allowed:
+            ranks += [first, *others]
+            error, allowed = max((error, allowed), (gap, 2 * held[first].allowed))
+    return tuple(sorted(ranks)), axis, what, error, allowed
 
 
 def _parts(layers, records, step, reference, rows, axes, scale) -> Iterator[tuple[Key, Part]]:

@@ -43,10 +43,10 @@ def interleaved(
         By name, the seconds of each repetition.
 
     Raises:
-        ValueError: there are no contenders, or `repeats` is below 1.
+        ValueError: there are no contenders, `repeats` is below 1, or `warmup` below 0.
     """
-    if not contenders or repeats < 1:
-        raise ValueError("measure at least one contender, at least once")
+    if not contenders or repeats < 1 or warmup < 0:
+        raise ValueError("measure at least one contender, at least once, after 0 rounds or more")
     group = dist.group.WORLD if group is None else group
     device = device_of(group)
 

@@ -21,9 +21,13 @@ def wire_bytes() -> int:
         raise OSError("only Linux tells how many bytes a connection has carried")
     total = 0
     for entry in Path("/proc/self/fd").iterdir():
-        if not (entry.is_symlink() and os.readlink(entry).startswith("socket:")):
+        try:
+            if not os.readlink(entry).startswith("socket:"):
+                continue
+            own = os.dup(int(entry.name))
+        except OSError:  # another thread has closed it meanwhile
             continue
-        with socket.socket(fileno=os.dup(int(entry.name))) as connection:
+        with socket.socket(fileno=own) as connection:
             tcp = connection.family in (socket.AF_INET, socket.AF_INET6)
             if tcp and connection.type == socket.SOCK_STREAM:
                 info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 216)

@@ -92,6 +92,8 @@ class Plan:
             object.__setattr__(self, "sequence_parallel", self.tp > 1)
         elif not isinstance(self.sequence_parallel, bool):
             raise TypeError(f"sequence_parallel is True or False, not {self.sequence_parallel!r}")
+        if not isinstance(self.schedule, str):
+            raise TypeError(f"schedule is a name, such as 'gpipe', not {self.schedule!r}")
         try:
             object.__setattr__(self, "schedule", names.get(self.schedule).__name__)
         except ValueError as error:

@@ -107,7 +107,8 @@ def decompose(value: float, dtype: torch.dtype) -> Fields:
 
 def _nearest(value, layout):
     """Round in one step: torch rounds float64 to float32 first, and that once more."""
-    if not abs(value) <= 2 * layout.largest:  # NaN, infinity, or what becomes the format's largest
+    # NaN, infinity, or what becomes the format's largest
+    if not (math.isfinite(value) and abs(value) <= 2 * layout.largest):
         return value
     last = max(math.frexp(value)[1] - 1, 1 - layout.bias) - layout.mantissa_bits  # digit's exponent
     digits = round(math.ldexp(abs(value), -last))

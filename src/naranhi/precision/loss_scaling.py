@@ -54,8 +54,9 @@ class LossScaler:
         """
         finite = True
         for gradient in gradients:
-            gradient.mul_(1.0 / self.scale)
-            finite = finite and bool(gradient.isfinite().all())
+            values = gradient._values() if gradient.is_sparse else gradient
+            values.mul_(1.0 / self.scale)
+            finite = finite and bool(values.isfinite().all())
         return finite
 
     def update(self, finite: bool) -> None:
@@ -81,3 +82,11 @@ class LossScaler:
             if self.scale * self._growth <= limits.max:
                 self.scale *= self._growth
             self._good_steps = 0
+
+    def state_dict(self) -> dict[str, float]:
+        """Return what a resumed training needs: the scale, and how far it is from growing."""
+        return {"scale": self.scale, "good_steps": self._good_steps}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Go on from what `state_dict` has returned; growth, backoff and interval stay."""
+        self.scale, self._good_steps = state["scale"], int(state["good_steps"])

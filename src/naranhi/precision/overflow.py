@@ -15,7 +15,10 @@ from torch.utils._pytree import tree_leaves
 # Operations that return memory as it was: its values mean nothing yet.
 UNINITIALIZED = {
     f"aten.{name}"
-    for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+    for name in (
+        *("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty"),
+        *("new_empty_strided", "resize_", "resize_as_"),
+    )
 }
 # Operations in place that overwrite all of `self`, whatever it was before.
 OVERWRITING = {

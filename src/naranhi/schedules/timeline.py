@@ -49,7 +49,7 @@ class Timeline:
             for action, start, end in transfers:
                 if end < start:
                     raise ValueError(f"rank {rank}: {action} from {start} to {end}")
-            begun = free = work[0].start
+            begun = free = min((span.start for span in work), default=0.0)
             paired = True  # a third span cannot start with the two of a pair
             for action, start, end in work:
                 pairs = start == begun and start < free and not paired

@@ -175,7 +175,8 @@ def _cause(errors, of, where, died, stuck, timeout, outcomes):
 def _late(errors, of, where, stuck, timeout, outcomes):
     """Describe which ranks were waited for.
 
-    A rank that waits for a plain message cannot say for whom, so then no rank is blamed.
+    A rank that waits for a plain message cannot say for whom, so then no rank that is done is
+    blamed.
     """
     waiting = of["deadline"]
     # The first rank to time out breaks the connections of those about to time out.
@@ -202,7 +203,7 @@ def _late(errors, of, where, stuck, timeout, outcomes):
     text = f"{named(same)} waited in vain for a message {within}{where[waited[0]]}"
     for ranks, state in states:
         text += f"\nmeanwhile {named(ranks)} {_were(ranks)} {state}"
-    return text, culprit, [*busy, *same]
+    return text, culprit if culprit in stuck else None, [*busy, *same]
 
 
 def _were(ranks):
