@@ -1,6 +1,6 @@
 """Naranhi: distributed training, written small and run on real ranks.
 
-`naranhi.World` starts ranks for a notebook. The kernels live in packages of their own
+`naranhi.World` starts ranks for a notebook. The kernels live in separate packages
 (`naranhi.collectives`, ...) and do not depend on notebooks.
 """
 

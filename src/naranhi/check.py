@@ -4,9 +4,9 @@ A true claim prints `✓ <what>` and never a measured number, so that two runs o
 the same. A false claim raises AssertionError, whose message says what differed, where, and by how
 much. NaN equals nothing, not even NaN: two losses that are both NaN are not a success.
 
-A claim about measured times (`measured=True`) is printed with ✗ when its values are others, and
-the notebook goes on: other work on the machine can break it. `book/build.py` names such claims when
-it ends. Values of another shape, dtype, length or with other keys are an error all the same.
+A claim about measured times (`measured=True`) is printed with ✗ when its values differ, and the
+notebook goes on: other work on the machine can make it fail. `book/build.py` names such claims when
+it ends. A wrong shape, dtype, length or set of keys is an error all the same.
 """
 
 from __future__ import annotations
@@ -76,12 +76,12 @@ def true(what: str, condition: bool | torch.Tensor, *, measured: bool = False) -
     Args:
         what: the claim, as printed.
         condition: a bool, or a tensor that holds one bool.
-        measured: whether the condition is one on measured times.
+        measured: whether the condition is about measured times.
 
     Raises:
-        AssertionError: the condition is false, and not one on measured times.
-        TypeError: the condition is anything else, because most other objects count as true whatever
-            they hold.
+        AssertionError: the condition is false, and not about measured times.
+        TypeError: the condition is not a bool or such a tensor, because most other objects count as
+            true whatever they hold.
     """
     value = condition
     if hasattr(condition, "numel") and condition.numel() != 1:
@@ -110,7 +110,7 @@ def _printed(what: str, measured: bool, within: str = "") -> Iterator[None]:
 
 
 class _OtherValue(AssertionError):
-    """Values differ, and not what holds them."""
+    """A difference in values, not in shape, dtype, length or keys."""
 
 
 class _Tolerance(NamedTuple):
@@ -177,7 +177,7 @@ def _compare_tensors(what, actual, expected, tolerance, where):
     if a.is_complex():
         a, e = torch.view_as_real(a), torch.view_as_real(e)
     gap = (a.double() - e.double()).abs()
-    if not a.is_floating_point():  # float64 cannot represent every int64, but their difference
+    if not a.is_floating_point():  # subtract as int64: float64 cannot represent every int64
         gap = torch.where(gap < 2**62, (a.long() - e.long()).abs().double(), gap)
     if tolerance is None:
         differs = _bits(a) != _bits(e)

@@ -24,10 +24,10 @@ def main():
     options, device = parser(__doc__).parse_args(), join()
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = load_model(options).to(device)
-    torch.manual_seed(options.seed + 1 + rank)  # for dropout: another mask on each rank
+    torch.manual_seed(options.seed + 1 + rank)  # for dropout: a different mask on each rank
     parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
     data = load_passages(options)
-    sampler = DistributedSampler(data, seed=options.seed)  # the same order, other rows of it
+    sampler = DistributedSampler(data, seed=options.seed)  # the same order, different rows
     loader = DataLoader(
         data,
         rows_per_rank(options, ranks),
@@ -43,7 +43,7 @@ def main():
         count = (batch["targets"] != IGNORE_INDEX).sum()
         dist.all_reduce(count)  # of the whole step: ranks have different numbers of targets
         loss = summed_loss(parallel, batch) / count
-        (ranks * loss).backward()  # DDP divides the sum of the gradients by the ranks
+        (ranks * loss).backward()  # DDP averages gradients over the ranks
         optimizer.step()
         optimizer.zero_grad()
         dist.all_reduce(loss.detach_())

@@ -22,7 +22,7 @@ from model_and_data import (
 )
 from torch.utils.data import DataLoader, RandomSampler
 
-if not torch.cuda.is_available():  # or DeepSpeed compiles a collective for CPUs: minutes
+if not torch.cuda.is_available():  # else DeepSpeed spends minutes compiling for CPUs
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
@@ -37,7 +37,7 @@ def arguments():
 
 
 class Embedding(torch.nn.Module):
-    """Tokens and positions; as the last layer, with the same weight, the head."""
+    """Token and position embeddings; as the last layer, with the same weight, the head."""
 
     def __init__(self, model):
         super().__init__()
@@ -49,7 +49,7 @@ class Embedding(torch.nn.Module):
 
 
 def layers(model):
-    """GPT-2 as a list, of which the engine keeps those of its stage."""
+    """Return GPT-2 as a list of layers; the engine keeps those of its stage."""
     tied = partial(TiedLayerSpec, "embedding", Embedding, model, tied_weight_attr="wte.weight")
     head = tied(forward_fn=lambda layer, x: x @ layer.wte.weight.t())
     return [tied(), *model.transformer.h, model.transformer.ln_f, head]

@@ -32,7 +32,7 @@ def arguments():
 
 
 def network():
-    """A network with the same weights on every rank."""
+    """Return a network with the same weights on every rank."""
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Tanh(), torch.nn.Linear(256, 16))
 
@@ -57,7 +57,7 @@ def train_step(engine, batches):
 
 
 def check_shared(folder):
-    """Raise unless all ranks see the same last checkpoint, or they would resume at other steps."""
+    """Raise unless all ranks see the same last checkpoint: they would resume at different steps."""
     latest, seen = Path(folder, "latest"), [None] * dist.get_world_size()
     dist.all_gather_object(seen, latest.read_text() if latest.exists() else "none")
     if len(set(seen)) > 1:

@@ -31,7 +31,7 @@ from saving import (
 )
 from torch.utils.data import DataLoader, DistributedSampler
 
-if not torch.cuda.is_available():  # or DeepSpeed compiles a collective for CPUs: minutes
+if not torch.cuda.is_available():  # else DeepSpeed spends minutes compiling for CPUs
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
@@ -48,14 +48,14 @@ def main():
     deepspeed.init_distributed()
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = load_model(options)
-    torch.manual_seed(options.seed + 1 + rank)  # for dropout: another mask on each rank
+    torch.manual_seed(options.seed + 1 + rank)  # for dropout: a different mask on each rank
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=make_optimizer(options, model.parameters()),
         config={
             "train_batch_size": options.batch,
             "gradient_accumulation_steps": 1,
-            "zero_allow_untested_optimizer": True,  # it knows Adam, and asks about others
+            "zero_allow_untested_optimizer": True,  # without it, DeepSpeed rejects SGD
             "zero_optimization": {"stage": options.stage},
             "bf16": {"enabled": options.bf16},
             "gradient_clipping": 0.0,
@@ -86,7 +86,7 @@ def main():
         _, client_state = engine.load_checkpoint(options.save)
         set_new_lr(engine.optimizer, options)
         start = client_state["step"]
-        torch.manual_seed(options.seed + 1 + rank + ranks * start)  # no mask of the first steps
+        torch.manual_seed(options.seed + 1 + rank + ranks * start)  # not the first steps' masks
     if rank == 0 and start >= options.steps:
         print(f"already at step {start}")
     for step, batch in enumerate(islice(loader, start, options.steps), start):
@@ -94,7 +94,7 @@ def main():
         count = (batch["targets"] != IGNORE_INDEX).sum()
         dist.all_reduce(count)
         loss = summed_loss(engine, batch) / count
-        engine.backward(ranks * loss)  # DeepSpeed divides the sum of the gradients by the ranks
+        engine.backward(ranks * loss)  # DeepSpeed averages gradients over the ranks
         engine.step()  # and sets the gradients to zero
         loss = loss.detach()
         dist.all_reduce(loss)

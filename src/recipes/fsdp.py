@@ -43,11 +43,11 @@ def arguments():
 
 
 def shard(options, device):
-    """The model in shards. It is whole on rank 0 only, and there on the CPU."""
+    """Return the model in shards; only rank 0 loads all of it, on the CPU."""
     with torch.device("meta"):  # shapes without memory
         model = without_weights(options)
     policy = MixedPrecisionPolicy()
-    if options.bf16:  # but add up gradients in fp32: a sum over many ranks needs more digits
+    if options.bf16:  # but reduce in fp32: a sum over many ranks needs more digits
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model.transformer.h:
         fully_shard(block, mp_policy=policy)
@@ -93,14 +93,14 @@ def main():
     start = state["step"]
     if rank == 0 and start >= options.steps:
         print(f"already at step {start}")
-    # For dropout: another mask on each rank, and after a resume.
+    # For dropout: a different mask on each rank, and after a resume.
     torch.manual_seed(options.seed + 1 + rank + ranks * start)
     for step, batch in enumerate(islice(loader, start, options.steps), start):
         batch = batch.to(device)
         count = (batch["targets"] != IGNORE_INDEX).sum()
         dist.all_reduce(count)
         loss = summed_loss(model, batch) / count
-        (ranks * loss).backward()  # fully_shard divides the sum of the gradients by the ranks
+        (ranks * loss).backward()  # fully_shard averages gradients over the ranks
         optimizer.step()
         optimizer.zero_grad()
         dist.all_reduce(loss.detach_())

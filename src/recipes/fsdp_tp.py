@@ -25,14 +25,14 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 
 def as_linear(conv):
-    """GPT-2's Conv1D as the nn.Linear that it is, which parallelize_module knows."""
+    """Return GPT-2's Conv1D as an equivalent nn.Linear, which parallelize_module supports."""
     linear = torch.nn.utils.skip_init(torch.nn.Linear, conv.nx, conv.nf)
     linear.weight.data, linear.bias.data = conv.weight.data.t().contiguous(), conv.bias.data
     return linear
 
 
 def cut(model, mesh):
-    """Attention by heads and the MLP by columns, then rows: one all-reduce after each."""
+    """Cut attention by heads, the MLP by columns, then rows; an all-reduce each."""
     ranks = mesh.size()
     for block in model.transformer.h:
         plan = {
@@ -43,8 +43,8 @@ def cut(model, mesh):
         }
         for name in plan:
             block.set_submodule(name, as_linear(block.get_submodule(name)))
-        # The rows are all queries, then all keys, then all values. A rank takes rows in a run, so
-        # first put the queries, keys and values of each rank's heads next to each other.
+        # The rows are all queries, then all keys, then all values. A rank takes
+        # consecutive rows, so first put its heads' queries, keys, values together.
         qkv = block.attn.c_attn
         for tensor in (qkv.weight, qkv.bias):
             tensor.data = tensor.data.unflatten(0, (3, ranks, -1)).transpose(0, 1).flatten(0, 2)
@@ -53,7 +53,7 @@ def cut(model, mesh):
 
 
 def draw_for_own_heads(model, device, seed):
-    """Attention is of heads that no other rank has: draw its dropout masks from another seed."""
+    """Draw attention's dropout masks from another seed, because each rank has its own heads."""
     on_gpu = device.type == "cuda"
     used = torch.cuda.default_generators[device.index] if on_gpu else torch.default_generator
     aside = torch.Generator(device).manual_seed(seed)
@@ -82,9 +82,9 @@ def main():
     if model.config.n_head % options.tp:
         sys.exit(f"--tp {options.tp} has to divide the model's {model.config.n_head} heads")
     cut(model, mesh["tp"])
-    # For dropout: another mask on each share of the rows, the same within a tp group.
+    # For dropout: a different mask for each share of the rows, the same within a tp group.
     torch.manual_seed(options.seed + 1 + share)
-    draw_for_own_heads(model, device, options.seed + 1 + shares + rank)  # but not of its heads
+    draw_for_own_heads(model, device, options.seed + 1 + shares + rank)  # except in attention
     for block in model.transformer.h:
         fully_shard(block, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])

@@ -12,11 +12,11 @@ from torch.nn.functional import cross_entropy, pad
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 SMALL = Path(__file__).parent / "small"
-IGNORE_INDEX = -100  # the target that a loss leaves out
+IGNORE_INDEX = -100  # the target that a loss ignores
 
 
 def parser(description):
-    """The options of every recipe; each may add its own."""
+    """Return a parser with the options of every recipe; each recipe may add its own."""
     as_written = argparse.RawDescriptionHelpFormatter
     options = argparse.ArgumentParser(description=description, formatter_class=as_written)
     add = options.add_argument
@@ -31,7 +31,7 @@ def parser(description):
 
 
 def load_model(options):
-    """Return the model, with the hub's weights; the small one has none, and gets random ones."""
+    """Return the model, with the hub's weights, or random weights for the small model."""
     torch.manual_seed(options.seed)
     if options.model == SMALL / "gpt2":
         return without_weights(options).train()
@@ -46,13 +46,13 @@ def without_weights(options):
 
 
 def make_optimizer(options, parameters):
-    """Return the optimizer that was asked for."""
+    """Return the optimizer that the options name."""
     kind = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[options.optimizer]
     return kind(parameters, lr=options.lr)
 
 
 def load_passages(options):
-    """Return the data set, of which the recipes read the column `context`, once at most."""
+    """Return the data set; recipes read each row of its column `context` at most once."""
     data = load_dataset(str(options.data), split="train")
     asked = f"--steps {options.steps} of --batch {options.batch}"
     if min(options.steps, options.batch) < 1 or options.steps * options.batch > len(data):
@@ -61,7 +61,7 @@ def load_passages(options):
 
 
 def rows_per_rank(options, ranks):
-    """Return how many rows of a step each of the ranks takes that share its rows."""
+    """Return how many rows of a step each rank takes, if `ranks` share them."""
     if options.batch % ranks:
         sys.exit(f"--batch {options.batch} has to be a multiple of the {ranks} ranks that share it")
     return options.batch // ranks
@@ -86,7 +86,7 @@ class Collate:
 
 
 def summed_cross_entropy(logits, targets):
-    """Return the loss summed over all targets: by what to divide it, only the whole step knows."""
+    """Return the loss summed over all targets; divide it by the target count of the whole step."""
     logits = logits.flatten(0, 1).float()  # bf16 has three digits, and this is a sum of hundreds
     return cross_entropy(logits, targets.flatten(), reduction="sum", ignore_index=IGNORE_INDEX)
 
@@ -98,14 +98,14 @@ def summed_loss(model, batch):
 
 
 def join():
-    """Join the other ranks; return this rank's device, a GPU of its own where there are any."""
+    """Join the other ranks; return this rank's device: its own GPU, or the CPU."""
     if "LOCAL_RANK" not in os.environ:
         sys.exit("no rank: start it with torchrun --standalone --nproc-per-node RANKS SCRIPT")
     number, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
     if 0 < gpus <= number:
         sys.exit(f"no GPU for local rank {number}: start no more than {gpus} ranks on this node")
     store, rank, ranks = next(dist.rendezvous("env://"))
-    store.set(f"GPUs of {rank}", str(gpus))  # ranks with gloo and with NCCL would wait for ever
+    store.set(f"GPUs of {rank}", str(gpus))  # gloo and NCCL ranks would both hang
     without = [other for other in range(ranks) if store.get(f"GPUs of {other}") == b"0"]
     if 0 < len(without) < ranks:
         sys.exit(f"ranks {without} find no GPU, and the others do: all need one, or none")

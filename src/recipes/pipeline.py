@@ -59,7 +59,7 @@ def main():
             f"be as many --microbatches, of which there are {options.microbatches}"
         )
     stage = Stage(model, rank, ranks).to(device)
-    torch.manual_seed(options.seed + 1 + rank)  # for dropout: another mask on each rank
+    torch.manual_seed(options.seed + 1 + rank)  # for dropout: a different mask on each rank
     tied = model.lm_head.weight  # and the embedding's: the first and the last rank have a copy each
     ends = dist.new_group(sorted({0, ranks - 1}))
     count = 0

@@ -1,4 +1,4 @@
-"""What fsdp.py and deepspeed_zero.py share: where a state is saved, and what it goes on with."""
+"""What fsdp.py and deepspeed_zero.py share: where to save a state, and how to resume from it."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ def parse(options):
     add, lr = options.add_argument, options.get_default("lr")
     add("--save", type=Path, help="a folder for the last state, on a file system all nodes share")
     add("--resume", action="store_true", help="begin with the state there; a new --lr holds")
-    options.set_defaults(lr=None)  # to know whether there is a new one
+    options.set_defaults(lr=None)  # to know whether --lr was passed
     given = options.parse_args()
     if given.resume and not given.save:
         options.error("--resume needs --save, the folder of the state to begin with")
@@ -34,7 +34,7 @@ def check_shared(folder):
     rank, seen = dist.get_rank(), [None] * dist.get_world_size()
     if rank == 0:
         os.makedirs(folder, exist_ok=True)
-    mark = [Path(tempfile.mkdtemp(dir=folder)).name if rank == 0 else None]  # in no one's cache
+    mark = [Path(tempfile.mkdtemp(dir=folder)).name if rank == 0 else None]  # not in any cache
     dist.broadcast_object_list(mark)
     dist.all_gather_object(seen, Path(folder, mark[0]).exists())
     if rank == 0:
@@ -53,7 +53,7 @@ def check_new(folder):
 
 
 def settings(options, data):
-    """Return what must not change: a step would read other rows, or the optimizer not fit."""
+    """Return the settings that a resume must keep, so that its rows and optimizer state fit."""
     kept = {f"--{name}": getattr(options, name) for name in ("batch", "seed", "optimizer")}
     texts = hashlib.sha256("\0".join(data["context"]).encode())
     return kept | {"texts in --data": texts.hexdigest()[:12]}
@@ -76,13 +76,13 @@ def check_settings(folder, settings):
 
 
 def set_new_lr(optimizer, options):
-    """Let the --lr of the command line take the place of the saved one."""
+    """Replace the saved learning rate by --lr, if it was passed."""
     for group in optimizer.param_groups:
         group["lr"] = group["lr"] if options.new_lr is None else options.new_lr
 
 
 def save(state, settings, folder):
-    """Save beside the state that is there, then take its place: one of them is always whole."""
+    """Save beside the existing state, then replace it: one of the two is always complete."""
     new, old = f"{folder}.new", f"{folder}.old"
     if dist.get_rank() == 0:
         shutil.rmtree(new, ignore_errors=True)  # of a save that was killed
@@ -99,7 +99,7 @@ def save(state, settings, folder):
 
 
 def keep_others(old, folder):
-    """Take over what somebody has put beside the old state, unless it is there anew."""
+    """Move files that somebody put beside the old state, unless the new folder has the name."""
     for path in Path(old).glob("*"):
         if path.suffix != ".distcp" and not Path(folder, path.name).exists():
             path.rename(Path(folder, path.name))

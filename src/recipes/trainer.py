@@ -29,7 +29,7 @@ class Print(TrainerCallback):
 
 
 class Reseed(TrainerCallback):
-    """The Trainer seeds all ranks alike; for dropout, draw another mask on each."""
+    """The Trainer seeds all ranks alike; for dropout, draw a different mask on each."""
 
     def on_train_begin(self, arguments, state, control, **_):
         torch.manual_seed(arguments.seed + 1 + arguments.process_index)
@@ -44,7 +44,7 @@ def main():
     data = load_passages(options)
     order = torch.randperm(len(data), generator=torch.Generator().manual_seed(options.seed))
 
-    def with_labels(rows):  # the Trainer moves targets by itself
+    def with_labels(rows):  # the model's loss shifts labels by itself
         batch = collate(rows)
         batch.pop("targets")
         batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, IGNORE_INDEX)

@@ -1,4 +1,4 @@
-"""Autocast belongs to forwards: a backward has the dtypes that its forward has chosen."""
+"""Autocast belongs in forwards: a backward uses the dtypes that its forward chose."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 
 
 def has_autocast(kind: str) -> bool:
-    """Return whether autocast is on for devices of this type; "meta", say, has none."""
+    """Return whether autocast is on for devices of this type; "meta", say, does not support it."""
     return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def as_autocast(*tensors: Any) -> tuple[Any, ...]:
-    """Return tensors in the dtype in which autocast multiplies them; anything else as it is.
+    """Return tensors in the dtype in which autocast multiplies them, and anything else unchanged.
 
-    Autocast casts what an operation is given, where the operation is called. So it casts neither
-    the inputs of a `torch.autograd.Function` nor what its forward sends, or multiplies with `out=`.
+    Autocast casts the arguments of an operation when it is called. So it casts neither the inputs
+    of a `torch.autograd.Function` nor tensors that its forward sends, or multiplies with `out=`.
     """
     return tuple(x.to(autocast_dtype(x)) if isinstance(x, torch.Tensor) else x for x in tensors)
 
@@ -31,10 +31,10 @@ def autocast_dtype(x: torch.Tensor) -> torch.dtype:
 
 
 def without_autocast(*kinds: str) -> AbstractContextManager[object]:
-    """Return a context for a backward, which has no autocast on devices of these types.
+    """Return a context that turns autocast off on devices of these types, for a backward.
 
-    Under autocast a backward would also cast what its forward has computed in full precision, in
-    a block with `autocast(enabled=False)`.
+    Under autocast a backward would also cast tensors that its forward computed in full precision
+    in a block with `autocast(enabled=False)`.
 
     Args:
         *kinds: types of devices, such as "cpu".

@@ -27,7 +27,7 @@ CONSTANTS = (
 
 
 class Call:
-    """A call of a function that can be run again on other tensors.
+    """A function call that can be run again on different tensors.
 
         call, tensors = Call.of(function, args, kwargs)
         outputs = call([tensor.detach() for tensor in tensors])  # a tuple of tensors
@@ -63,7 +63,7 @@ class Call:
         return call, tensors
 
     def __call__(self, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Run the function on these tensors in place of its own.
+        """Run the function on these tensors in place of those in its arguments.
 
         Raises:
             TypeError: if the result contains no tensor, or an object that may hide one.

@@ -20,11 +20,11 @@ Copies = list[tuple[Any, Any, list[tuple[Any, Any]]]]
 
 
 class AfterBackward(torch.autograd.Function):
-    """Identity on a unit's inputs that calls `call` when the gradients of all of them are there.
+    """Identity on a unit's inputs; runs `call` when all their gradients are there.
 
-    Autograd runs the newest node first, so that is after everything else in the unit's backward,
-    provided that all its nodes are newer than this one. A cast of a weight that autocast has cached
-    in an earlier forward is older: call `torch.clear_autocast_cache` before each forward.
+    Autograd runs newer nodes first, so `call` comes last in the unit's backward if
+    its other nodes are newer. A cast of a weight that autocast cached in an earlier
+    forward is older: call `torch.clear_autocast_cache` before each forward.
     """
 
     @staticmethod
@@ -46,7 +46,7 @@ class AfterBackward(torch.autograd.Function):
 
 
 def watch_backward(call: Callable[[], None], value: Any, copies: Copies | None) -> Any:
-    """Return the pytree, its tensors that require a gradient passed through `AfterBackward`."""
+    """Return the pytree, with tensors that require a gradient passed through `AfterBackward`."""
     inputs = [tensor for tensor in tensors_of(value) if tensor.requires_grad]
     if not inputs:
         return value
@@ -94,7 +94,7 @@ def map_tensors(
 
 
 def write_back(copies: Copies) -> None:
-    """Apply what was changed in copied containers (see `map_tensors`) to the originals as well."""
+    """Apply changes made in copied containers (see `map_tensors`) to the originals as well."""
     original = {id(new): value for value, new, _ in copies}
     for value, new, items in reversed(copies):
         now = _items(new)
@@ -128,7 +128,7 @@ def _put(value, items):
         value[:] = [item for _, item in items]
     else:
         for key, item in items:
-            object.__setattr__(value, key, item)  # also if it is frozen
+            object.__setattr__(value, key, item)  # works on frozen dataclasses, too
 
 
 def _same(items, other):
@@ -138,15 +138,15 @@ def _same(items, other):
 
 
 def is_dataclass_object(value: object) -> bool:
-    """Whether the value is an object of a dataclass."""
+    """Return whether the value is an instance of a dataclass."""
     return is_dataclass(value) and not isinstance(value, type)
 
 
 def to_bf16(tensor: torch.Tensor) -> torch.Tensor:
-    """Return an fp32 tensor in bf16, any other as it is."""
+    """Return an fp32 tensor in bf16, and any other tensor unchanged."""
     return tensor.to(torch.bfloat16) if tensor.dtype == torch.float32 else tensor
 
 
 def to_fp32(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a bf16 tensor in fp32, any other as it is."""
+    """Return a bf16 tensor in fp32, and any other tensor unchanged."""
     return tensor.to(torch.float32) if tensor.dtype == torch.bfloat16 else tensor

@@ -1,4 +1,4 @@
-"""What an operation saves for its backward is its author's choice: four `autograd.Function`s.
+"""Four `autograd.Function`s: an operation's author chooses what it saves for its backward.
 
 The backward of `y = f(x)` receives dL/dy and computes dL/dx. What it needs besides dL/dy must be
 saved from the forward until then: sometimes the input, sometimes the output, which the next
@@ -19,7 +19,7 @@ class ReLU(torch.autograd.Function):
     """`ReLU.apply(x)`: max(x, 0), any shape. Saves its output, as torch's own does.
 
     dL/dx is dL/dy where y > 0 and 0 elsewhere, so the input is not needed. A Linear that follows
-    saves the same y as its input, so the two hold one storage between them.
+    saves the same y as its input, so the two share one storage.
     """
 
     @staticmethod
@@ -39,8 +39,8 @@ class ReLU(torch.autograd.Function):
 class MaskedReLU(torch.autograd.Function):
     """`MaskedReLU.apply(x)`: max(x, 0), any shape. Saves one byte per element: x <= 0.
 
-    The mask is as many times smaller than the output as an element has bytes. That is still more
-    than nothing, which is what saving the output costs if the next layer saves it anyway.
+    The mask is smaller than the output by a factor of the output's element size in bytes. Saving
+    the output costs nothing, however, if the next layer saves it anyway.
     """
 
     @staticmethod
@@ -60,8 +60,8 @@ class MaskedReLU(torch.autograd.Function):
 class MaxPool2d(torch.autograd.Function):
     """`MaxPool2d.apply(x, window, stride)`: the maximum of each window of x.
 
-    Elements that do not fill a window are left out, as in torch. Among equal elements the first
-    counts, row by row.
+    Elements that do not fill a window are left out, as in torch. Among equal maxima the first one
+    counts, in row-major order.
 
     Saves the position of each maximum in its window, and not the input: one byte per result for
     windows up to 16 x 16, eight for larger ones. (Torch's own saves the input and eight bytes per
@@ -77,7 +77,7 @@ class MaxPool2d(torch.autograd.Function):
         columns = (width - window) // stride + 1.
 
     Raises:
-        ValueError: for another number of dimensions, or a window or stride that does not fit.
+        ValueError: if x does not have four dimensions, or the window or stride does not fit.
     """
 
     @staticmethod
@@ -119,7 +119,7 @@ class Dropout(torch.autograd.Function):
     """`Dropout.apply(x, probability)`: 0 with that probability, the other elements scaled up.
 
     Saves one byte per element: whether the element was kept. (On a GPU torch's own does so too; on
-    a CPU torch's own saves the factors, as wide as x.)
+    a CPU it saves the factors, in the dtype of x.)
 
     Args:
         x: any shape.

@@ -1,4 +1,4 @@
-"""What autograd's graph has behind a layer's outputs."""
+"""Search autograd's graph behind a layer's outputs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def has_group_norm(nodes: Iterable[torch.autograd.graph.Node], name: str) -> boo
     """Return whether a group norm is in the graph behind these nodes.
 
     On a CPU, as of torch 2.13, the backward of a group norm crashes if its input is in
-    channels_last and only the gradients of its weights are asked for: all have to be asked for at
+    channels_last and only the gradients of its weights are requested: request all gradients at
     once.
 
     Args:
@@ -54,7 +54,7 @@ def has_group_norm(nodes: Iterable[torch.autograd.graph.Node], name: str) -> boo
         name: the layer's name in errors.
 
     Raises:
-        ValueError: the input of such a group norm needs no gradient.
+        ValueError: if the input of such a group norm needs no gradient.
     """
     norms = [node for node in graph_behind(nodes) if node.name() == "NativeGroupNormBackward0"]
     for node in norms:

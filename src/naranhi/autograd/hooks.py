@@ -18,10 +18,10 @@ from torch.utils.hooks import RemovableHandle
 
 
 class Attached:
-    """What is attached to a model by hooks: the model itself is called, as before."""
+    """Base class of objects attached to a model by hooks; the model itself is called, as before."""
 
     def __call__(self, *inputs: Any, **options: Any) -> NoReturn:
-        """Raise TypeError: users of wrappers, such as torch's DDP, will try it."""
+        """Raise TypeError: users of wrappers, such as torch's DDP, will try to call this object."""
         kind = type(self).__name__
         raise TypeError(
             f"{kind} has no forward of its own: call the model that it was made of, whose hooks "
@@ -104,8 +104,8 @@ class Handles:
     """Handles of hooks, some of which must run first or last.
 
     Args:
-        first: those of hooks that must run before all others of their module.
-        last: those of hooks that must run after all others of their module or parameter.
+        first: handles of hooks that must run before all others of their module.
+        last: handles of hooks that must run after all others of their module or parameter.
         others: the rest.
     """
 
@@ -149,9 +149,9 @@ def owner_of(parameter: torch.Tensor) -> object | None:
 
 
 class Backward:
-    """Whether a backward that began is running, has reached its end, or has failed.
+    """The state of a backward that began: running, ended or failed.
 
-    Autograd calls what was queued if nothing has failed, and drops it otherwise.
+    Autograd calls the queued method at the end if nothing has failed, and drops it otherwise.
     """
 
     def __init__(self) -> None:
@@ -161,8 +161,8 @@ class Backward:
         """Queue a bound method for the end of the backward that is running now.
 
         Args:
-            method: None if what is running is not a backward of autograd: it counts as failed until
-                `end` is called.
+            method: the bound method; None for a backward that autograd does not run, which counts
+                as failed until `end` is called.
         """
         if method is None:
             self._queued = _nothing

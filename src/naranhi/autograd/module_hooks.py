@@ -1,4 +1,4 @@
-"""What runs besides its forward when a module is called: hooks, and compiled code."""
+"""Find what a module has besides the forward of its class: hooks and compiled code."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def hooks_of(module: nn.Module) -> Iterator[str]:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether a call of the module runs what a compiler has made of it."""
+    """Return whether a call of the module runs compiled code."""
     return (
         module._compiled_call_impl is not None
         or "_orig_mod" in module._modules
@@ -36,10 +36,10 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def require_own_forward(module: nn.Module, function: str) -> None:
-    """Raise ValueError if a call of the module runs anything but the forward of its class.
+    """Raise ValueError if the module has hooks, or a forward other than that of its class.
 
     Args:
-        module: the module that another one will replace.
+        module: the module that will be replaced.
         function: the name of the function that replaces it, for the message.
     """
     hook = next(hooks_of(module), None)

@@ -1,11 +1,11 @@
-"""When the hooks of parameters run if a backward also goes through an inner graph.
+"""Control when a parameter's hooks run if a backward also goes through an inner graph.
 
 Torch runs a parameter's hooks once per backward, on the whole gradient. An inner graph breaks that
-in two ways. `torch.autograd.grad` runs the hooks of `register_hook`: an inner graph that is asked
-for a gradient runs them first, and the outer graph runs them again. And a `torch.autograd.Function`
-that returns no gradient for a parameter, or not yet, makes the outer graph run all hooks on None.
+in two ways. `torch.autograd.grad` runs the hooks of `register_hook`: an inner graph runs them on
+its part of the gradient, and the outer graph runs them again. And a `torch.autograd.Function` that
+returns no gradient for a parameter, or not yet, makes the outer graph run all hooks on None.
 
-So a gate stands before the hooks for as long as that lasts. Torch keeps the hooks in two dicts,
+So a gate stands before the hooks while either can happen. Torch keeps the hooks in two dicts,
 `_backward_hooks` and `_post_accumulate_grad_hooks`, where the gate wraps each hook in its place.
 """
 
@@ -53,12 +53,12 @@ def inner_gradients(
     parameters: Iterable[torch.Tensor],
     keep_graph: bool = False,
 ) -> list[torch.Tensor | None]:
-    """Return the gradient of each of `tensors` by an inner graph; None if it has none there.
+    """Return the gradient of each of `tensors` through an inner graph; None if it has none there.
 
     Args:
         pairs: outputs of the inner graph, or their edges, each with its gradient.
         tensors: inputs and parameters.
-        parameters: those whose hooks the outer graph runs.
+        parameters: the parameters whose hooks the outer graph runs.
         keep_graph: whether the inner graph may be traversed again.
     """
     wanted = [tensor for tensor in tensors if tensor.requires_grad]
@@ -78,8 +78,8 @@ def wait_for_gradient(parameter: torch.Tensor, later: str | None = None) -> Call
 
     Args:
         parameter: the parameter whose hooks wait.
-        later: the parameter's name in an error, if its gradient comes in another backward. This
-            backward then raises RuntimeError if it has a gradient too: hooks would see two parts.
+        later: the parameter's name in an error, if its gradient comes in another backward. If
+            this backward has one too, it raises RuntimeError: hooks would see two parts.
 
     Returns:
         A function that ends the wait.
@@ -115,7 +115,7 @@ class _Gate:
     """The first hook of a parameter, which decides whether its other hooks run."""
 
     def __init__(self, parameter):
-        # Weak, as the parameter's C++ half owns its hooks, where no collector sees the cycle.
+        # Weak, because the parameter's C++ half owns its hooks, where no collector sees the cycle.
         self._parameter, self.later = ref(parameter), None
         self.resting = self.waiting = 0
         self.is_open = True

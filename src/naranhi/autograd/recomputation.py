@@ -26,8 +26,8 @@ from naranhi.autograd.graph import find_stranger
 from naranhi.autograd.parameter_hooks import inner_gradients, wait_where_none
 from naranhi.autograd.wrapper import Wrapper
 
-# A process has one generator for all threads. Held while a recomputation has it restored; a forward
-# in another thread, which may draw meanwhile, has to hold it too.
+# All threads of a process share a generator. A recomputation holds this lock while the generator
+# has an earlier state; a forward in another thread that may draw random numbers must hold it too.
 GENERATOR = RLock()
 
 
@@ -42,15 +42,14 @@ def recompute(
 
     The backward calls `function` again. Random numbers are the same: the state of torch's
     generators is restored (5,056 bytes on a CPU and 16 on a GPU, kept beside the inputs), and so is
-    whether a module trains or evaluates. A function may change inputs that need no gradient, and a
-    module its buffers: the second call works on copies of what the first call found, and does not
-    see the changes. Anything else that a function changes, it changes twice, and hooks of modules
-    in it run twice, as with torch's own. Without any tensor that requires a gradient, `function` is
-    just called.
+    the training mode of modules. A function may change inputs that need no gradient, and a module
+    may change its buffers: the second call works on copies of the original values. Anything else
+    that a function changes, it changes twice, and hooks of modules in it run twice, as with torch's
+    own checkpoints. Without any tensor that requires a gradient, `function` is just called.
 
     Args:
-        function: returns tensors, also in tuples, lists, dicts and dataclasses; every call returns
-            the same. Buffers and modes are noticed if it is a module or a module's method.
+        function: returns tensors, also in tuples, lists, dicts and dataclasses, the same in every
+            call. Buffers and modes are restored if it is a module or a module's method.
         *inputs: tensors, also in tuples, lists, dicts and dataclasses; anything else is passed on
             unchanged.
         parameters: the tensors besides the inputs that receive a gradient; by default the
@@ -58,12 +57,12 @@ def recompute(
         **named: as `inputs`.
 
     Raises:
-        TypeError: if `function` returns something else.
-        ValueError: in the backward, if the function used another tensor that requires a gradient,
-            which would not receive it.
-        RuntimeError: if the function changes in place an input that requires a gradient, or, in the
-            backward, another input by what requires one; in the backward, if an input, a parameter
-            or a buffer has been changed in place since the forward.
+        TypeError: if `function` returns no tensor, or an object that may hide one.
+        ValueError: in the backward, if the function used a tensor that requires a gradient and is
+            neither an input nor in `parameters`: its gradient would be lost.
+        RuntimeError: if the function changes in place an input that requires a gradient; in the
+            backward, if it writes a tensor that requires one into another input, or if an input, a
+            parameter or a buffer has been changed in place since the forward.
     """
     if parameters is None:
         parameters = function.parameters() if isinstance(function, nn.Module) else ()
@@ -107,7 +106,7 @@ class RecomputeFunction(torch.autograd.Function):
         # Parameters live anyway: they are saved so that autograd notices if they have changed.
         saved = [copies.get(place, tensor) for place, tensor in enumerate(tensors)]
         ctx.save_for_backward(*saved)
-        # A passed-on mask has no gradient; without a graph, nothing is known of the other outputs.
+        # A mask passed through has no gradient. Other outputs may have one.
         constants = {id(tensor) for tensor in saved if not tensor.requires_grad}
         ctx.mark_non_differentiable(*(output for output in outputs if id(output) in constants))
         return outputs
@@ -188,16 +187,16 @@ class _State:
         """Keep copies only of buffers that the forward has changed or replaced."""
         for place, now in enumerate(self._now()):
             buffer, version, _ = self._met[place]
-            # Torch counts no changes of what was made in inference mode: such a copy is kept.
+            # Torch counts no changes of tensors made in inference mode, so their copies are kept.
             if now is buffer and version is not None and version == now._version:
                 self._met[place] = buffer, version, None
 
     @contextmanager
     def as_found(self):
-        """Give the module its modes, and copies of its buffers, which may change, in the context.
+        """Restore the modes, and replace buffers by copies, which may change, inside the context.
 
         Raises:
-            RuntimeError: if a buffer of which there is no copy has been changed in place.
+            RuntimeError: if a buffer without a copy has been changed in place.
         """
         for (_, name), (buffer, version, copy) in zip(self._places, self._met, strict=True):
             if copy is None and _version(buffer) != version:
@@ -231,7 +230,7 @@ def _version(tensor):
 
 
 def _note(inputs):
-    """Return (version, copy) of each; one that requires a gradient must not change: no copy."""
+    """Return (version, copy) of each; no copy if it requires a gradient, as it must not change."""
     return [(_version(one), None if one.requires_grad else one.clone()) for one in inputs]
 
 

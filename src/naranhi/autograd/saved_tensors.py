@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class Saved(NamedTuple):
-    """A storage that the backward needs; a sparse tensor has one for its values and each index.
+    """A storage that the backward needs; a sparse tensor has one for values and one per index.
 
     Attributes:
         layer: the name of the layer that saved it first.
@@ -31,14 +31,14 @@ class Saved(NamedTuple):
 
 
 class SavedTensors(saved_tensors_hooks):
-    """Count what operations save for their backward while this context is entered.
+    """A context that counts what operations save for their backward.
 
         with SavedTensors(layers) as saved:
             loss = model(x)
         saved.bytes, saved.by_layer
 
     Leave the context before the backward to count the forward. Stay in it to count what a
-    recomputation saves as well: `items` then contains that again, and `peak` is the true peak.
+    recomputation saves as well: `items` then includes that, and `peak` is the true peak.
 
     Runs on any device, including torch's "meta" device, which counts without computing.
 
@@ -53,8 +53,8 @@ class SavedTensors(saved_tensors_hooks):
         by_layer: the sums by the layer's name ("" is outside of all layers).
         parameter_bytes: saved parameters and buffers of the layers. They are not activations,
             because they stay alive anyway.
-        held: the bytes of activations kept at this moment, also after the context is left. What a
-            backward has used, or nothing can reach any more, no longer counts.
+        held: the bytes of activations kept at this moment, also after the context is left. A tensor
+            that a backward has used, or that nothing references any more, no longer counts.
         peak: the maximum of `held` so far.
     """
 
@@ -68,7 +68,7 @@ class SavedTensors(saved_tensors_hooks):
         self.items: list[Saved] = []
         self.parameter_bytes = self.held = self.peak = 0
         self._within, self._hooks = [""], []
-        self._known, self._users = {}, {}  # storages: of parameters; of activations, users of each
+        self._known, self._users = {}, {}  # storages: of parameters; of activations, with users
 
     @property
     def bytes(self) -> int:
@@ -104,7 +104,7 @@ class SavedTensors(saved_tensors_hooks):
         self._within.pop()
 
     def pack(self, tensor: torch.Tensor) -> _Kept:
-        """Count a tensor that autograd saves, and return what it saves instead."""
+        """Count a tensor that autograd saves; return the object to save instead."""
         activations = []
         for part in _dense_parts(tensor):
             storage = part.untyped_storage()
@@ -116,7 +116,7 @@ class SavedTensors(saved_tensors_hooks):
         return _Kept(self, tensor, activations)
 
     def _unpack(self, kept):
-        # What autograd itself looks at, unless something else saves its tensors.
+        # Autograd makes this check itself, but not for tensors that hooks have packed.
         if kept.tensor._version != kept.version:
             raise RuntimeError(
                 f"a tensor of shape {tuple(kept.tensor.shape)} that the backward needs has been "
@@ -150,8 +150,8 @@ class _Kept:
     """A saved tensor in autograd's graph: once the graph frees it, it is no longer held.
 
     Args:
-        saved: where it counts.
-        tensor: what autograd saves.
+        saved: the context that counts it.
+        tensor: the tensor that autograd saves.
         activations: the parts of it that count as activations.
     """
 
@@ -163,7 +163,7 @@ class _Kept:
     def __init__(
         self, saved: SavedTensors, tensor: torch.Tensor, activations: list[torch.Tensor]
     ) -> None:
-        # Detached: an operation's own output references the operation, which would reference it.
+        # Detached: an operation's output references its node, which would reference the output.
         self.saved, self.tensor, self.version = saved, tensor.detach(), tensor._version
         self.activations = activations
         for part in activations:
@@ -175,7 +175,7 @@ class _Kept:
 
 
 def _dense_parts(tensor):
-    """Return the tensors that a sparse tensor consists of; a dense one is its own only part."""
+    """Return the tensors that a sparse tensor consists of; a dense tensor is its only part."""
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):

@@ -1,7 +1,7 @@
 """Parameters that are several objects with the same memory, as `b.data = a.data` makes them.
 
-An optimizer in one process changes them together. Nothing but the memory says so: what copies
-parameters, into shards or to other ranks, would train them apart.
+An optimizer in one process changes them together. Only the memory shows this, so code that copies
+parameters, into shards or to other ranks, would train them separately.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 def sharing_memory(
     named: Iterable[tuple[str, torch.Tensor]],
 ) -> Iterator[tuple[str, str]]:
-    """Yield the names of each two tensors that have an element in common.
+    """Yield the names of each pair of parameters that have an element in common.
 
     Args:
-        named: (name, tensor), each tensor once. Those without memory of their own, such as on the
-            meta device, share none.
+        named: (name, parameter), each parameter once. Only plain `nn.Parameter`s are compared, and
+            none on the meta device, where they have no memory.
     """
     by_storage = {}
     for name, tensor in named:
@@ -36,7 +36,7 @@ def sharing_memory(
 
 
 def _end(tensor):
-    """Return the address behind a tensor's last element."""
+    """Return the address just past a tensor's last element."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     last = sum((size - 1) * stride for size, stride in steps)
     return tensor.data_ptr() + (last + 1) * tensor.element_size()

@@ -1,8 +1,8 @@
 """The backward in two parts: input gradients at once, weight gradients when there is time.
 
 The previous stage waits for the gradient of a stage's input. Only the optimizer waits for the
-gradients of the stage's weights, so a zero-bubble schedule computes them where it would otherwise
-sit idle.
+gradients of the stage's weights, so a zero-bubble schedule computes them where a rank would
+otherwise sit idle.
 
 A `Splittable` layer is one node in autograd's graph, and contains the layer's own graph. Its
 backward traverses that graph once for the inputs, and passes on a function that traverses it once
@@ -40,7 +40,7 @@ class Splittable(Wrapper):
 
     While `defer` is a function, a backward computes only the input gradients, and calls `defer`
     with another function, which adds the weight gradients to `.grad`. While `defer` is None, the
-    backward does both. Results and gradients are the layer's own. Set `defer` anew for each
+    backward does both. Results and gradients do not change. Set `defer` anew for each
     backward.
 
     Hooks of the layer's parameters run once per backward, in the weights' part. If the layer's own
@@ -54,9 +54,9 @@ class Splittable(Wrapper):
     Raises:
         TypeError: if the layer returns anything else, or has a hook of the deprecated
             `register_backward_hook`.
-        ValueError: if the layer uses a tensor whose gradient would be lost.
-        RuntimeError: if the layer changes in place an argument that needs a gradient, or that does
-            then.
+        ValueError: if a gradient would be lost, or torch would crash (see `has_group_norm`).
+        RuntimeError: if the layer changes in place an argument that needs a gradient, or needs one
+            after the change.
     """
 
     _later, _sharing = None, None
@@ -96,7 +96,7 @@ class Splittable(Wrapper):
         return self._sharing.join(self._later) if self._sharing and self._later else self._later
 
     def done(self, start: float, what: str) -> None:
-        """Note that a part is done; it does nothing here, and a derived class may override it.
+        """Do nothing when a part is done; a derived class may override this.
 
         Args:
             start: when the part began, by perf_counter.
@@ -124,7 +124,7 @@ class SplitFunction(torch.autograd.Function):
         with torch.set_grad_enabled(with_graph):
             outputs = _called(call, inputs, layer._path)
         ctx.layer, ctx.inputs, ctx.weights = layer, inputs, tensors[count:]
-        # A hook registered meanwhile, of whatever kind, must not run in two backwards.
+        # A hook of any kind that the call has registered must not run in two backwards.
         ctx.once = RemovableHandle.next_id != handles or any(map(is_compiled, layer.modules()))
         # Only the outputs' place in the graph is needed, so their storage may be freed.
         ctx.edges = [
@@ -165,7 +165,7 @@ class SplitFunction(torch.autograd.Function):
 
 
 def _called(call, inputs, path):
-    """Run the call, and refuse by name a change in place that its node would hide."""
+    """Run the call; raise RuntimeError for a change in place that its node would hide."""
     constants = [tensor for tensor in inputs if not tensor.requires_grad]
     try:
         outputs = call(inputs)
@@ -200,7 +200,7 @@ def _refuse_old_hooks(layer):
 def _refuse_open_graph(ctx):
     """Raise ValueError if a gradient would bypass the layer's node, and so be lost.
 
-    Also where torch would crash; where it would in two parts, the graph is traversed once.
+    Also raise it where torch would crash; if only two traversals would crash, set `ctx.once`.
     """
     nodes = [edge.node for edge in ctx.edges if edge]
     ctx.once |= has_group_norm(nodes, ctx.layer._path)
@@ -227,8 +227,8 @@ def _refuse_use(path, _):
 class SplittableLinear(Splittable):
     """A `Splittable` for `nn.Linear`: each part is one product, and no graph is traversed twice.
 
-    It works like any other layer under autocast, which casts before the product, and if its weight
-    or bias is computed from something else (spectral norm, pruning).
+    It works like any other layer under autocast, which casts before the product; for subclasses of
+    tensors; and if its weight or bias is computed (spectral norm, pruning).
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -245,7 +245,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx, layer, x, weight, bias):
         ctx.layer, ctx.weights = layer, (weight, bias)
         ctx.save_for_backward(x, weight)
-        # `.data`: no view of the product, which the next layer could not change in place.
+        # `.data`, because the next layer could not change a view of the product in place.
         return nn.functional.linear(x, weight, bias).data
 
     @staticmethod

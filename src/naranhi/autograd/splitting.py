@@ -13,12 +13,12 @@ from naranhi.autograd.weight_gradients import Sharing
 
 
 def splittable(layers: list[nn.Module]) -> list[nn.Module]:
-    """Make each module in the layers that has weights of its own `Splittable`, in place.
+    """Make each module that holds weights directly `Splittable`, in place.
 
     A module stays the same object, with its names, attributes, hooks and parameters; its class is
     replaced by a derived class, as `torch.distributed.fsdp.fully_shard` does. Two kinds of modules
     are replaced by other modules: a compiled or scripted module is wrapped, and a module with a
-    method `as_splittable()` is replaced by what that method returns: its better way to split.
+    method `as_splittable()` is replaced by its result, which splits in a better way.
 
     Args:
         layers: the layers of a model, whose modules are changed.
@@ -86,7 +86,7 @@ def as_kind(kind: type[Splittable], module: nn.Module) -> nn.Module:
 
 @cache
 def _derived(kind, own):
-    """Return a class of this kind that has everything else from `own`, not from `Wrapper`."""
+    """Return a class of this kind that takes everything else from `own`, not from `Wrapper`."""
     return type(
         f"Splittable{own.__name__}",
         (kind, own),

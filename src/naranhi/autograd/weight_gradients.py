@@ -16,12 +16,12 @@ Start = tuple[torch.Tensor | torch.autograd.graph.GradientEdge, torch.Tensor]
 class Later:
     """The gradients of a layer's weights that one backward leaves for later.
 
-    A call of this object computes the gradients and adds them to `.grad`. Several uses of the layer
+    Calling this object computes the gradients and adds them to `.grad`. Several uses of the layer
     in that backward are computed together, so hooks of the weights run once, on the sum. Until then
     the hooks wait, because autograd would run them on the None that it receives for now.
 
     Args:
-        defer: called with this object as soon as a gradient is left.
+        defer: called with this object as soon as the first gradient is left.
         name: the layer's name in errors.
         done: as `Splittable.done`.
     """
@@ -48,8 +48,8 @@ class Later:
         Args:
             weights: the weights that this use has.
             starts: returns where a backward to the weights starts, and the gradients there.
-            is_own: whether it starts at the weights themselves, with gradients that share no
-                storage with another tensor.
+            is_own: whether that backward starts at the weights themselves, with gradients that
+                share no storage with another tensor.
         """
         for weight in filter(has_hooks, weights):
             name = f"a parameter {tuple(weight.shape)} of {self._name}"
@@ -64,7 +64,7 @@ class Later:
             self._waiting.pop()()
 
     def __call__(self) -> None:
-        """Compute what was left, and add it to `.grad`."""
+        """Compute the gradients that were left, and add them to `.grad`."""
         self.end()
         start, left = perf_counter(), self._left
         self._left = []
@@ -86,7 +86,7 @@ class Later:
 
 
 class Sharing:
-    """Compute together what layers that share a parameter leave in one backward."""
+    """Layers that share a parameter, whose gradients from one backward are computed together."""
 
     def __init__(self) -> None:
         self._begun = None
@@ -102,7 +102,7 @@ class Sharing:
 def _add(starts):
     for weight, grad in starts:
         if weight.grad is None:
-            # As autograd does: fused optimizers read a gradient in the order of its weight.
+            # As autograd does: fused optimizers assume that a gradient has its weight's strides.
             same = grad.stride() == weight.stride()
             weight.grad = grad if same else torch.empty_like(weight).copy_(grad)
         else:
@@ -110,7 +110,7 @@ def _add(starts):
 
 
 def _sum_uses(left):
-    """Return [(weight, gradient)], summed over the uses in the backward's order, as autograd."""
+    """Return [(weight, gradient)], summed over uses in the backward's order, as autograd does."""
     sums = {}
     for weights, starts_of, is_own in left:
         starts = starts_of()

@@ -1,4 +1,4 @@
-"""A rank's elements of a tensor as boxes, which is the form that a checkpoint is written in.
+"""A rank's elements of a tensor as boxes, the form in which a checkpoint is written.
 
 A box is an offset and sizes: the elements from `offset` to `offset + sizes` along each dimension.
 Every way to shard a tensor gives boxes:
@@ -133,7 +133,7 @@ def views_of_run(
 
 
 def tiling_fault(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:
-    """Return what is wrong with boxes that should cover a tensor, each element once; None if right.
+    """Return what is wrong with boxes that should cover a tensor exactly once; None if they do.
 
     Args:
         shape: the shape of the tensor.
@@ -148,7 +148,7 @@ def tiling_fault(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:
         if not inside:
             return f"{_text(box)} does not lie in the tensor"
     for i, box in enumerate(ordered):
-        for other in ordered[i + 1 :]:  # by their offsets: soon they are past this one
+        for other in ordered[i + 1 :]:  # sorted by offset, so boxes past this one end the search
             if box.offset and other.offset[0] >= box.offset[0] + box.sizes[0]:
                 break
             if _overlap(box, other):
@@ -162,10 +162,10 @@ def tiling_fault(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:
 def writers(
     owners: Mapping[str, Mapping[Box, Sequence[int]]], itemsize: Mapping[str, int]
 ) -> dict[tuple[str, Box], int]:
-    """Return {(tensor, box): the rank that writes it}: of its replicas, the least busy so far.
+    """Return {(tensor, box): the rank that writes it}: the least busy replica so far.
 
-    Every rank computes the same, so nobody has to be told. Buffers are the first replica's: each
-    may have statistics of its own, and a mean of one with a variance of another would be nobody's.
+    Every rank computes the same result, so none is sent. The first replica writes all buffers: each
+    replica may have its own statistics, and a mean must not be saved with another's variance.
 
     Args:
         owners: {tensor: {box: the ranks that have it}}.

@@ -1,4 +1,4 @@
-"""Save and load the checkpoints of a run; see the package for what it promises."""
+"""Save and load the checkpoints of a run; the package's docstring says what is guaranteed."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from naranhi.distributed import agree, from_all_ranks, raise_on_all
 
 
 class Saved(NamedTuple):
-    """What `Checkpoints.load` has found beside the state of model and optimizer.
+    """The result of `Checkpoints.load`, besides the state of model and optimizer.
 
     Args:
         step: the step of the checkpoint.
         state: the `state` that was saved with it.
         skipped: {step: why} of newer checkpoints that are damaged.
-        missing: what the model has, and the checkpoint has not: parameters, buffers, and modules
-            with extra state. They are as they were.
-        unexpected: what the checkpoint has, and the model has not.
+        missing: names that the model has and the checkpoint lacks: of parameters, buffers, and
+            modules with extra state. Their values did not change.
+        unexpected: names that the checkpoint has and the model lacks.
     """
 
     step: int
@@ -38,19 +38,19 @@ class Saved(NamedTuple):
 
 
 class Checkpoints:
-    """The checkpoints of a run, in one folder. Every rank makes it, and calls its methods alike.
+    """The checkpoints of a run, in one folder. Every rank makes one and calls the same methods.
 
     Args:
-        folder: the same for all ranks, on a file system that all see; made by the first save.
+        folder: the same for all ranks, on a file system that all see; the first save creates it.
         keep: how many of the newest checkpoints remain; None for all.
-        group: the ranks that have parts of the model; None for all, in a group of its own that
-            waits for slow disks (`ranks.PATIENCE`). A group that is given is used as it is: for
-            `save_async` nothing else may use it meanwhile, and a rank that reads or writes for
-            longer than the group's timeout ends the save. It needs a backend for the CPU, such as
+        group: the ranks that have parts of the model; None for all ranks, in a new group whose
+            timeout allows for slow disks (`ranks.PATIENCE`). A group that is passed is used as it
+            is: nothing else may use it during a `save_async`, and the save fails if a rank reads
+            or writes for longer than the group's timeout. It needs a backend for the CPU, such as
             gloo.
 
     Raises:
-        ValueError: ranks were given different folders or `keep`; raised on every rank.
+        ValueError: on every rank: `folder` or `keep` differs between ranks, or `keep` is invalid.
     """
 
     keep: int | None
@@ -64,19 +64,19 @@ class Checkpoints:
     ) -> None:
         self.keep, self._storage = keep, Storage(folder)
         # Note [Where ranks meet]
-        # A rank that does not call what the others call is missed after the timeout of the training
-        # itself. So ranks meet in the training's group, before they wait for disks in their own.
+        # If a rank does not join a call, the others should notice within the training's timeout. So
+        # ranks first meet in the training's group, then wait for disks in a separate one.
         self._meets_in = group
         raise_on_all(lambda: _require_number(keep), group, kind=ValueError)
         agree(group, folder=os.fspath(folder), keep=keep)
-        # Saves in the background exchange messages while the training does: not in one group.
+        # Background saves and the training send messages at the same time: use separate groups.
         self.group = new_group() if group is None else group
         self._thread, self._error, self._damaged = None, None, set()
 
     def steps(self) -> list[int]:
         """Return the steps of the committed checkpoints, ascending, as rank 0 sees them.
 
-        Ranks may see different ones on a network file system, and must not go different ways.
+        Ranks may see different steps on a network file system, but must all choose the same one.
 
         Raises:
             CheckpointError: a rank cannot read the folder; on every rank.
@@ -85,7 +85,7 @@ class Checkpoints:
         return from_all_ranks(listed, self._meets_in)[0]
 
     def claim(self) -> None:
-        """Take the folder for this run, so that no other saves into it; the first save does it.
+        """Lock the folder against saves of other runs; without this call, the first save does it.
 
         Raises:
             CheckpointError: another run saves into it, or it cannot be written; on every rank.
@@ -108,8 +108,8 @@ class Checkpoints:
             **state: plain values and tensors, the same on every rank.
 
         Raises:
-            CheckpointError: on every rank, or, if one is lost, on those that are left; the earlier
-                checkpoints are as they were.
+            CheckpointError: the save failed; on every rank, or, if one is lost, on the others. The
+                earlier checkpoints are unchanged.
         """
         write = self._prepare(step, model, optimizer, state, copy=False)
         self._run(write)
@@ -117,14 +117,14 @@ class Checkpoints:
     def save_async(
         self, step: int, model: Model, optimizer: torch.optim.Optimizer | None = None, **state: Any
     ) -> None:
-        """Save a checkpoint in the background; return once the state is copied, to CPU memory.
+        """Save a checkpoint in the background; return once the state is copied to CPU memory.
 
-        It is committed some time later, unless the process is killed before; `wait` waits for it,
-        and so does the next save. Arguments are those of `save`.
+        The checkpoint is committed later, unless the process is killed first; `wait` waits for it,
+        and so does the next save or load. Arguments are those of `save`.
 
         Raises:
-            CheckpointError: on every rank, for what is wrong with this save, or was with the one
-                before. What goes wrong in the background is raised by the next save, or by `wait`.
+            CheckpointError: on every rank, if this save cannot start or the last one failed. The
+                next save or load, `wait` or `close` raises an error from the background.
         """
         write = self._prepare(step, model, optimizer, state, copy=True)
 
@@ -145,7 +145,7 @@ class Checkpoints:
         """Wait until the save in the background is committed.
 
         Raises:
-            CheckpointError: it has failed; on every rank.
+            CheckpointError: the save failed; on every rank.
         """
         if self._thread is not None:
             self._thread.join()
@@ -162,24 +162,24 @@ class Checkpoints:
         *,
         strict: bool = True,
     ) -> Saved:
-        """Load a checkpoint that any mesh has saved into the same model on this one.
+        """Load a checkpoint, saved on any mesh, into the same model on this mesh.
 
-        Random number generators get the states that they had, if every rank has the elements that
-        it had then. Otherwise they are seeded anew, from what they were seeded with and the step.
+        Random number generators get their saved states if every rank has the same elements as when
+        they were saved. Otherwise they are seeded from torch's current state and the step.
 
         Args:
             model: as for `save`.
             optimizer: its optimizer; None loads the model alone.
-            step: of the checkpoint; None for the newest that is as it was written.
-            strict: False loads what model and checkpoint both have by name, and no optimizer, as
-                `torch.nn.Module.load_state_dict` does: to go on with a new head, for example.
+            step: the step of the checkpoint; None for the newest that is not damaged.
+            strict: False loads only names that both model and checkpoint have, as
+                `torch.nn.Module.load_state_dict` does, and no optimizer: for a new head, say.
 
         Raises:
-            CheckpointError: on every rank, before anything is changed on any: there is no such
-                checkpoint, or it is damaged, of another model or optimizer, or of a newer format;
-                or a rank cannot read one, which may be whole, so none before it is loaded. Also
-                on every rank: one of them had no room for what was read; then the model is loaded
-                in part, and not to be used.
+            CheckpointError: on every rank, before anything is changed: there is no such checkpoint;
+                it is damaged, of a different model or optimizer, or of another format; or a rank
+                cannot read one, which may be intact, so no earlier one is loaded. Also on every
+                rank, after changes: a rank had no memory for what was read; the model is then only
+                partly loaded, and must not be used.
         """
         self._meet(step=step, strict=strict)
         newest = find(self._storage, self.group, step)
@@ -215,7 +215,7 @@ class Checkpoints:
             error.add_note(f"the save in the background has failed as well: {failed}")
 
     def _meet(self, **things):
-        """Wait for the save in the background and for the other ranks; all have the same things."""
+        """Wait for the background save and all ranks; raise CheckpointError if `things` differ."""
         self.wait()
         try:
             agree(self._meets_in, **things)  # see Note [Where ranks meet]
@@ -223,7 +223,7 @@ class Checkpoints:
             raise CheckpointError(str(error)) from None
 
     def _prepare(self, step, model, optimizer, values, copy):
-        """Return what this rank writes, when the folder is this run's and ready for it."""
+        """Return what this rank writes, once this run holds the folder and the folder is ready."""
         self._meet(step=step)
         write = prepare(step, model, optimizer, values, self._storage, self.group, copy)
         self._on_first(lambda: self._storage.begin(step, self._damaged))

@@ -1,4 +1,4 @@
-"""The whole model on one rank, put together from the parts that the ranks of a mesh have."""
+"""The whole model on one rank, assembled from the parts on the ranks of a mesh."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ def consolidated_state_dict(
     """Return the state_dict of the whole model, in CPU memory, on the first rank of a group.
 
     Its names are those of one list of layers, unsplit, so `nn.ModuleList(layers).load_state_dict`
-    takes it; with `strict=False` if parameters are tied, for such a one is in it once, under its
-    first name, or the pipeline's loss has weights, whose names begin with "loss_fn.". Extra state
-    of modules is not in it. Each element is sent once, box after box, so
-    other ranks need no more memory than they have, but for a copy of one box, and copies of
-    parameters that are not contiguous.
+    takes it. Pass `strict=False` if parameters are tied (each is there once, under its first name)
+    or if the pipeline's loss has weights (their names begin with "loss_fn."). Extra state of
+    modules is left out. Each element is sent once, box after box, so the other ranks need extra
+    memory only for a copy of one box, and for copies of parameters that are not contiguous.
 
     Args:
         model: as `Checkpoints.save` takes it, between two steps.
@@ -37,8 +36,8 @@ def consolidated_state_dict(
         {name: tensor} on the first rank of the group, None on the others.
 
     Raises:
-        CheckpointError: on every rank: the ranks' parts are not the whole of a model, or a Zero
-            trains them that was not given, or the first rank has no room for it.
+        CheckpointError: on every rank: the ranks' parts do not make a whole model, a Zero that was
+            not passed trains the model, or the first rank lacks memory for it.
         LostRankError: a rank was lost.
     """
     group = dist.group.WORLD if group is None else group

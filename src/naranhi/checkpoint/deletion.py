@@ -1,4 +1,4 @@
-"""Delete what is in the folder of a run: checkpoints, and what killed saves have left."""
+"""Delete checkpoints, and the leftovers of killed saves, from the folder of a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def remove(path: Path) -> None:
-    """Delete a committed checkpoint: it loses its name first, and is never there in part."""
+    """Delete a committed checkpoint; rename it first, so that no partial one has its name."""
     if path.is_symlink():  # to a checkpoint of another run, which stays
         path.unlink()
         return
@@ -22,7 +22,7 @@ def remove(path: Path) -> None:
 
 
 def delete(path: Path) -> None:
-    """Delete a folder with all that is in it; of a symbolic link, the link."""
+    """Delete a folder with its contents, or a file or symbolic link."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -1,4 +1,4 @@
-"""Files of a checkpoint: waited for, listed, written to the disk, and their digests."""
+"""Wait for, list, write and digest the files of a checkpoint."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
-# Seconds. On a network file system, what one node has made or renamed appears on others later.
+# Seconds. On a network file system, files that one node makes or renames appear later on others.
 APPEARS = 5.0
 
 
@@ -17,7 +17,7 @@ def wait_for(path: Path) -> None:
 
     Raises:
         FileNotFoundError: it is not there.
-        OSError: it cannot be looked at.
+        OSError: it cannot be accessed.
     """
     end = time.monotonic() + APPEARS
     while True:
@@ -34,7 +34,7 @@ def is_there(path: Path) -> bool:
     """Return whether a file or folder is there.
 
     Raises:
-        OSError: nobody knows, because it cannot be looked at.
+        OSError: that is unknown, because the path cannot be accessed.
     """
     try:
         path.stat()
@@ -44,7 +44,7 @@ def is_there(path: Path) -> bool:
 
 
 def open_no_link(path: Path) -> TextIO:
-    """Open a file to append to it and read it; make it if it is not there.
+    """Open a text file for appending and reading; create it if it does not exist.
 
     Raises:
         OSError: it is a symbolic link, which may lead to anything.
@@ -57,7 +57,7 @@ def open_no_link(path: Path) -> TextIO:
 
 
 def entries(folder: Path) -> list[Path]:
-    """Return what is in a folder, which may not be there yet."""
+    """Return the paths in a folder; none if it does not exist yet."""
     try:
         return [*folder.iterdir()]
     except FileNotFoundError:

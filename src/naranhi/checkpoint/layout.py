@@ -1,6 +1,6 @@
-"""What all ranks together save: tensors, who has which boxes of them, and the optimizer's rest.
+"""What all ranks together save: tensors, which rank has which boxes, other optimizer state.
 
-Every rank tells the others what it has. Each then finds the same faults, or the same plan.
+All ranks exchange what they have. Each then finds the same faults, or the same plan.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from naranhi.checkpoint.storage import CheckpointError, OtherModelError
 
 
 class RankState(NamedTuple):
-    """What one rank has, as it tells the others.
+    """A summary of one rank's state, which it sends to the others.
 
     Args:
-        tensors: {name: (shape, dtype, boxes)} of all tensors: those that begin with "parameters."
-            and "buffers." are the model's, those with "optimizer." what is kept for each element.
+        tensors: {name: (shape, dtype, boxes)} of all tensors: names that begin with "parameters."
+            or "buffers." are the model's; "optimizer." marks what is kept for each element.
         scalars: {parameter: {key: value}}: what the optimizer keeps for a parameter as a whole.
         group_of: {parameter: the number of its parameter group}.
         optimizers: (kind, options of each parameter group) of each optimizer.
@@ -36,17 +36,17 @@ class RankState(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """Return a digest of which elements of the model these are, whatever their values."""
+        """Return a digest of which elements of the model this rank has, whatever their values."""
         elements = {
             name: boxes
             for name, (_, _, boxes) in self.tensors.items()
-            if not name.startswith("optimizer.")  # a new one has no state yet
+            if not name.startswith("optimizer.")  # a new optimizer has no state yet
         }
         return hashlib.sha256(repr(sorted(elements.items())).encode()).hexdigest()
 
 
 class Layout(NamedTuple):
-    """What all ranks have, the same on each of them.
+    """What all ranks together have; every rank computes the same layout.
 
     Args:
         tensors: {name: (shape, dtype)}.
@@ -68,7 +68,7 @@ class Layout(NamedTuple):
     extra: dict[str, Any] = {}  # noqa: RUF012  (checkpoints without it have none)
 
     def not_sharded(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of it, beside the tensors."""
+        """Return the fields that a checkpoint stores besides the tensors."""
         fields = "scalars", "group_of", "kind", "options", "digests", "extra"
         return {name: getattr(self, name) for name in fields}
 
@@ -133,20 +133,20 @@ def merge(states: Sequence[RankState]) -> Layout:
 
 
 def compare(saved: Layout, own: Layout, with_optimizer: bool, strict: bool = True) -> None:
-    """Raise OtherModelError, naming the first difference, unless they are of the same model.
+    """Raise OtherModelError, naming the first difference, unless both are of the same model.
 
     Args:
         saved: the layout of the checkpoint.
-        own: that of the model which it is loaded into, and of its optimizer.
+        own: the layout of the model to load into, and of its optimizer.
         with_optimizer: whether to compare the optimizers, too.
-        strict: whether both have to have the same tensors and extra states; otherwise those that
-            both have, of which there is one at least, have to be of the same kind.
+        strict: whether both must have the same tensors and extra states; otherwise at least one
+            tensor in common, and equal shapes and dtypes of the common ones.
     """
     if not strict and not any(name in own.tensors for name in saved.tensors):
         raise OtherModelError("the checkpoint and the model have no parameter of the same name")
     for name in dict.fromkeys((*saved.tensors, *own.tensors)):
         kind, _, own_name = name.partition(".")
-        if kind == "optimizer":  # its state may begin with the first step
+        if kind == "optimizer":  # an optimizer may have no state before its first step
             continue
         what = f"{kind.removesuffix('s')} {own_name}"
         if name not in saved.tensors or name not in own.tensors:
@@ -206,7 +206,7 @@ def as_json(tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[
 def from_json(
     tensors: Mapping[str, list[Any]],
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Return what `as_json` has made its result of."""
+    """Return the argument of `as_json` from its result."""
     return {name: (tuple(shape), getattr(torch, dtype)) for name, (shape, dtype) in tensors.items()}
 
 

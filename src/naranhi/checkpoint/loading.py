@@ -20,7 +20,7 @@ class Loading:
 
     Args:
         state: this rank's state.
-        tensors: {name: (shape, dtype)} of the checkpoint. What is not among them stays as it is.
+        tensors: {name: (shape, dtype)} of the checkpoint. Anything else stays unchanged.
         scalars: what the checkpoint's optimizer kept for each parameter as a whole.
 
     Attributes:
@@ -73,7 +73,7 @@ class Loading:
         """Put what was read into the model and the optimizer.
 
         Args:
-            options: of each parameter group.
+            options: the options of each parameter group.
             extra: the extra state of each module that has one.
         """
         zero = zero_of(self.state.model)
@@ -108,7 +108,7 @@ class Loading:
                 placed = optimizer.state[tensor]
                 for key, value in kept.items():
                     if torch.is_tensor(value) and placed[key].dtype != value.dtype:
-                        # Torch has cast it to the parameter's, as if it were of another precision.
+                        # Torch has cast it to the parameter's dtype: restore the saved dtype.
                         placed[key] = value.to(placed[key].device)
         for part, memory in self._values:
             part.values.copy_(memory.view(part.values.shape))
@@ -120,7 +120,7 @@ class Loading:
 
 
 def _common(of, scalars):
-    """Return what the optimizer keeps for a tensor as a whole: what all its parameters have."""
+    """Return what the optimizer keeps once for a tensor, on which its parameters must agree."""
     names = [part.name for part, _ in of.parts]
     common = scalars.get(names[0], {}) if names else {}
     for name in names:
@@ -151,7 +151,7 @@ def _in_layout_of(param, kept):
 
 
 def _placed(options, group):
-    """Return options, with each tensor on the device of the one that is in a group now."""
+    """Return options, with each tensor on the device of the one that it replaces in a group."""
     return {
         key: value.to(group[key].device)
         if torch.is_tensor(value) and torch.is_tensor(group.get(key))

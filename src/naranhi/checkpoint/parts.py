@@ -1,8 +1,8 @@
 """What a rank holds of a model and of its optimizer: parts of named tensors of the whole model.
 
-A parameter is named as in the whole model, unsplit and as one list of layers, whatever the mesh:
-"3.attn.c_attn.weight" is on every mesh that. A tied parameter has the name of its first use, and
-one of a pipeline's loss begins with "loss_fn.".
+A parameter is named as in the whole model, unsplit and as one list of layers:
+"3.attn.c_attn.weight" is the same parameter on every mesh. A tied parameter has the name of its
+first use, and the name of a parameter of a pipeline's loss begins with "loss_fn.".
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ class Part:
         return tuple(shape)
 
     def boxes(self, memory: torch.Tensor) -> Boxes:
-        """Return the boxes of the whole tensor that are in `memory`, in as many elements as here.
+        """Return the boxes of the whole tensor that are in `memory`, as views of it.
 
         Args:
-            memory: 1-D: the elements, or what an optimizer keeps for each of them.
+            memory: 1-D, as long as `values`: the elements, or what an optimizer keeps for each.
         """
         views = views_of_run(memory, self.local_shape, self.start, self.split, self.rank)
         return Boxes(self.shape, memory.dtype, views)
@@ -86,11 +86,11 @@ class OptimizerPart:
 
 
 def require_own_parameters(model: Model) -> None:
-    """Raise CheckpointError if the model's parameters are not themselves what is to be saved.
+    """Raise CheckpointError if the model's parameters are not themselves the tensors to save.
 
-    ZeRO frees them between two steps, or has them as copies of what it trains; those of a DTensor
-    are shards of which only torch knows the place; what is expanded cannot be loaded; and what a
-    module adds to its `state_dict` by itself is not in its parameters, buffers and extra state.
+    ZeRO frees them between two steps, or keeps them as copies of the masters that it trains. A
+    DTensor is a shard whose place only torch knows. Nothing can be loaded into an expanded tensor.
+    State that a module adds to its `state_dict` itself is in no parameter, buffer or extra state.
     """
     zeros = {
         hook.owner.zero
@@ -128,7 +128,7 @@ def zero_of(model: Model) -> Zero | None:
 
 
 def parameters_of(model: Model) -> list[Part]:
-    """Return this rank's parts of parameters, those without elements here included."""
+    """Return this rank's parts of parameters, including those without elements."""
     if zero := zero_of(model):
         names, splits = _names_of(zero, model), splits_of(zero.model)
         flats = [flat for unit in zero.units for flat in unit.flats]
@@ -142,7 +142,7 @@ def parameters_of(model: Model) -> list[Part]:
 
 
 def buffers_of(model: Model) -> list[Part]:
-    """Return this rank's buffers, without those that are not part of the model's state."""
+    """Return this rank's persistent buffers, which are part of the model's state."""
     lasting = {  # in one module that has it, at least
         id(buffer)
         for module in _modules(model).modules()
@@ -168,7 +168,7 @@ def modules_with_extra_state(model: Model) -> dict[str, nn.Module]:
 def optimizer_parts(
     model: Model, optimizer: torch.optim.Optimizer | None, parameters: Sequence[Part]
 ) -> list[OptimizerPart]:
-    """Return what the optimizer works on, in its order.
+    """Return the tensors that the optimizer works on, in its order, and their parts.
 
     Args:
         model: the model.
@@ -217,9 +217,9 @@ def optimizers_of(
 
 
 def _names_of(zero, model):
-    """Return {parameter: its name in the whole model}, of all that a Zero has in flat parameters.
+    """Return {parameter: its name in the whole model} for all parameters that a Zero flattens.
 
-    A pipeline's are not named as in its `sharded`, whose names have the numbers of stages in them.
+    A pipeline's names are not those in its `sharded`, which contain the numbers of stages.
     """
     flats = [flat for unit in zero.units for flat in unit.flats]
     own = {p: name for flat in flats for p, name in zip(flat.parameters, flat.names, strict=True)}
@@ -256,7 +256,7 @@ def _modules(model) -> nn.Module:
 
 
 def _named(model, method: str) -> Iterable[tuple[str, Any]]:
-    """Yield (name in the whole model, what it names) as a method such as `named_buffers` does."""
+    """Yield (name in the whole model, object), as a method such as `named_buffers` does."""
     if not isinstance(model, Pipeline):
         yield from _names_in(_modules(model), method, "")
         return
@@ -268,7 +268,7 @@ def _named(model, method: str) -> Iterable[tuple[str, Any]]:
 
 
 def _names_in(module, method, prefix) -> Iterator[tuple[str, Any]]:
-    # A buffer that layers share has a name for each: stages that do not share it save it as well.
+    # Save a shared buffer under its name in each layer, as stages with separate copies do.
     options = {"remove_duplicate": False} if method == "named_buffers" else {}
     for name, named in getattr(module, method)(**options):
         # (of modules, the first is the module itself, without a name)

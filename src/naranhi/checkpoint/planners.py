@@ -1,9 +1,9 @@
 """How `torch.distributed.checkpoint` (DCP) reads and writes our boxes: two planners.
 
-DCP's own planners take tensors and `DTensor`. They look up what they write as a tensor with one
-shard on a rank; a rank of ours may have several boxes of one tensor. DCP tells boxes apart by their
-offsets alone: of two with the same offset it writes one, whatever their sizes. Therefore `layout`
-has checked, before DCP starts, that the boxes cover each tensor exactly once.
+DCP's own planners take tensors and `DTensor`s, with one shard of a tensor on a rank; a rank of ours
+may have several boxes of one tensor. DCP tells boxes apart by their offsets alone: of two with the
+same offset it writes only one, whatever their sizes. Therefore `layout` checks, before DCP starts,
+that the boxes cover each tensor exactly once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from naranhi.checkpoint.boxes import Box, Boxes
 
 
 class SaveBoxes(DefaultSavePlanner):
-    """Write each box of a {name: Boxes}. The boxes of all ranks cover each tensor exactly once."""
+    """A planner that writes a {name: Boxes}. The ranks' boxes cover each tensor exactly once."""
 
     plan: SavePlan
 
@@ -55,7 +55,7 @@ class SaveBoxes(DefaultSavePlanner):
 
 
 class LoadBoxes(DefaultLoadPlanner):
-    """Read into the boxes of a {name: Boxes} whatever overlaps them of the boxes on disk."""
+    """A planner that fills the boxes of a {name: Boxes} from the overlapping boxes on disk."""
 
     state_dict: dict[str, Boxes]
     metadata: Metadata | None
@@ -67,11 +67,11 @@ class LoadBoxes(DefaultLoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Keep what to read, and what is on disk."""
+        """Store the boxes to read and the metadata of the boxes on disk."""
         self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
 
     def create_local_plan(self) -> LoadPlan:
-        """Return the overlaps of the boxes on disk and this rank's."""
+        """Return the overlaps of this rank's boxes with the boxes on disk."""
         return LoadPlan(
             [
                 item

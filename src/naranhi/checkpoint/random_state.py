@@ -30,7 +30,7 @@ def get() -> dict[str, Any]:
         "python": random.getstate(),
         "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), *rest),
     }
-    if torch.cuda.is_initialized():  # which reading the state would do, also for ranks on CPUs
+    if torch.cuda.is_initialized():  # reading the state would initialize it, also for ranks on CPUs
         states["cuda"] = torch.cuda.get_rng_state()
     return states
 
@@ -48,8 +48,8 @@ def put(states: dict[str, Any]) -> None:
 def renew(step: int) -> None:
     """Seed each generator from its own state and a step.
 
-    Ranks whose states were equal, such as those of a tensor group, have equal ones again; and the
-    others have different ones again, which are not those that the training began with.
+    Ranks whose states were equal, such as those of a tensor group, get equal states again. Ranks
+    whose states differed get different states. None repeats a state of the first steps.
 
     Args:
         step: the step that the training goes on from.

@@ -1,4 +1,4 @@
-"""How the ranks of a checkpoint wait for each other, and what they say when one of them is lost."""
+"""How the ranks of a checkpoint wait for each other, and the error when one of them is lost."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ PATIENCE = timedelta(hours=12)
 class LostRankError(CheckpointError, RuntimeError):
     """The ranks can no longer exchange messages: one has ended, or the group's timeout is over.
 
-    It is a RuntimeError because torch raises one, which programs recognize. Each rank raises it by
-    itself: the ranks cannot tell each other.
+    It is a RuntimeError because programs recognize that type, which torch raises. Each rank raises
+    it independently: the ranks can no longer exchange messages.
     """
 
 
 def new_group() -> dist.ProcessGroup:
-    """Return a new group of all ranks, in which they wait for each other's disks.
+    """Return a new group in which ranks wait for each other's disks. Every rank must call this.
 
-    A World does not check what it is used for: its checks wait no longer than a cell's collectives.
+    A World does not check calls in it: its checks wait only as long as a cell's collectives do.
     """
     return dist.new_group(backend="gloo", timeout=PATIENCE, group_desc="unchecked")
 
@@ -63,10 +63,10 @@ def gather(value: object, group: dist.ProcessGroup) -> list[Any]:
 
 
 def on_all(function: Callable[[], Result], group: dist.ProcessGroup) -> Result:
-    """Return what `function()` returns, if it returns on every rank of a group.
+    """Return the result of `function()`, if it succeeds on every rank of a group.
 
     Raises:
-        CheckpointError: it has raised an error on some rank, which the message names.
+        CheckpointError: it raised an error on some rank; the message names the rank.
         LostRankError: a rank was lost.
     """
     with none_lost():

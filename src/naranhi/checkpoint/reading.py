@@ -1,4 +1,4 @@
-"""A checkpoint from disk: the newest that is as it was written, read before anything is changed."""
+"""A checkpoint from disk: the newest that is not damaged, read before anything is changed."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ def find(place: Storage, group: dist.ProcessGroup, step: int | None) -> Found:
 def _checked(place, group, step):
     """Return a manifest whose files are as they were written; each rank reads some of them.
 
-    Damage is what the files themselves show, and an earlier checkpoint may be loaded instead. When
-    a rank cannot read a file, the checkpoint may be whole: that is an error, which somebody has to
-    look at, or the run would go on from an earlier step and replace a good checkpoint.
+    Damage shows in the files themselves, and an earlier checkpoint may be loaded instead. If a rank
+    cannot read a file, the checkpoint may be intact: raise an error for a person to resolve, as the
+    run would otherwise go on from an earlier step and replace a good checkpoint.
     """
     share = slice(dist.get_rank(group), None, dist.get_world_size(group))
 
@@ -126,7 +126,7 @@ def read(
 
     Raises:
         CheckpointError: on every rank, before anything is changed: it is of another model or
-            optimizer; or, when parts are changed already, a rank could not take what was read.
+            optimizer; or, after parts have been changed, a rank could not apply what was read.
     """
 
     def begin():
@@ -154,7 +154,7 @@ def read(
     except CheckpointException as error:  # on every rank
         raise CheckpointError(causes(error)) from error
     on_all(lambda: loading.apply(saved.options, saved.extra), group)
-    if saved.digests == layout.digests:  # every rank has the elements that it had then
+    if saved.digests == layout.digests:  # every rank has the same elements as when saving
         random_state.put(content["random"][dist.get_rank(group)])
     else:
         random_state.renew(found.step)

@@ -1,4 +1,4 @@
-"""What is not sharded: the file that rank 0 writes beside the shards, without code in it."""
+"""The state that is not sharded: a file without code, which rank 0 writes beside the shards."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from naranhi.checkpoint.storage import CheckpointError
 from naranhi.distributed import fingerprint
 
 NAME = "rest.pt"
-SIMPLE = {bool, int, float, str, bytes, type(None)}  # a long list of them is taken as it is
+SIMPLE = {bool, int, float, str, bytes, type(None)}  # a list of these needs no recursion
 
 
 def serialized(content: object) -> bytes:
     """Return bytes that `torch.load` reads without running code.
 
     Raises:
-        CheckpointError: there is more in it than tensors and plain values.
+        CheckpointError: `content` has more in it than tensors and plain values.
     """
     file = io.BytesIO()
     torch.save(content, file)
@@ -37,8 +37,8 @@ def serialized(content: object) -> bytes:
 def digests(values: Mapping[str, Any]) -> dict[str, str]:
     """Return a digest of each value, by which ranks compare values that may be large.
 
-    Equal values have equal digests. Their pickles may differ: by the order of a set, by which equal
-    strings are one object, by a tensor's device and by the storage that it is a view of.
+    Equal values have equal digests. Their pickles may differ: by the order of a set, by whether
+    equal strings are one object, by a tensor's device and by the storage that it is a view of.
 
     Raises:
         CheckpointError: as in `serialized`.

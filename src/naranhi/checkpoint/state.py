@@ -27,8 +27,8 @@ from naranhi.checkpoint.parts import (
 )
 from naranhi.checkpoint.storage import CheckpointError
 
-# What torch's optimizers keep for a parameter as a whole, although it may have a parameter's shape:
-# that of a scalar parameter.
+# What torch's optimizers keep once per parameter, not per element. If the parameter is a scalar,
+# the two kinds have the same shape, so only the name tells.
 COUNTERS = {"step", "eta", "mu", "mu_product"}
 OWN = {"params", "param_names"}  # of a parameter group: each rank's own
 
@@ -39,8 +39,8 @@ class State:
     Args:
         model: see `Checkpoints.save`.
         optimizer: its optimizer, or None.
-        with_optimizers: whether the state of optimizers is part of it, also of those that stages of
-            a pipeline have.
+        with_optimizers: whether to include the state of optimizers, also of those that the stages
+            of a pipeline have.
 
     Attributes:
         tensors: {name: Boxes}: views of the model's and the optimizer's own memory.
@@ -79,7 +79,7 @@ class State:
             for part in parts
         }
         self.scalars: dict[str, dict[str, Any]] = {}
-        self._counts = {}  # of equal tensors one, because all ranks send each other all of them
+        self._counts = {}  # one tensor per value, because all ranks send each other all of them
         for of in self.optimized:
             for key, value in of.optimizer.state.get(of.tensor, {}).items():
                 self._add(of, key, value)
@@ -106,12 +106,12 @@ class State:
         if torch.is_tensor(value):
             value = self._counts.setdefault((value.dtype, repr(value.item())), _on_cpu(value))
         for part, _ in of.parts:
-            # Of a shard, the ranks that have elements of it say this; of an empty parameter, all.
+            # Only ranks with elements of a parameter report this; all do if the parameter is empty.
             if part.values.numel() or not prod(part.shape):
                 self.scalars.setdefault(part.name, {})[key] = value
 
     def summary(self) -> RankState:
-        """Return what this rank tells the others."""
+        """Return the summary that this rank sends to the others."""
         return RankState(
             {
                 name: (boxes.shape, boxes.dtype, tuple(boxes.views))
@@ -127,7 +127,7 @@ class State:
         )
 
     def written_by(self, rank: int, layout: Layout) -> dict[str, Boxes]:
-        """Return the boxes that a rank, this one, writes."""
+        """Return the boxes that this rank, number `rank`, writes."""
         own = defaultdict(dict)
         for name, boxes in self.tensors.items():
             for box, view in boxes.views.items():
@@ -159,7 +159,7 @@ def _on_cpu(tensor):
 
 
 def _options(group):
-    """Return a group's options; tensors, such as a rate, on the CPU: ranks have other devices."""
+    """Return a group's options, with tensors such as a rate on the CPU: ranks' devices differ."""
     return {
         key: value.detach().cpu() if torch.is_tensor(value) else value
         for key, value in group.items()

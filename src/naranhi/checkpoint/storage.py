@@ -2,18 +2,18 @@
 
     runs/gpt2/step-00000200/                        committed: it has all its files
     runs/gpt2/step-00000300.part/                   being written, or left by a run that was killed
-    runs/gpt2/step-00000100.deleting/               being deleted, or left so
+    runs/gpt2/step-00000100.deleting/               being deleted, or left by a killed run
 
 A save writes its files into a folder whose name ends with .part, each followed by an fsync: first
-the ranks' shards, then `manifest.json` with the sizes and the digests of all other files. Then the
-folder gets its own name, by one rename, which is atomic; an fsync of the parent makes it last. So
-whoever finds a folder under its own name finds all of it, wherever the run was killed.
+the ranks' shards, then `manifest.json` with the sizes and the digests of all other files. Then
+one rename, which is atomic, gives the folder its final name; an fsync of the parent makes the name
+durable. So a folder under its final name is complete, whenever the run was killed.
 
 A run that saves holds a lock (flock) on the file `.lock`. The system drops the lock when the
 process ends, however it ends, and on a network file system (NFS from Linux 2.6.12 on, Lustre
 mounted with flock) the server does so when the machine is gone. If the existence of a file were the
-lock, somebody would have to delete the file after each kill. A process that is forked, such as a
-DataLoader's worker, would inherit the lock and could outlive the run: it closes the file.
+lock, a person would have to delete the file after each kill. A forked process, such as a
+DataLoader's worker, inherits the lock and could outlive the run, so it closes the file.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class OtherModelError(CheckpointError):
 
 
 class DamagedError(CheckpointError):
-    """A committed checkpoint that is not as it was written: an earlier one may be."""
+    """A committed checkpoint that is damaged; an earlier one may be intact."""
 
 
 class Storage:
@@ -84,10 +84,10 @@ class Storage:
         return sorted(step for path, step in steps if path == self.path(step) and path.is_dir())
 
     def claim(self) -> None:
-        """Take the folder for the saves of this process, until `release`.
+        """Lock the folder for the saves of this process, until `release`.
 
         Raises:
-            CheckpointError: another process saves into it, or it cannot be written.
+            CheckpointError: another process saves into it, or `.lock` is another program's.
         """
         if self._lock is not None:
             return
@@ -137,15 +137,15 @@ class Storage:
     def begin(self, step: int, damaged: Container[int] = ()) -> None:
         """Make the folder to write a checkpoint into; delete what killed saves have left.
 
-        What they have left of other steps is in nobody's way: if it cannot be deleted, this warns.
+        Leftovers of other steps do no harm: this warns if they cannot be deleted.
 
         Args:
             step: its step.
             damaged: committed steps that may be replaced.
 
         Raises:
-            CheckpointError: another process saves into the folder, or there is a checkpoint of this
-                step, or of a later one: the next `load` would take that for the newest.
+            CheckpointError: `step` is invalid, another process saves into the folder, or it has a
+                checkpoint of this step or a later one, which `load` would take for the newest.
         """
         if not isinstance(step, int) or isinstance(step, bool) or step < 0:
             raise CheckpointError(f"step must be a whole number of at least 0, not {step!r}")
@@ -254,7 +254,7 @@ class Storage:
 
 @contextlib.contextmanager
 def _reading(path) -> Iterator[None]:
-    """Wait until a file is there. One that cannot be read may be whole: that is not damage."""
+    """Wait for a file. If it cannot be read, raise CheckpointError: the file may be intact."""
     try:
         wait_for(path)
         yield
@@ -265,7 +265,7 @@ def _reading(path) -> Iterator[None]:
 
 
 def _closing(file):
-    """Return a function that closes a file unless it is gone, and does not keep it open."""
+    """Return a function that closes a file object, and does not keep the object alive."""
     reference = weakref.ref(file)
 
     def close():

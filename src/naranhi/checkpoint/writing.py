@@ -30,7 +30,7 @@ class Write:
 
     Args:
         step: the step of the checkpoint.
-        tensors: {name: Boxes} that this rank writes; the ranks' boxes are each element once.
+        tensors: {name: Boxes} that this rank writes; all ranks' boxes have each element once.
         rest: the content of `rest.NAME`, which rank 0 writes.
         manifest: what the manifest says beside the files.
         place: where to write.
@@ -49,7 +49,7 @@ class Write:
 
         Args:
             keep: how many of the newest checkpoints remain; None for all.
-            damaged: committed steps that do not count as checkpoints; this one is now whole.
+            damaged: committed steps that do not count as checkpoints, except this step, now whole.
 
         Raises:
             CheckpointError: on every rank; nothing is committed, and no other checkpoint deleted.
@@ -107,7 +107,7 @@ def prepare(
     group: dist.ProcessGroup,
     copy: bool,
 ) -> Write:
-    """Return what this rank writes, when all ranks have agreed that together it is the whole.
+    """Return what this rank writes, once all ranks have checked that together they have it all.
 
     Args:
         step: how many steps the training has done.
@@ -149,7 +149,7 @@ def prepare(
 
 
 def causes(error: CheckpointException) -> str:
-    """Return the messages of the errors that DCP has gathered from the ranks, a line each."""
+    """Return the messages of the errors that DCP has gathered from the ranks, one per line."""
     return "\n".join(f"on rank {rank}: {cause}" for rank, (cause, _) in error.failures.items())
 
 

@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 # Starting a message takes as long as sending this many bytes: alpha / beta, as chapter 03 measures
-# it for gloo on one machine. (The figures of a network, 10 µs and 50 GB/s, give the same.)
+# it for gloo on one machine. (A network with 10 µs and 50 GB/s gives the same.)
 START = 2**19
 
 _ALL_REDUCE = {
@@ -149,7 +149,7 @@ def all_gather(
     group: dist.ProcessGroup | None = None,
     algorithm: str | None = None,
 ) -> None:
-    """Copy every rank's `input` into every rank's `output`, as torch's `all_gather_into_tensor`.
+    """Copy every rank's `input` into every rank's `output`, like torch's `all_gather_into_tensor`.
 
     Args:
         output: the result, of shape (ranks, *input.shape).
@@ -179,7 +179,7 @@ def reduce_scatter(
     group: dist.ProcessGroup | None = None,
     algorithm: str | None = None,
 ) -> None:
-    """Sum every rank's `input` and keep row i on rank i, as torch's `reduce_scatter_tensor`.
+    """Sum every rank's `input` and keep row i on rank i, like torch's `reduce_scatter_tensor`.
 
     Args:
         output: row `rank` of the sum. It may be `input[rank]`; otherwise the two tensors must not
@@ -218,7 +218,7 @@ def all_reduce(
     algorithm = _choose("all_reduce", tensor, ranks, algorithm)
     flat = writable("tensor", tensor)
     require_sum(tensor)
-    blocks = ranks if algorithm == "ring" else 2  # of a chunk, of which a step sends one
+    blocks = ranks if algorithm == "ring" else 2  # of a chunk; each step sends one
     chunks.overlap(
         _ALL_REDUCE[algorithm](flat[chunk], group, rank, ranks)
         for chunk in chunks.cut(flat, blocks)

@@ -34,7 +34,7 @@ def writable(name: str, tensor: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"{name} must be contiguous, since it is written in place")
     flat = tensor.detach().view(-1)
     if flat.is_inference() and not torch.is_inference_mode_enabled():
-        # Torch writes such a tensor only in inference mode: an ordinary one with the same memory.
+        # Torch writes it only in inference mode, so make a normal tensor with the same memory.
         flat = flat.new_empty(0).set_(flat.untyped_storage(), flat.storage_offset(), flat.shape)
     return flat
 
@@ -72,7 +72,7 @@ def require_sum(tensor: torch.Tensor) -> None:
 
 @cache
 def _has_sum(dtype, device):
-    """Return whether torch adds such tensors, by adding two: once, for on a GPU that takes time."""
+    """Return whether torch can add such tensors; cached, because trying takes time on a GPU."""
     element = torch.empty(1, dtype=dtype, device=device)
     try:
         torch.add(element, element)

@@ -16,13 +16,13 @@ def buckets(
 
     Args:
         tensors: tensors of any dtypes and devices.
-        bucket_bytes: the largest size of a bucket. A larger tensor has a bucket of its own.
+        bucket_bytes: the largest size of a bucket. A larger tensor gets its own bucket.
 
     Returns:
         The buckets. All tensors of a bucket have the same dtype and device.
 
     Raises:
-        ValueError: `bucket_bytes` is not above 0.
+        ValueError: `bucket_bytes` is not positive.
     """
     if not bucket_bytes > 0:
         raise ValueError(f"bucket_bytes must be positive, not {bucket_bytes!r}")

@@ -34,21 +34,21 @@ def start(
 ) -> list[dist.Work]:
     """Start messages together, each a (tensor, rank in the group); `finish` waits for them.
 
-    Nothing is copied: until then, do not write to a sent tensor or read a received one. Empty
-    messages are skipped at both ends. NCCL needs a batch, or messages would wait for each other; on
-    gloo a batch takes torch longer to check than a message of a few kilobytes takes to be sent.
+    Nothing is copied: until `finish` returns, do not write to a sent tensor or read a received one.
+    Empty messages are skipped at both ends. NCCL needs a batch, or messages would wait for each
+    other; on gloo, torch takes longer to check a batch than to send a few kilobytes.
 
     Args:
         group: the group.
         sends: what to send, and to whom.
         receives: what to receive, and from whom.
-        tag: tells messages apart where the backend can: gloo can, NCCL cannot.
+        tag: distinguishes messages where the backend supports tags: gloo does, NCCL does not.
 
     Returns:
-        The messages in flight. On gloo the sends, then the receives; NCCL makes one of them all.
+        The messages in flight: on gloo the sends, then the receives; on NCCL one work for all.
 
     Raises:
-        ValueError: the group has no such rank (gloo would read memory that is not its own), a
+        ValueError: the group has no such rank (gloo would read out of bounds), a
             tensor is not contiguous, or no backend of the group sends from its device (gloo would
             end the process). Nothing has been started.
     """
@@ -69,10 +69,10 @@ def start(
 def refuse(
     messages: Iterable[tuple[object, torch.Tensor, int]], ranks: int, backend: str | None
 ) -> None:
-    """Raise a ValueError for the first message that cannot be sent, before one is started.
+    """Raise a ValueError for the first message that cannot be sent, before any is started.
 
-    One that is refused later leaves others behind, half sent. In a short message's time every
-    function called counts, so this is one loop.
+    An error raised later would leave other messages half sent. For a short message every function
+    call counts, so this is one loop.
     """
     for _, tensor, peer in messages:
         if not 0 <= peer < ranks:

@@ -86,7 +86,7 @@ def with_extra_ranks(
     rank: int,
     ranks: int,
 ) -> Iterator[None]:
-    """Run `steps` on the first 2^k ranks; the others send their data before and receive the sum."""
+    """Run `steps` on 2^k ranks; the rest send data before and get the sum after."""
     core = 2 ** (ranks.bit_length() - 1)
     if rank >= core:
         works = chunks.start(group, sends=[(data, rank - core)])

@@ -1,4 +1,4 @@
-"""What the three ways have in common: their arguments, checked before anything is sent."""
+"""The arguments that the three kinds of attention share, checked before any block is sent."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Cut:
         group: the process group.
         rank: this rank in the group.
         ranks: the number of ranks.
-        length: the positions on each rank.
+        length: the number of positions on each rank.
         order: "plain" or "head_tail".
-        causal: whether a query sees no key behind its own position.
+        causal: whether a query sees no key after its own position.
         documents: what `tiles.spans` returns.
-        scale: what scores are multiplied with.
+        scale: the factor by which scores are multiplied.
     """
 
     group: dist.ProcessGroup
@@ -41,13 +41,13 @@ class Cut:
     scale: float
 
     def tiles(self, owner: int | None) -> list[Tile]:
-        """Return what this rank's queries see of the keys of a rank; of all keys for None."""
+        """Return the tiles of this rank's queries and rank `owner`'s keys; for None, all keys."""
         own = runs(self.order, self.ranks, self.rank, self.length)
         keys = runs(self.order, self.ranks, owner, self.length) if owner is not None else self.whole
         return tiles(own, keys, self.causal, self.documents)
 
     def tiles_of_heads(self) -> list[Tile]:
-        """Return what the queries of the whole sequence see of its keys."""
+        """Return the tiles of the whole sequence's queries and keys."""
         return tiles(self.whole, self.whole, self.causal, self.documents)
 
     @property
@@ -72,11 +72,11 @@ def prepare(
 ) -> Cut:
     """Return how the sequence is cut and masked.
 
-    With `check`, the ranks compare what they were given, and an error of one is raised on all.
+    With `check`, the ranks compare their arguments, and an error on one rank is raised on all.
 
     Raises:
         ValueError: as `ring_attention`.
-        TypeError: as `ring_attention`; with `check`, a ValueError on every rank.
+        TypeError: as `ring_attention`.
     """
     group, rank, ranks = locate(group)
 
@@ -92,7 +92,7 @@ def prepare(
         _require_positions(positions, own, order)
         masks = spans(documents, len(query), ranks * length)
         factor = query.shape[-1] ** -0.5 if scale is None else float(scale)
-        if not 0 < factor < math.inf:  # torch's kernel multiplies masked scores, -inf, with it
+        if not 0 < factor < math.inf:  # torch's kernel multiplies masked scores, -inf, by it
             raise ValueError(f"scale must be a positive number, not {scale}")
         return Cut(group, rank, ranks, length, order, causal, masks, factor)
 
@@ -111,9 +111,9 @@ def prepare(
 
 
 def is_a_shape(x: torch.Tensor) -> bool:
-    """Return whether a tensor has a shape only (`pipeline.shape_inference`, torch's meta device).
+    """Return whether a tensor has no values (`pipeline.shape_inference`, torch's meta device).
 
-    What attention returns has the shape of the query then, and nothing is sent.
+    Attention then returns a tensor with the shape of the query, and sends nothing.
     """
     return isinstance(x, torch.Tensor) and (isinstance(x, FakeTensor) or x.is_meta)
 
@@ -130,9 +130,9 @@ def _described(tensor):
 
 
 def _compared(function, things, group):
-    """Return what `function()` returns, if it does on every rank, and `things` are the same.
+    """Return `function()`; raise on every rank if it raises on one, or if `things` differ.
 
-    One message of 8 bytes to each rank says so. Only if it does not, the ranks find out why.
+    The ranks compare an 8-byte digest first. Only if digests differ do they exchange the details.
     """
     result, digest = None, -1
     try:

@@ -6,7 +6,7 @@
     (models.loss(nn.Sequential(*layers)(tokens), own) / count).backward()
     data_parallel.all_reduce_bucketed(model, group)
 
-Every rank is given the whole batch of tokens, and computes only with its own positions.
+Every rank receives the whole batch of tokens, and computes only its own positions.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from naranhi.models import (
     RotaryAttention,
 )
 
-# Compared by name: one is of transformers, the other of a package that this one may not import.
+# Compared by name: one is in transformers, one in a package that must not be imported here.
 ATTENTIONS = {
     ("transformers.models.gpt2.modeling_gpt2", "GPT2Attention"),
     ("naranhi.tensor_parallel.attention", "ParallelAttention"),
@@ -48,8 +48,8 @@ def cut_sequence(
 ) -> list[nn.Module]:
     """Make the layers of `models.gpt2` or `models.llama` work on this rank's positions, in place.
 
-    The first layer takes the whole tokens, the same on every rank, and embeds this rank's; the last
-    one returns logits of (batch, sequence / ranks, vocabulary). Parameters do not change.
+    The first layer takes all tokens, the same on every rank, and embeds this rank's; the last layer
+    returns logits, (batch, sequence / ranks, vocabulary). Parameters do not change.
 
     Args:
         layers: what `models.gpt2` returned, without dropout, or `models.llama`, equal on every
@@ -59,12 +59,12 @@ def cut_sequence(
         order: "plain" or "head_tail".
 
     Returns:
-        The list.
+        `layers`, changed in place.
 
     Raises:
         ValueError: a layer has dropout, whose masks the ranks would not draw as one process does;
-            a layer attends to more than its own sequence; the order is unknown; or a layer that is
-            replaced would lose hooks, or a forward that was replaced or compiled.
+            a layer has cross attention or `reorder_and_upcast_attn`; the order is unknown; or a
+            replaced layer has hooks, or a replaced or compiled forward, which would be lost.
         TypeError: the layers are not those of `models.gpt2` or `models.llama`, or subclasses of
             them.
     """
@@ -110,7 +110,7 @@ def _replaced_of_llama(layers):
 
 
 def _require_replaceable(layers):
-    """Raise TypeError or ValueError if embedding or attention would lose behaviour of their own."""
+    """Raise TypeError or ValueError if replacing embedding or attention would lose behaviour."""
     lost = {"0": layers[0], "0.drop": layers[0].drop}
     for number, layer in enumerate(layers):
         if attention := getattr(getattr(layer, "block", None), "attn", None):
@@ -120,7 +120,7 @@ def _require_replaceable(layers):
             lost |= {name: attention, f"{name}.resid_dropout": attention.resid_dropout}
     _require_own(lost)
     for name, module in lost.items():
-        # `parallelize` has refused both.
+        # A ParallelAttention lacks both attributes: `parallelize` raises for them.
         if getattr(module, "is_cross_attention", False) or getattr(
             module, "reorder_and_upcast_attn", False
         ):

@@ -1,15 +1,14 @@
-"""The fused attention of torch that tells the log-sum-exp too, and what stands in for it.
+"""Torch's fused attention with its log-sum-exp, and a plain substitute where torch has none.
 
-`scaled_dot_product_attention` keeps the log-sum-exp to itself; the operators behind it return it,
-and their backward takes that of all keys for that of their own. Which of them computes is torch's
-choice: FlashAttention on a CPU, and on a GPU in 16 bits, there in cuDNN's version where that is
-faster; the memory-efficient attention of xFormers on a GPU in 32 bits, or on older GPUs. For what
-is left (float64 on a GPU, heads of odd sizes), plain products hold the scores of the whole tile.
+`scaled_dot_product_attention` does not return the log-sum-exp; the operators behind it do, and
+their backward accepts the log-sum-exp over all keys. Torch chooses the operator: FlashAttention on
+a CPU; FlashAttention, or cuDNN's where that is faster, on a GPU in 16 bits; the memory-efficient
+attention of xFormers on a GPU in 32 bits, or on older GPUs. Elsewhere on a GPU (float64, head sizes
+that are not multiples of 8), plain products hold the scores of the whole tile.
 
 Shapes, everywhere: queries, outputs and gradients of both (batch, heads, queries, head size); keys
 and values (batch, heads, keys, head size); lse (batch, heads, queries), in fp32 unless tensors are
-in float64. With `causal` there are as many keys as queries, each seen by the queries from its own
-position on.
+in float64. With `causal` there are as many keys as queries, and query i sees keys 0 to i.
 
 Sources: Dao et al., "FlashAttention" (2022); Rabe and Staats, "Self-attention does not need O(n²)
 memory" (2021).
@@ -28,7 +27,7 @@ KERNELS = {
     int(SDPBackend.FLASH_ATTENTION): "flash",
     int(SDPBackend.EFFICIENT_ATTENTION): "efficient",
 }
-LSE_ROWS = 32  # the memory-efficient kernel makes the queries of its lse a multiple of these
+LSE_ROWS = 32  # the memory-efficient kernel pads the queries of its lse to a multiple of this
 
 
 def kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool) -> str:
@@ -36,7 +35,7 @@ def kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: 
     if query.device.type == "cpu":
         return "cpu"
     if query.device.type == "cuda" and query.shape[-1] % 8 == 0:  # no kernel pads heads by itself
-        # As for a training: some kernels have a forward for a head size, and no backward.
+        # Choose as in training: some kernels have a forward for a head size, but no backward.
         if not query.is_inference():
             query = query.detach().requires_grad_()
         with torch.enable_grad():
@@ -90,7 +89,7 @@ def backward(
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *given, output, lse, 0.0, causal, scale=scale
         )
-    # Of a dropout, which there is none of, and of sequences that are packed into one.
+    # Placeholders for the state of dropout and for packed sequences: neither is used here.
     none, lengths = query.new_empty(0, dtype=torch.int64), (query.shape[2], key.shape[2])
     if which == "flash":
         rest = None, None, *lengths, 0.0, causal, none, none
@@ -114,10 +113,10 @@ def backward(
 def plain_forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return output and lse in plain products, which hold the scores of the whole tile.
+    """Return output and lse by plain products, which hold the scores of the whole tile.
 
-    They are computed in fp32 at least: scores that were rounded to 16 bits would be off by more
-    than the output's rounding, and so would `lse`, by which tiles are merged.
+    Scores are computed in fp32 or wider: rounded to 16 bits, they would be off by more than the
+    output's rounding, and so would `lse`, by which tiles are merged.
     """
     scores = _scores(query, key, causal, scale)
     lse = scores.logsumexp(-1)

@@ -1,4 +1,4 @@
-"""GPT-2's layers on a sequence that is cut across ranks: `cut_sequence` puts them in."""
+"""GPT-2's layers on a sequence that is cut across ranks: `cut_sequence` inserts them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from naranhi.distributed.shared_groups import SharesGroups
 
 
 class SequenceEmbedding(SharesGroups, nn.Module):
-    """Embed this rank's positions of tokens that every rank has whole.
+    """GPT-2's embedding of this rank's positions; every rank receives all tokens.
 
     Args:
         embedding: the first of GPT-2's layers.
@@ -38,8 +38,8 @@ class SequenceEmbedding(SharesGroups, nn.Module):
         """Return the hidden state of this rank's tokens, (batch, sequence / ranks, hidden).
 
         Raises:
-            ValueError: on every rank, if the ranks do not divide the sequence, the model has fewer
-                positions, or the ranks have different tokens.
+            ValueError: on every rank: the ranks do not divide the sequence, it exceeds the model's
+                positions, a padding mask is given, or the ranks have different tokens.
         """
         if isinstance(tokens, tuple):
             raise ValueError("no padding masks: pad at the end, with targets that the loss ignores")
@@ -59,7 +59,7 @@ class SequenceAttention(SharesGroups, nn.Module):
     Args:
         attention: `transformers`' GPT2Attention, or its heads on this rank of a tensor group
             (`tensor_parallel.ParallelAttention`); its projections are used.
-        attend: one of the three ways.
+        attend: `ring_attention`, `gathered_attention` or `ulysses_attention`.
         group: the process group; None for the default one.
         order: "plain" or "head_tail".
     """
@@ -92,6 +92,6 @@ class SequenceAttention(SharesGroups, nn.Module):
             part.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
             for part in self.c_attn(x).chunk(3, -1)
         )
-        # The embedding has compared the ranks' tokens, and so all that follows from them.
+        # No check: the embedding has compared the ranks' tokens, from which all this follows.
         values = self.attend(*parts, self.group, order=self.order, scale=self.scale, check=False)
         return self.c_proj(values.transpose(1, 2).flatten(2)), None

@@ -1,4 +1,4 @@
-"""Llama's layers on a sequence that is cut across ranks: `cut_sequence` puts them in."""
+"""Llama's layers on a sequence that is cut across ranks: `cut_sequence` inserts them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from naranhi.models import LlamaEmbedding, RotaryAttention
 
 
 class SequenceTokens(SharesGroups, LlamaEmbedding):
-    """Embed this rank's part of tokens that every rank has whole.
+    """Llama's embedding of this rank's tokens; every rank receives all tokens.
 
     Args:
         embedding: the first of Llama's layers.
@@ -34,8 +34,8 @@ class SequenceTokens(SharesGroups, LlamaEmbedding):
         """Return the hidden state of this rank's tokens, (batch, sequence / ranks, hidden).
 
         Raises:
-            ValueError: on every rank, if the ranks do not divide the sequence, the model has fewer
-                positions, or the ranks have different tokens.
+            ValueError: on every rank: the ranks do not divide the sequence, it exceeds the model's
+                positions, a padding mask is given, or the ranks have different tokens.
         """
         if isinstance(tokens, tuple):
             raise ValueError("no padding masks: pad at the end, with targets that the loss ignores")
@@ -51,7 +51,7 @@ class SequenceRotaryAttention(SharesGroups, RotaryAttention):
     Args:
         attention: the attention, or its groups of heads on this rank of a tensor group; its
             projections are used.
-        attend: one of the three ways.
+        attend: `ring_attention`, `gathered_attention` or `ulysses_attention`.
         group: the process group; None for the default one.
         order: "plain" or "head_tail".
     """
@@ -86,6 +86,6 @@ class SequenceRotaryAttention(SharesGroups, RotaryAttention):
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return the values that this rank's queries attend to, on all ranks."""
-        # The embedding has compared the ranks' tokens, and so all that follows from them.
+        """Return the attention of this rank's queries to the keys of all ranks, without `mask`."""
+        # No check: the embedding has compared the ranks' tokens, from which all this follows.
         return self._attend(q, k, v, self.group, order=self.order, check=False)

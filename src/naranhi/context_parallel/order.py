@@ -1,9 +1,9 @@
 """Which positions of a sequence each rank has: one part in plain order, two in head-and-tail order.
 
-With a causal mask, later positions see more keys. In plain order rank 0 has the first positions and
-least to compute, the last rank most. In head-and-tail order the sequence is cut into 2 x ranks
-parts, and rank r has parts r and 2 x ranks - 1 - r: a head and a tail, which together see as many
-keys on each rank.
+With a causal mask, later positions see more keys. In plain order rank 0, with the first positions,
+computes least, and the last rank most. In head-and-tail order the sequence is cut into 2 x ranks
+parts, and rank r has parts r and 2 x ranks - 1 - r: a head and a tail, which together see the same
+number of keys on every rank.
 
     ranks = 2     plain        0 0 1 1
                   head_tail    0 1 1 0
@@ -29,7 +29,7 @@ class Run(NamedTuple):
 
     Attributes:
         start: the first position in the whole sequence.
-        length: how many positions.
+        length: the number of positions.
         offset: the index of the first one in the tensor.
     """
 
@@ -39,7 +39,7 @@ class Run(NamedTuple):
 
 
 def runs(order: str, ranks: int, rank: int, length: int) -> list[Run]:
-    """Return what a rank has of the sequence, in the order of its tensors.
+    """Return the runs of positions that a rank has, in the order of its tensors.
 
     Args:
         order: "plain" or "head_tail".
@@ -78,8 +78,8 @@ def positions(
         device: where the tensor is made.
 
     Raises:
-        ValueError: the ranks do not divide the sequence, in head-and-tail order into two parts
-            each; or the order is unknown.
+        ValueError: the length is not a multiple of the number of ranks, or in head-and-tail order
+            of twice that number; or the order is unknown.
     """
     parts = _own_runs(length, group, order)
     return torch.cat(
@@ -97,7 +97,7 @@ def split_sequence(
     """Return this rank's part of x along `dim`, where x is the same on every rank.
 
     Args:
-        x: a tensor of the whole sequence, in its own order: tokens, targets, activations.
+        x: a tensor of the whole sequence, in sequence order: tokens, targets, activations.
         group: the process group; None for the default one.
         order: "plain" or "head_tail".
         dim: the dimension of the sequence.
@@ -116,7 +116,7 @@ def join_sequence(
     order: str = "plain",
     dim: int = -1,
 ) -> torch.Tensor:
-    """Return the whole sequence, in its own order, of which each rank has a part; outside autograd.
+    """Return the whole sequence, gathered from the ranks' parts; no gradient flows through it.
 
     Args:
         x: this rank's part, as `split_sequence` returns it.
@@ -130,7 +130,7 @@ def join_sequence(
 
 
 def in_sequence(parts: list[torch.Tensor], order: str, dim: int) -> torch.Tensor:
-    """Concatenate the parts of all ranks, by rank, along `dim`, in the order of the sequence."""
+    """Concatenate all ranks' parts, given in rank order, along `dim`, in sequence order."""
     by_start = {
         run.start: part.narrow(dim, run.offset, run.length)
         for rank, part in enumerate(parts)
@@ -140,7 +140,7 @@ def in_sequence(parts: list[torch.Tensor], order: str, dim: int) -> torch.Tensor
 
 
 def by_rank(x: torch.Tensor, ranks: int, order: str, dim: int) -> torch.Tensor:
-    """Return the parts of all ranks, (ranks, ...), of a tensor in the order of the sequence."""
+    """Split a tensor in sequence order into the ranks' parts, (ranks, ...): undo `in_sequence`."""
     length = x.shape[dim] // ranks
     shape = list(x.shape)
     shape[dim] = length

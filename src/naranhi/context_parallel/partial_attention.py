@@ -1,17 +1,17 @@
-"""Attention to some of the keys, and how partial results are merged: by their log-sum-exp.
+"""Attention to some of the keys, and the merge of partial results by their log-sum-exp.
 
-For one query, softmax over keys A and B together follows from the two separate ones:
+For one query, attention to keys A and B together follows from attention to A and to B:
 
     lse = log(exp(lse_A) + exp(lse_B))        output = w output_A + (1 - w) output_B
                                               w = exp(lse_A - lse) = sigmoid(lse_A - lse_B)
 
-where lse is the logarithm of the sum of the exponentials of the scores. The backward needs no merge
-at all: with the lse and the output over all keys, each block of keys has its own gradients, and
-those of the queries are summed.
+where lse is the logarithm of the sum of exponentials of the scores. The backward needs no merge:
+the lse and the output over all keys determine each block's gradients separately; the gradients of
+the queries are summed over the blocks.
 
-Tensors here have the query heads that share a key-value head in a dimension of their own: queries
-and outputs are (batch, kv heads, query heads per kv head, sequence, head size), keys and values the
-same with 1 in the middle. Nothing is repeated in memory.
+Here the query heads that share a key-value head have a separate dimension: queries and outputs are
+(batch, kv heads, query heads per kv head, sequence, head size), and a block of keys and values is
+(2, batch, kv heads, 1, sequence, head size). No key or value is repeated in memory.
 
 Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018), for the merge;
 Dao et al., "FlashAttention" (2022), for the backward from output and lse.
@@ -30,7 +30,7 @@ from naranhi.context_parallel.tiles import Tile
 def fold(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return queries by key-value head, and keys and values in one contiguous tensor.
+    """Group queries by key-value head, and stack keys and values; all detached.
 
     Args:
         query: (batch, heads, sequence, head size).
@@ -49,8 +49,8 @@ class Partial:
     """The attention of queries to the keys that have been added so far.
 
     Args:
-        query: the queries, folded.
-        scale: what scores are multiplied with.
+        query: the queries, as `fold` returns them.
+        scale: the factor by which scores are multiplied.
     """
 
     query: torch.Tensor
@@ -76,9 +76,9 @@ class Partial:
 def merge(
     output: torch.Tensor, lse: torch.Tensor, new_output: torch.Tensor, new_lse: torch.Tensor
 ) -> None:
-    """Merge the attention to other keys into `output` and `lse`, in place.
+    """Merge the attention to further keys into `output` and `lse`, in place.
 
-    An lse of -inf is that of a query that has seen no key.
+    The lse of a query that has seen no key is -inf.
     """
     new_lse = new_lse.view_as(lse)
     weight = torch.sigmoid(new_lse - lse)
@@ -96,17 +96,17 @@ def add_gradients(
     tiles: Sequence[Tile],
     scale: float,
 ) -> None:
-    """Add the gradients that a block of keys and values is the cause of, in place.
+    """Add the gradients that come from a block of keys and values, in place.
 
     Args:
-        grads: of the queries and of the block, to add to.
-        grad_output: of the output.
+        grads: the gradients of the queries and of the block, updated in place.
+        grad_output: the gradient of the output.
         query: the queries.
         block: the block of keys and values.
-        output: over all keys, not only those of the block.
-        lse: over all keys.
+        output: the output over all keys, not only those of the block.
+        lse: the lse over all keys.
         tiles: which queries see which keys of the block.
-        scale: what scores are multiplied with.
+        scale: the factor by which scores are multiplied.
     """
     to_query, to_block = grads
     for tile in tiles:

@@ -35,8 +35,8 @@ def ring_attention(
 ) -> torch.Tensor:
     """Return the attention of this rank's queries to the keys of the whole sequence.
 
-    In ranks - 1 steps each block of keys and values visits every rank, and travels on while the
-    rank computes with it. What the mask hides is not computed; the block is sent all the same.
+    Each block of keys and values visits every rank in ranks - 1 steps, and travels on while the
+    rank computes with it. Masked tiles are not computed, but every block is sent.
 
     Args:
         query: (batch, heads, sequence of this rank, head size).
@@ -44,26 +44,26 @@ def ring_attention(
             than heads, consecutive heads share one (grouped-query attention).
         value: as `key`.
         group: the ranks that share the sequence; None for the default group.
-        causal: whether a query sees no key behind its own position.
+        causal: whether a query sees no key after its own position.
         order: which positions a rank has, "plain" or "head_tail" (see `split_sequence`).
         documents: lengths of the documents in the whole sequence, in its own order: one list for
             all rows, or one for each row. A query sees the keys of its own document only.
-        positions: the positions of this rank's tokens; given, they are compared with `order`.
-        scale: what scores are multiplied with, above zero; None for 1 / sqrt(head size).
+        positions: the positions of this rank's tokens; if given, they are checked against `order`.
+        scale: the factor by which scores are multiplied, above 0; None for 1 / sqrt(head size).
         check: whether the ranks compare their arguments first, in a small exchange. Without it,
-            ranks with different arguments wait for each other, or are wrong: leave it out where
-            an earlier layer has compared them.
+            ranks with different arguments hang or return wrong results: pass False only where an
+            earlier layer has compared the arguments.
 
     Returns:
-        The same shape as `query`, in the tensors' dtype, or in autocast's if it casts. Gradients
-        flow to all three tensors, once.
+        A tensor of the query's shape, in the tensors' dtype, or in autocast's if it casts.
+        Gradients flow to all three tensors; second derivatives are not supported.
 
     Raises:
-        ValueError: before anything is sent, and with `check` on every rank: shapes, dtypes or
-            devices do not fit together; the heads are not a multiple of the key-value heads;
-            head-and-tail order cannot halve an odd length; documents do not make the sequence;
-            positions are not those of the order; or the ranks were given different things.
-        TypeError: without `check`, for a dtype that is not floating point.
+        ValueError: before any block is sent, and with `check` on every rank: shapes, dtypes or
+            devices do not match; the heads are not a multiple of the key-value heads; the order is
+            unknown, or cannot halve an odd length; documents do not sum to the sequence; positions
+            are not those of the order; `scale` is not positive; or ranks' arguments differ.
+        TypeError: the dtype is not floating point; with `check` on several ranks, a ValueError.
     """
     query, key, value = as_autocast(query, key, value)
     if is_a_shape(query):
@@ -105,7 +105,7 @@ class RingFunction(Function):
     def forward(
         ctx: FunctionCtx, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cut: Cut
     ) -> torch.Tensor:
-        """Attend to each block as it comes by, and merge."""
+        """Attend to each block as it arrives, and merge the results."""
         queries, own = fold(query, key, value)
         partial = Partial(queries, cut.scale)
         for owner, block in around(own, cut):
@@ -118,7 +118,7 @@ class RingFunction(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Send the blocks round again; the sum of each block's gradients follows it home."""
+        """Send the blocks round again, and sum each block's gradients on the way to its owner."""
         query, key, value, output, lse = ctx.saved_tensors
         cut = ctx.cut
         queries, own = fold(query, key, value)

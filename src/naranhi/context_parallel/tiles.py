@@ -1,7 +1,7 @@
-"""What a mask leaves of queries and keys: rectangles, each with or without a causal triangle.
+"""The tiles that a mask leaves of (queries, keys): rectangles, each full or causal.
 
-Nobody makes a mask of (queries, keys). A causal mask and documents that follow each other leave
-rectangles, which the fused attention takes as they are, and what is masked is not computed.
+No mask tensor of (queries, keys) is built. A causal mask and consecutive documents leave
+rectangles, which the fused attention takes as they are; masked tiles are not computed.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 from naranhi.context_parallel.order import Run
 
-# The lengths of the documents of every row; or of each row.
+# The lengths of the documents: one list for all rows, or one list for each row.
 Documents = Sequence[int] | Sequence[Sequence[int]]
 
 
 class Tile(NamedTuple):
-    """Queries that see the same keys; with `causal`, each query those up to its own position."""
+    """Queries and the keys that each of them sees; with `causal`, only up to its own position."""
 
     rows: slice
     queries: slice
@@ -29,12 +29,12 @@ class Tile(NamedTuple):
 def spans(
     documents: Documents | None, rows: int, length: int
 ) -> list[tuple[slice, list[tuple[int, int]]]]:
-    """Return [(rows, [(begin, end) of each document])]; without documents, one for all rows.
+    """Return [(rows, [(begin, end) of each document])]; for None, one document.
 
     Raises:
         ValueError: the documents are neither lengths nor lists of lengths; those of a row are not
-            positive or do not sum to the length of the whole sequence; or there are not as many
-            rows.
+            positive or do not sum to the length of the whole sequence; or the number of lists
+            is not `rows`.
     """
     documents = [length] if documents is None else documents
     if not _are_lengths(documents):
@@ -77,7 +77,7 @@ def tiles(
     Args:
         queries: where the queries are in the whole sequence.
         keys: where the keys are.
-        causal: whether a query sees no key behind its own position.
+        causal: whether a query sees no key after its own position.
         documents: what `spans` returns; a query sees the keys of its own document.
     """
     found: list[Tile] = []

@@ -1,4 +1,4 @@
-"""Ulysses: heads exchanged for sequence. Each rank has all positions of some heads, and attends.
+"""Ulysses: exchange sequence for heads, so each rank attends over all positions of some heads.
 
 Source: Jacobs et al., "DeepSpeed Ulysses: system optimizations for enabling training of extreme
 long sequence Transformer models" (2023).
@@ -37,7 +37,7 @@ def ulysses_attention(
     """Return the attention of this rank's queries to the keys of the whole sequence.
 
     Two all-to-alls each way: queries, keys and values go to the ranks of their heads, the output
-    comes back. Every rank computes as much with a causal mask in either order.
+    comes back. With a causal mask, every rank computes the same amount in either order.
 
     Arguments, result and errors are those of `ring_attention`.
 
@@ -128,5 +128,5 @@ def to_sequence(x: torch.Tensor, cut: Cut) -> torch.Tensor:
 
 
 def _parts(whole):
-    """Return queries, and keys and values, of what is exchanged together."""
+    """Return (queries, (keys, values)), views of the tensor that is exchanged."""
     return whole[:, :, :-2], (whole[:, :, -2:-1], whole[:, :, -1:])

@@ -2,7 +2,7 @@
 
 Three ways: "ring", "gathered" and "ulysses", as in `naranhi.context_parallel`. Units: bytes. Per
 rank and per attention, forward and backward together, with n ranks, b rows, a sequence of s tokens,
-h heads of d values, k key-value heads and e bytes for a value, the bytes sent are
+h heads of d values, k key-value heads and e bytes per value, the bytes sent are
 
     ring        6 (n - 1)/n    b s d e k         keys and values twice, their gradients once
     gathered    4 (n - 1)/n    b s d e k         keys and values once, their gradients once
@@ -12,7 +12,7 @@ if values have 4 bytes or more. (Gradients of keys and values are summed on the 
 least 4: with e = 2 the ring's 6 is an 8, and gathering's 4 is a 6.)
 
 So Ulysses sends less than gathered keys and values from n > 1 + h/k ranks on, and less than the
-ring from n > (1 + h/k) 2/3 on. But the ranks must divide the key-value heads: it ends at n = k.
+ring from n > (1 + h/k) 2/3 on. But the ranks must divide the key-value heads, so n is at most k.
 """
 
 from naranhi.costs.communication import checked_arguments
@@ -100,7 +100,7 @@ def context_idle(ranks: int, order: str = "plain") -> float:
     """Return the share of the ranks' time in which a causal ring stands idle, without messages.
 
     In "plain" order the last rank attends to all blocks before its own and to half of its own, n -
-    1/2 blocks, while the mean is n/2: the share is (n - 1)/(2n - 1), towards one half. In
+    1/2 blocks, while the mean is n/2: the share is (n - 1)/(2n - 1), below one half. In
     "head_tail" order every rank computes the same.
 
     Raises:

@@ -57,12 +57,12 @@ def moe_rows_sent(rows: Sequence[Sequence[int]], rank: int, *, backward: bool = 
 
 
 def moe_count_bytes_sent(experts: int, top_k: int, ranks: int) -> int:
-    """Return the bytes that a rank sends to tell the others what its tokens chose, once a forward.
+    """Return the bytes that a rank sends to announce what its tokens chose, once per forward.
 
     Args:
-        experts: the experts of the layer: a count for each choice and a probability each.
+        experts: the experts of the layer: each has a count per choice and a probability.
         top_k: the choices of a token.
-        ranks: the ranks over which the experts are divided; each row goes round a ring.
+        ranks: the ranks over which the experts are divided; these numbers go round a ring.
     """
     return 8 * (experts * (top_k + 1) + 1) * (ranks - 1)
 

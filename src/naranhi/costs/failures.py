@@ -1,4 +1,4 @@
-"""How often to save a checkpoint, and which part of the time then trains.
+"""How often to save a checkpoint, and what fraction of the time is then spent on training.
 
 Failures are independent of one another and of the training, at a constant rate: the time to the
 next one is exponentially distributed. A failure costs everything since the last checkpoint, and the
@@ -14,7 +14,7 @@ from math import exp, expm1, inf, sqrt
 def checkpoint_interval(
     save_seconds: float, mean_time_between_failures: float, *, refined: bool = True
 ) -> float:
-    """Return the seconds of training between two saves with which a training ends soonest.
+    """Return how many seconds to train between two saves so that a training run ends soonest.
 
     With save time d and mean time between failures M, Young's approximation is sqrt(2dM). Too few
     saves cost rework after a failure, too many cost the saves: the sum of both is smallest there.
@@ -50,7 +50,7 @@ def goodput(
     restart_seconds: float,
     mean_time_between_failures: float,
 ) -> float:
-    """Return the fraction of the time that trains, and whose result is kept.
+    """Return the fraction of the time spent on training whose result is kept.
 
     With interval t, save time d, restart time R and mean time between failures M, it takes
     M e^(R/M) (e^((t+d)/M) - 1) seconds on average to train for t seconds and save.
@@ -62,7 +62,7 @@ def goodput(
         mean_time_between_failures: Of the whole machine; `inf` for one that never fails.
 
     Raises:
-        ValueError: If a time is negative, or `interval` or the mean time is 0.
+        ValueError: If a time is negative, `interval` or the mean time 0, or another time infinite.
 
     Source: Daly (2006).
     """

@@ -85,16 +85,16 @@ def pipeline_zero_bytes_sent(
     reductions: int = 1,
     precision: str = "bf16",
 ) -> float:
-    """Return the bytes that a rank sends in a step for a pipeline's stage in shards.
+    """Return the bytes that a rank sends in a step for a sharded stage of a pipeline.
 
-    Each gather of its parameters, and each reduction of its gradients, sends (n - 1) / n of it on n
-    ranks. With m micro-batches and whole backwards, a stage that stays gathered is gathered once,
+    Each gather of the parameters, and each reduction of the gradients, sends (n - 1) / n of them on
+    n ranks. With m micro-batches and whole backwards, a stage that stays gathered is gathered once,
     and one that is freed after every action 2m times; `schedules.transfers` counts both.
 
     Args:
         parameters: The number of parameters of the stage.
         ranks: The number of ranks that have shards of it.
-        gathers: How often it is gathered in a step; 1 also at stage 2, which gathers after it.
+        gathers: How often they are gathered in a step; at ZeRO-2 also 1, after the step.
         reductions: How often its gradients are reduced.
         precision: As for `zero_bytes`.
     """

@@ -1,9 +1,9 @@
 """From passages to batches: shuffled, of similar length, padded no further than needed.
 
 A token is predicted from the tokens before it, so a passage of n tokens has n - 1 targets. Where
-there is nothing to predict the target is -100, which the loss ignores. Padding never counts,
-whatever token it consists of, but for a mixture of experts, whose routers are given it like other
-tokens. `count` is the number of valid targets, by which the summed loss is divided.
+there is nothing to predict the target is -100, which the loss ignores. Padding never affects
+results, whatever token it consists of, except in a mixture of experts, whose routers process it
+like other tokens. `count` is the number of valid targets, by which the summed loss is divided.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Batch(NamedTuple):
 def encode(
     tokenizer: PreTrainedTokenizerBase, passages: Iterable[str], length: int
 ) -> list[list[int]]:
-    """Return the tokens of each passage, a list of token ids, each cut to at most `length` tokens.
+    """Return each passage as a list of token ids, cut to at most `length` tokens.
 
     A passage of one token has nothing to predict and is left out.
 
@@ -79,8 +79,8 @@ def encode(
 def unigram_entropy(sequences: Iterable[Sequence[int]]) -> float:
     """Return the entropy of the targets' distribution, in nats per token.
 
-    That is the mean loss of the best model that knows how frequent each token is, and nothing about
-    the tokens before it. A model with a lower loss has learnt from the context.
+    That is the mean loss of the best model that knows how frequent each token is, but sees none of
+    the tokens before the target. A model with a lower loss has learnt from the context.
     """
     counts = Counter(token for tokens in sequences for token in tokens[1:])
     total = sum(counts.values())
@@ -99,7 +99,7 @@ def by_length(
     Args:
         lengths: the length of each sequence, in tokens.
         size: the number of sequences in a batch.
-        order: a `random.Random`, or anything else that shuffles.
+        order: a `random.Random`, or another object with a method `shuffle`.
         window: the number of batches whose sequences are sorted together.
 
     Returns:
@@ -147,7 +147,7 @@ def padding(
     Args:
         lengths: the length of each sequence, in tokens.
         batches: lists of indices into `lengths`.
-        length: what the sequences of a batch are padded to; by default the longest of them.
+        length: the padded length of each batch, in tokens; by default that of its longest sequence.
         multiple: the padded length is rounded up to a multiple of this.
     """
     return sum(
@@ -163,16 +163,16 @@ def collate(
     pad: int = 0,
     multiple: int = 1,
 ) -> Batch:
-    """Return the `Batch` of some lists of tokens, as long as the longest of them.
+    """Return lists of tokens as one `Batch`, padded to the longest of them.
 
     Args:
         sequences: the lists of tokens.
-        rows: fill up to this number of rows, so that micro-batches divide the last batch of an
-            epoch as well. An added row is one token, which sees itself (a softmax over nothing is
+        rows: the number of rows to fill up to, so that micro-batches divide the last batch of an
+            epoch as well. An added row has one token, which sees itself (a softmax over nothing is
             NaN), and no target. By default no row is added.
         pad: the token that padding consists of; it has no effect on results without experts.
         multiple: the length is rounded up to a multiple of this. With 8, say, there are an eighth
-            as many shapes, if something has to be prepared for each shape, at the price of some
+            as many shapes (which helps if each shape needs preparation), at the price of some
             padding.
     """
     rows = len(sequences) if rows is None else rows
@@ -199,20 +199,20 @@ def stream(
 ) -> Iterator[Batch]:
     """Yield batches of `size` rows without end: every sequence once per epoch.
 
-    Each epoch has an order of its own, and the same seed leads to the same orders on every rank.
+    Each epoch has a different order, and the same seed leads to the same orders on every rank.
 
     Args:
         sequences: lists of tokens.
         size: the number of rows in a batch.
-        seed: of the orders.
+        seed: the seed of the orders.
         pad: as in `collate`.
         multiple: as in `collate`.
         batching: makes the batches of an epoch: `by_length` or `at_random`.
-        start: how many batches to leave out at the beginning, for a training that goes on.
+        start: how many batches to skip at the beginning, when a training run is resumed.
 
     Raises:
-        ValueError: when the first batch is asked for: there are no sequences, `size` is below 1, or
-            `start` is negative; when an epoch begins of which `batching` makes no batch.
+        ValueError: when the first batch is requested, if there are no sequences, `size` is below 1,
+            or `start` is negative; when an epoch begins, if `batching` returns no batch.
     """
     if not sequences:
         raise ValueError("there are no sequences to make batches of")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 BUNDLED = Path(__file__).parent / "bundled"
 UNPACKING = OSError, EOFError, zlib.error  # what reading a badly packed file raises
-SURROGATES = re.compile("[\ud800-\udfff]")  # halves of characters, which no encoding has
+SURROGATES = re.compile("[\ud800-\udfff]")  # halves of characters, which UTF-8 cannot encode
 
 
 def contexts(source: str | os.PathLike[str] | None = None) -> list[str]:
@@ -32,7 +32,7 @@ def contexts(source: str | os.PathLike[str] | None = None) -> list[str]:
 
     Args:
         source: None for the book's own; "squad" for SQuAD from the hub, with a passage once for
-            each question on it; else the path of a file, which may be packed by gzip (".gz"): of
+            each question on it; else the path of a file, which gzip may have packed (".gz"): of
             text (".txt"), with blank lines between passages; of JSON lines (".jsonl"), each with a
             passage as its "text"; or else of JSON in SQuAD's form.
 
@@ -66,7 +66,7 @@ def tokenizer(name: str | os.PathLike[str] | None = None) -> PreTrainedTokenizer
             or a model's folder.
 
     Raises:
-        OSError: if the tokenizer is neither here nor can be fetched; it says what to do.
+        OSError: if the tokenizer is not on this machine and cannot be fetched; it says what to do.
         ValueError: if its files are damaged, or it has no token to pad with.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -89,12 +89,12 @@ def tokenizer(name: str | os.PathLike[str] | None = None) -> PreTrainedTokenizer
             empty = not tokenizer("a")["input_ids"]
         except OSError:
             raise
-        except Exception as error:  # of several libraries' own kinds
+        except Exception as error:  # several libraries raise their own types
             cause = f"{type(error).__name__}: {error}".partition("\n")[0]
             raise ValueError(
                 f"no tokenizer can be made of the files of {name!r} ({cause})"
             ) from error
-        if empty:  # transformers makes one of that kind without tokens
+        if empty:  # from other files transformers makes a tokenizer without tokens
             raise OSError("neither tokenizer.json nor vocab.json")
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token is None:
@@ -138,14 +138,14 @@ def _read(path):
 
 
 def _paragraphs(text):
-    """Return what blank lines separate."""
+    """Return the passages between blank lines."""
     return re.split(r"\n\s*\n", text.strip().replace("\r\n", "\n"))
 
 
 def _lines(text):
     """Return the "text" of the JSON object on each line."""
     passages = []
-    for number, line in enumerate(text.split("\n"), 1):  # others may stand in a text
+    for number, line in enumerate(text.split("\n"), 1):  # a text may have other separators
         if line.strip():
             entry = _json(line, f"line {number} is ")
             passage = entry.get("text") if isinstance(entry, dict) else None
@@ -179,7 +179,7 @@ def _json(text, where):
 
 
 def _fault_of(passage):
-    """Return what is wrong with a passage, if it is no text that can be encoded; None if it is."""
+    """Return what is wrong with a passage, or None if it is text that can be encoded."""
     if not isinstance(passage, str):
         return "has no text"
     if SURROGATES.search(passage):
@@ -188,7 +188,7 @@ def _fault_of(passage):
 
 
 def _fault_in(content):
-    """Return what is not in SQuAD's form, and where; None if all is."""
+    """Return the first place that is not in SQuAD's form, and why; None if there is none."""
     if not isinstance(content, dict) or "data" not in content:
         return 'it has no "data"'
     articles = content["data"]

@@ -1,8 +1,8 @@
 """Data parallelism: each rank has the whole model and a share of the batch; gradients are summed.
 
-The loss of a step is a sum over what is valid (tokens, rows, ...), divided by how many are valid in
-the *whole* step, over all micro-batches and ranks: `count`, as in `pipeline.Pipeline`. Each rank
-divides its summed loss by that one count before its backward,
+The loss of a step is a sum over valid items (tokens, rows, ...), divided by their number in the
+*whole* step, over all micro-batches and ranks: `count`, as in `pipeline.Pipeline`. Each rank
+divides its summed loss by that global count before its backward,
 
     (loss(model(inputs), targets) / global_count(valid_here)).backward()
 
@@ -15,7 +15,7 @@ Three ways to sum the gradients, each with less waiting than the one before:
     all_reduce_bucketed(model)     after the backward, in few long messages
     DDP(model)                     in buckets, while the backward still runs
 
-After each of them all ranks have the same bits; with more than two ranks, two of the ways may round
+After any of these all ranks have the same bits; with more than two ranks, the three may round
 differently. The models must be equal first (`broadcast_parameters`, which `DDP` calls itself). A
 parameter that has a gradient on no rank keeps none. A rank without any sample still runs its model,
 on rows that do not count (for example rows whose targets are all -100) or on zero rows. `group` is

@@ -51,15 +51,15 @@ def all_reduce_gradients(model: nn.Module, group: dist.ProcessGroup | None = Non
             some ranks only; it names the parameter and the ranks.
             Also if a parameter belongs to a `DDP` or `Zero`, which sums its gradient.
         TypeError: On every rank, before any gradient is summed, if a gradient is sparse; it names
-            the parameter and the ranks. On those that see it, also if ranks of the group hold other
-            shards of a layer, or others hold experts or copies of them.
+            the parameter and the ranks. Also, on ranks that see it, if ranks of the group hold
+            different shards of a layer, or ranks outside it hold experts or copies of them.
     """
     require_unsummed(model)
     require_replicas(model, group)
     for parameter in with_gradient(model, group):
         summed = parameter.grad.resolve_conj().resolve_neg().contiguous()
         all_reduce(summed, group, algorithm="ring")
-        if summed is not parameter.grad:  # which keeps its strides, for fused optimizers
+        if summed is not parameter.grad:  # .grad keeps its strides, for fused optimizers
             parameter.grad.copy_(summed)
 
 
@@ -71,8 +71,8 @@ def all_reduce_bucketed(
     Args:
         model: This rank's replica, after its backward.
         group: The process group; None for the default one.
-        bucket_bytes: The largest size of a bucket, in bytes; a larger gradient has a bucket of its
-            own. One all-reduce sums a bucket. The default is torch's, 25 MiB.
+        bucket_bytes: The largest size of a bucket, in bytes; a larger gradient gets its own
+            bucket. One all-reduce sums a bucket. The default is torch's, 25 MiB.
 
     Raises:
         RuntimeError: As in `all_reduce_gradients`.

@@ -16,7 +16,7 @@ class GradientBucket:
     ranks differ. One more flag for the whole bucket: the backward has failed.
 
     Args:
-        parameters: Those whose gradients share this bucket, of one dtype and device.
+        parameters: The parameters whose gradients share this bucket, of one dtype and device.
     """
 
     flat: torch.Tensor
@@ -32,7 +32,7 @@ class GradientBucket:
         *pieces, self.notes = self.flat.split([*sizes, 2 * len(sizes) + 1])
         flags, self._failed = self.notes.split([2 * len(sizes), 1])
         self.views = {
-            # A fused optimizer reads memory without strides: they have to be the parameter's own.
+            # A fused optimizer ignores strides, so a gradient must have those of its parameter.
             param: piece.as_strided(param.shape, strides_of(param))
             for param, piece in zip(parameters, pieces, strict=True)
         }
@@ -51,16 +51,16 @@ class GradientBucket:
         if len(set(has)) == 1:
             self.flags[0].fill_(has[0])
             self.flags[1].fill_(not has[0])
-        else:  # a copy from the host's memory, for which the CPU waits until the GPU is there
+        else:  # a copy from host memory: the CPU waits until the GPU reaches it
             self.flags.copy_(torch.tensor([has, [not flag for flag in has]]))
         self._failed.fill_(failed)
         self.work = dist.all_reduce(self.flat, group=group, async_op=True)
 
 
 def read_flags(buckets: Sequence[GradientBucket]) -> tuple[bool, bool]:
-    """Tell what the flags of buckets say whose sums have been waited for.
+    """Read the flags of buckets whose all-reduces are complete.
 
-    From a GPU they come in one copy, for which the CPU waits.
+    From a GPU the flags come in one copy, for which the CPU waits.
 
     Returns:
         Whether all ranks had gradients of the same parameters, and whether the backward of any rank
@@ -80,5 +80,5 @@ def read_flags(buckets: Sequence[GradientBucket]) -> tuple[bool, bool]:
 
 
 def strides_of(parameter: nn.Parameter) -> tuple[int, ...]:
-    """Return the strides of a gradient: the parameter's, if that is dense."""
+    """Return the strides of a gradient: the parameter's, if its memory has no gaps or overlaps."""
     return torch.empty_like(parameter, device="meta").stride()

@@ -34,7 +34,7 @@ from naranhi.distributed import agree, raise_on_all
 
 
 class DDP(Attached):
-    """Gradients are summed in buckets, each as soon as the backward has filled it.
+    """Data parallelism that sums gradients in buckets, each as soon as the backward has filled it.
 
         parallel = DDP(model)
         with parallel.no_sync():                # micro-batches, if there are several: no message
@@ -54,13 +54,13 @@ class DDP(Attached):
 
     - by a backward, if gradients of the step before are still there, a parameter gets a second
       gradient (from reentrant checkpoints that share it), a gradient has a graph
-      (`create_graph=True`) or a hook has removed it, or a parameter requires a gradient that did
+      (`create_graph=True`) or a hook has removed it, or a parameter requires a gradient but did
       not at construction;
     - by a backward, on every rank, if a parameter has a gradient on some ranks only;
     - by a backward, if another rank's backward has failed: it waits until that rank begins its next
-      backward, which sends what is missing, marked as failed (a rank that leaves a step out, say
-      after an error in its forward, is not noticed: from then on it sums with later steps of the
-      others);
+      backward, which sends the missing buckets, marked as failed (a rank that skips a step, say
+      after an error in its forward, is not noticed: from then on its gradients are summed with
+      those of the other ranks' previous step);
     - by the step of a torch optimizer, before it changes anything, if a gradient is this rank's
       alone because all backwards were in `no_sync()`.
 
@@ -70,15 +70,15 @@ class DDP(Attached):
         model: Built alike on every rank; construction calls `require_supported` (TypeError) and
             `broadcast_parameters` (ValueError). The model keeps this object alive until `close()`.
         group: The process group; None for the default one.
-        bucket_bytes: See `buckets`. Small buckets start early; large ones cost less each. They are
-            started from the last registered parameter to the first (torch's DDP learns the order of
+        bucket_bytes: See `buckets`. Small buckets start early; large ones cost less per byte. They
+            start from the last registered parameter to the first (torch's DDP learns the order of
             the first backward), so register layers in the order in which they run.
         buffers: Whether each step ends with `broadcast_buffers`.
         check_finite: Whether each step ends with `require_finite`.
         on_event: Called as on_event("gradient", name) when a parameter's last gradient has arrived,
             as on_event("start", i) when the reduction of bucket i starts, and as on_event("end", i)
-            when it is known to have ended, which is after the backward (on a GPU: when what is
-            launched from then on will run after it).
+            when it is known to have ended, which is after the backward (on a GPU: when kernels
+            launched from then on will run after the reduction).
     """
 
     model: nn.Module
@@ -162,8 +162,8 @@ class DDP(Attached):
     def _after_forward(self, module, inputs, output):
         """Register hooks on the outputs, so that `_begin` runs when the backward reaches them.
 
-        This also covers last layers that are recomputed in a backward of their own, whose end is
-        not the end of the whole backward.
+        This also covers last layers that are recomputed in an inner backward, whose end is not the
+        end of the whole backward.
         """
         if differentiates():
             return
@@ -243,7 +243,7 @@ class DDP(Attached):
             raise RuntimeError("a parameter has a gradient on some ranks only")
         self._summed = {p for p in self.names if p.grad is not None}
         self._local.clear()
-        # Not after torch.autograd.grad, whose graph may need them.
+        # Not after torch.autograd.grad, whose graph may still need the buffers.
         if self.buffers and self._summed:
             broadcast_buffers(self.model, self.group)
         if self.check_finite:

@@ -1,6 +1,6 @@
 """Which models data parallelism and ZeRO can train; others raise an error before any message.
 
-Each of those would go wrong silently, or fail with a message that does not name the cause.
+Such a model would go wrong silently, or fail with a message that does not name the cause.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from naranhi.distributed.agreement import Axes
 def require_supported(model: nn.Module, group: Axes = None, *, experts: bool = False) -> None:
     """Raise on every rank if the model cannot be trained with replicas on the ranks.
 
-    That is a model with one of these:
+    Such a model has one of these:
 
     - embeddings with sparse gradients, which cannot be summed in a flat buffer;
-    - embeddings with `max_norm`, which change their weight in the forward: each rank another part;
+    - embeddings with `max_norm`, whose forward changes their weight, differently on each rank;
     - parameters that are not initialized yet, or on the meta device: they have no values;
     - buffers on the meta device, or sparse, or with several elements in one place of memory
-      (`expand`), which cannot be sent, or not be written;
-    - parameters of a tensor subclass with behaviour of its own (`DTensor`, quantized ones);
-    - parameters that accumulate their gradient in another dtype than their own;
+      (`expand`), which cannot be sent or written;
+    - parameters of a tensor subclass that overrides behaviour (`DTensor`, quantized ones);
+    - parameters that accumulate their gradient in a different dtype from theirs;
     - hooks of another `DDP` or `Zero`: gradients would be summed twice;
-    - layers of which these ranks hold different shards (tensor parallel layers, experts): they
-      would be overwritten by the first rank's, and their gradients mixed up;
-    - experts that are divided over other ranks too, or have copies there, which have tokens of
-      their own: the gradients of those would be left out (`expert_parallel.sum_gradients` sums
+    - layers of which these ranks hold different shards (tensor parallel layers, experts): the
+      first rank's would overwrite the rest, and their gradients would be mixed up;
+    - experts that are divided over other ranks too, or have copies there: those ranks have
+      different tokens, whose gradients would be left out (`expert_parallel.sum_gradients` sums
       them).
 
     Args:
@@ -57,15 +57,15 @@ def require_replicas(model: nn.Module, group: dist.ProcessGroup | None) -> None:
     """Raise if sums over the group would mix gradients of different shards, or leave some out.
 
     Raises:
-        TypeError: Naming the first layer with other shards on ranks of the group, or with experts
-            on ranks outside of it.
+        TypeError: Naming the first layer with different shards on ranks of the group, or with
+            experts on ranks outside of it.
     """
     if reason := _sharded(model, _ranks(group), experts=False):
         raise TypeError(reason)
 
 
 def require_first_sums(model: nn.Module) -> None:
-    """Raise if no backward sums a gradient that the ranks of a tensor group have in part.
+    """Raise if a gradient that a tensor group has in partial sums is not summed by a hook.
 
     Raises:
         TypeError: Naming the first parameter without the hook that `parallelize` puts on it.
@@ -115,7 +115,7 @@ def require_same_parameters(model: nn.Module, names: Container[nn.Parameter], ki
     """
     current = (param for module in model.modules() for param in module._parameters.values())
     if all(param is None or not param.requires_grad or param in names for param in current):
-        return  # as in every backward, in half the time that the names take
+        return  # the usual case, in half the time that the names take
     for name, param in model.named_parameters():
         if param.requires_grad and param not in names:
             raise RuntimeError(
@@ -174,10 +174,10 @@ def _unsupported(model):
 
 
 def _sharded(model, ranks, experts):
-    """Return which layer is not held alike by these ranks, or by others too; or None."""
+    """Return what is wrong with the first layer that ranks do not hold as replicas; or None."""
     for name, module in model.named_modules():
         if _is_split(module) and module.splits:
-            own_tokens = getattr(module, "own_tokens", False)  # as `expert_parallel.MoE`
+            own_tokens = getattr(module, "own_tokens", False)  # as in `expert_parallel.MoE`
             what = f"{type(module).__name__} {name or 'itself'}"
             if own_tokens and (problem := _experts(module, ranks, experts)):
                 return f"{what} has {problem}"
@@ -191,7 +191,7 @@ def _sharded(model, ranks, experts):
 
 
 def _experts(module, ranks, apart):
-    """Return what is wrong with where a layer's experts are; `apart`: copies are summed apart."""
+    """Return what is wrong with the ranks of experts; `apart`: copies are summed separately."""
     holders, copies, tensor = _ranks(module.group), {dist.get_rank()}, {dist.get_rank()}
     if module.replicas is not None:
         copies = _ranks(module.replicas)
@@ -202,7 +202,7 @@ def _experts(module, ranks, apart):
     if not apart and (outside := holders - ranks):
         return f"experts on rank {_list(outside)} too{left_out}"
     if mark := getattr(module.router, "_sequence_group", None):
-        tensor = _ranks(mark.group)  # where copies are, which have other tokens
+        tensor = _ranks(mark.group)  # these ranks have copies, and different tokens
     if not apart and (outside := (copies | tensor) - ranks):
         return f"copies of its experts on rank {_list(outside)}{left_out}"
     several = apart and len(holders | copies | tensor) > 1
@@ -219,7 +219,7 @@ def _experts(module, ranks, apart):
 
 
 def _is_split(module):
-    """Return whether it is a `tensor_parallel.ShardedModule`, of which ranks have other shards."""
+    """Return whether it is a `tensor_parallel.ShardedModule`, whose shards differ by rank."""
     group = getattr(module, "group", "none")
     of_ranks = group is None or isinstance(group, dist.ProcessGroup)
     return of_ranks and isinstance(getattr(module, "splits", None), dict)

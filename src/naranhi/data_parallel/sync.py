@@ -1,8 +1,8 @@
 """The same model on every rank: made equal at the start, then compared and kept equal.
 
 `group` is the process group, None for the default one, and a rank is a rank *within the group*.
-What takes `Axes` also takes several groups: the axes of a mesh, over all of whose ranks the model
-is the same.
+A function that takes `Axes` also takes several groups: the axes of a mesh, over all of whose ranks
+the model is the same.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def broadcast_parameters(
     Args:
         model: This rank's replica.
         group: The process group, or several axes; None for the default group.
-        apart: {parameter: the axes over whose ranks it is the same}, where these are others, as of
-            experts; it is copied from the first of those ranks.
+        apart: {parameter: the axes over whose ranks it is the same}, if they differ from `group`,
+            as for experts; it is copied from the first of those ranks.
 
     Raises:
         ValueError: On every rank, before anything is changed, if the models differ in their
@@ -102,7 +102,7 @@ def broadcast_buffers(model: nn.Module, group: Axes = None) -> None:
         return
     buffers = {f"buffer {name}": buffer for name, buffer in model.named_buffers()}
     kinds = _kinds(buffers)
-    # One number a step, which is the smallest and the largest of all ranks' if they are the same.
+    # One number a step: if its smallest and largest values agree, all ranks have the same.
     digest = int.from_bytes(sha256(repr(kinds).encode()).digest()[:7])
     extremes = next(iter(buffers.values())).new_tensor([digest, -digest], dtype=torch.int64)
     for axis in groups_of(group):
@@ -132,7 +132,7 @@ def with_gradient(model: nn.Module, group: dist.ProcessGroup | None) -> list[nn.
             parameter and the ranks.
         TypeError: On every rank, if a gradient is sparse; it names the parameter and the ranks.
     """
-    # Frozen ones too: ranks that freeze different parameters would list them in other places.
+    # Frozen ones too: otherwise ranks that freeze different ones would compare different columns.
     flags = {name: _flag(param) for name, param in model.named_parameters()}
     same_on_all_ranks(flags, group, next((p.device for p in model.parameters()), "cpu"))
     return [param for name, param in model.named_parameters() if flags[name] != ABSENT]

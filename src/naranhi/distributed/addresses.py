@@ -1,7 +1,7 @@
-"""By which address and interface the nodes of a Slurm job reach each other.
+"""Find the address and interface by which the nodes of a Slurm job reach each other.
 
-Not by their names: Debian's installer writes `127.0.1.1` beside a machine's own name in
-`/etc/hosts`, which leads nowhere else. The route to another node tells.
+Host names do not help: Debian's installer maps a machine's own name to `127.0.1.1` in `/etc/hosts`,
+which no other machine can reach. The route to another node shows the address.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def own_address() -> str:
     """Return the address by which the other nodes of this job reach this one.
 
     Raises:
-        RuntimeError: Slurm does not tell the other nodes, or there is no route to them.
+        RuntimeError: Slurm does not list the other nodes, or there is no route to them.
     """
     nodes = _scontrol("show", "hostnames", os.environ["SLURM_JOB_NODELIST"]).split()
     # (salloc's shell is on none of them)
@@ -46,7 +46,7 @@ def toward(host: str) -> str:
 def use_interface_toward(host: str) -> None:
     """Let gloo listen where a host can reach it, unless `GLOO_SOCKET_IFNAME` says otherwise.
 
-    NCCL needs no such word: of the interfaces it leaves out the loopback by itself.
+    NCCL needs no such setting, because it skips the loopback interface by itself.
 
     Raises:
         RuntimeError: this machine cannot reach the host.
@@ -56,7 +56,7 @@ def use_interface_toward(host: str) -> None:
 
 
 def _interface(address):
-    """Return the name of the interface that has this address of the machine's."""
+    """Return the name of the interface that has this address."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         for _, name in socket.if_nameindex():
             try:

@@ -1,4 +1,4 @@
-"""What several ranks have to agree on: values that must be equal, errors that all must raise."""
+"""Agreement among ranks: on values that must be equal, and errors that all must raise."""
 
 from __future__ import annotations
 
@@ -55,19 +55,19 @@ def raise_on_all(
     errors: tuple[type[Exception], ...] = (Exception,),
     kind: type[Exception] = RuntimeError,
 ) -> Result:
-    """Return what `function()` returns, if it returns on every rank of a group.
+    """Return the result of `function()`, or raise on all ranks of a group if it fails on any.
 
-    No rank waits for a rank that has left. Every rank of the group calls this.
+    So no rank waits for a rank that has failed. Every rank of the group calls this.
 
     Args:
         function: what each rank does by itself.
         group: the process group, or several axes; None is the default group.
-        errors: the errors of `function` that are raised on all ranks; others only where they are.
+        errors: the errors of `function` that are raised on all ranks; others only where they occur.
         kind: what is raised instead.
 
     Raises:
         kind: `function` raised one of `errors` on some rank. Raised on every rank, with one line
-            for each distinct error that names its ranks, unless these are all.
+            for each distinct error; the line names its ranks, unless all ranks raised it.
         ValueError: this rank is not a member of the group; `function` was not called.
     """
     groups = groups_of(group)
@@ -113,7 +113,7 @@ def agree(group: Axes = None, **things: object) -> None:
     for rank, other in gathered:
         for name in {**reference, **other}:
             expected, given = reference.get(name), other.get(name)
-            # A NaN differs from itself, and its pickle does not.
+            # A NaN differs from itself, but its pickle does not.
             if expected != given and pickle.dumps(expected) != pickle.dumps(given):
                 if isinstance(expected, _Fingerprint) and isinstance(given, _Fingerprint):
                     raise ValueError(f"rank {first} and rank {rank} have different {name}")
@@ -127,8 +127,8 @@ class _Fingerprint(str):
 def fingerprint(value: torch.Tensor | torch.nn.Module) -> str:
     """Return a digest of every bit of a tensor, or of a module's parameters and buffers.
 
-    Names, shapes and dtypes are part of the digest; they are all of it on the meta device, where
-    tensors have no values. Equal values have equal digests on any other device.
+    Names, shapes and dtypes are part of the digest; on the meta device, where tensors have no
+    values, they are the whole digest. Equal values have equal digests on any other device.
     """
     digest = hashlib.sha256()
     tensors = (

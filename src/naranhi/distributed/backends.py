@@ -1,9 +1,9 @@
-"""What a process group sends with, for each kind of device.
+"""Find the backend that a process group uses for each kind of device.
 
-A group can have two: gloo for tensors on CPUs and NCCL for those on GPUs, as trainers ask for that
-save checkpoints through their CPUs. `dist.get_backend` calls it `"cpu:gloo,cuda:nccl"`; and where
-torch chose, as in `dist.init_process_group()` and `init_device_mesh`, it calls a group
-`"undefined"`. So ask here, by device.
+A group can have two backends: gloo for tensors on CPUs and NCCL for those on GPUs, as in trainers
+that save checkpoints through CPUs. `dist.get_backend` then returns `"cpu:gloo,cuda:nccl"`. Where
+torch chose the backends, as in `dist.init_process_group()` and `init_device_mesh`, it returns
+`"undefined"`. Use `backend_for` instead.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def device_of(group: dist.ProcessGroup | None = None) -> torch.device:
         group: the process group; None for the default one.
 
     Returns:
-        The current CUDA device if NCCL sends from it, and else the CPU.
+        The current CUDA device if NCCL sends from it, otherwise the CPU.
     """
     if backend_for("cuda", group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())

@@ -1,8 +1,8 @@
-"""Which GPU is whose, where a launcher shows each rank the GPUs of its host, or one of its own.
+"""Assign GPUs to ranks, whether a launcher shows a rank all GPUs of its host or only its own.
 
 A rank that sees one GPU cannot tell whether the ranks beside it see the same one: `srun
---gpus-per-task=1` and `CUDA_VISIBLE_DEVICES=$LOCAL_RANK` show each rank another, and each calls it
-number 0. The identifiers of the GPUs tell.
+--gpus-per-task=1` and `CUDA_VISIBLE_DEVICES=$LOCAL_RANK` show each rank a different GPU, which it
+calls number 0. The identifiers of the GPUs tell them apart.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def visible() -> list[str]:
 
 
 def allot(visible: Sequence[Sequence[str]], local_ranks: Sequence[int]) -> list[int]:
-    """Give each rank a GPU that no other rank has.
+    """Assign each rank a GPU that no other rank has.
 
     Args:
         visible: for each rank, the identifiers of the GPUs that it sees.

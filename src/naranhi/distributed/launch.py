@@ -21,24 +21,24 @@ from naranhi.distributed import addresses, gpus, processes
 
 
 def join(timeout: float = 300.0, folder: str | Path | None = None) -> torch.device:
-    """Join the default process group: NCCL if each rank can have a GPU of its own, else gloo.
+    """Join the default process group: NCCL if each rank can have its own GPU, else gloo.
 
-    A launcher may show a rank all GPUs of its host or one of its own. Where GPUs are seen, but a
-    rank has none or two would share one, all ranks compute on CPUs, and a warning says why.
+    A launcher may show a rank all GPUs of its host or only its own. If some ranks see GPUs, but a
+    rank sees none or two would share one, all ranks compute on CPUs, and a warning says why.
 
     Under `torchrun` the launcher has arranged the rendezvous, and the operating system kills this
     process when the launcher ends. With its `--max-restarts`, set
-    `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`: otherwise ranks may find addresses of the attempt before
-    in the launcher's store (torch 2.13), and most restarts fail. The variable is read by the c10d
-    rendezvous only: on several nodes, `--rdzv-backend c10d` and no `--master-addr`.
+    `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`: otherwise ranks may find addresses of the previous
+    attempt in the launcher's store (torch 2.13), and most restarts fail. Only the c10d rendezvous
+    reads the variable: on several nodes, pass `--rdzv-backend c10d` and no `--master-addr`.
 
     Under `srun` rank 0 listens on a port that the system chooses and writes its address to a file
-    that all ranks can read. Ranks on one machine find each other and communicate over its loopback
-    interface.
+    that all ranks can read. If one machine has all ranks, they find each other and communicate over
+    its loopback interface.
 
     Args:
         timeout: the deadline of the rendezvous and of every collective, also of groups made later
-            without a timeout of their own, in seconds.
+            without an explicit timeout, in seconds.
         folder: the folder for the address file, on a file system that the nodes share; by default
             the folder that the job was submitted from.
 
@@ -117,8 +117,8 @@ def _number_or(name, other):
 
 
 def _local_rank(rank):
-    """Return the rank among those of this host, as far as the environment tells."""
-    # In the step of a rank's own; the tasks of others, such as a shell's, have other numbers.
+    """Return this rank's number among those of its host, as far as the environment says."""
+    # SLURM_LOCALID counts only if this rank is the task; a shell's task has a different number.
     of_slurm = _number_or("SLURM_PROCID", None) == rank
     return _number_or("LOCAL_RANK", _number_or("SLURM_LOCALID", rank) if of_slurm else rank)
 
@@ -126,14 +126,14 @@ def _local_rank(rank):
 def _interface_toward_other_nodes(store):
     """Let gloo listen where the other nodes reach this one.
 
-    It would listen at the address of the host's own name, which is the loopback's on Debian. On the
-    node of `MASTER_ADDR` that name may lead there too: its ranks look toward another node.
+    By default gloo listens at the address of the host's own name, a loopback address on Debian. On
+    its own node `MASTER_ADDR` may resolve to loopback too: ranks there look toward another node.
     """
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return
     try:
         own = addresses.toward(os.environ["MASTER_ADDR"])
-    except RuntimeError:  # by IPv6 only, for example: gloo has to find its way
+    except RuntimeError:  # by IPv6 only, for example: leave the choice to gloo
         return
     if own.startswith("127."):
         addresses.use_interface_toward(store.get("another").decode())
@@ -143,7 +143,7 @@ def _interface_toward_other_nodes(store):
 
 
 def _own_gpu(store, rank, world_size, local_rank):
-    """Return the index of this rank's GPU among those it sees, or None if all take the CPU."""
+    """Return the index of this rank's GPU among those it sees, or None if all use the CPU."""
     store.set(str(rank), json.dumps([gpus.visible(), local_rank]))
     values = store.multi_get([str(other) for other in range(world_size)])
     visible, local_ranks = zip(*map(json.loads, values), strict=True)

@@ -27,7 +27,7 @@ def paced(alpha: float, beta: float, peers: Container[int] | None = None) -> Ite
     This delays the messages that `dist.isend`, `dist.irecv` and `dist.batch_isend_irecv` start, so
     also those of `naranhi.collectives`. The model is that of `naranhi.costs`: a message of m bytes
     takes alpha + m * beta seconds, and a rank sends one message and receives one message at a time.
-    Enter the context on every rank. For two kinds of links, enter it twice, with other peers.
+    Enter the context on every rank. For two kinds of links, enter it twice, with different peers.
 
     Args:
         alpha: the latency in seconds. Real messages must be quick compared with it, so make it
@@ -43,7 +43,7 @@ def paced(alpha: float, beta: float, peers: Container[int] | None = None) -> Ite
     if not all(isfinite(value) and value >= 0 for value in (alpha, beta)):
         raise ValueError(f"alpha and beta are times, 0 or more, not {alpha!r} and {beta!r}")
     unpaced, unpaced_message = dist.batch_isend_irecv, dist.P2POp
-    unpaced_send, unpaced_receive = dist.isend, dist.irecv  # perhaps paced for other peers
+    unpaced_send, unpaced_receive = dist.isend, dist.irecv  # perhaps paced already, for other peers
 
     def start(messages):
         return [work for message in messages for work in start_message(message)]
@@ -67,7 +67,7 @@ def paced(alpha: float, beta: float, peers: Container[int] | None = None) -> Ite
         return start([unpaced_message(irecv, tensor, src, group, tag, group_src)])[0]
 
     def message(op, *arguments, **options):
-        """Make a message of a batch, whose operation is a paced one when it is looked up here."""
+        """Make a message of a batch; replace this context's operations by torch's own."""
         return unpaced_message({send: isend, receive: irecv}.get(op, op), *arguments, **options)
 
     # One worker sends, so that messages stay in order.
@@ -91,10 +91,10 @@ class Link:
 
     Args:
         start: starts messages, as `dist.batch_isend_irecv` does.
-        outward: runs in one thread what it is given, in order.
+        outward: an executor of one thread, which runs calls in order.
 
     Attributes:
-        sent, received: when the link is, or was, done with its last message.
+        sent, received: when its last message ends or ended, in seconds of `monotonic()`.
     """
 
     start: Callable[[list[dist.P2POp]], list[dist.Work]]
@@ -112,18 +112,18 @@ class Link:
         self._lock = Lock()
 
     def send(self, message: dist.P2POp, takes: float) -> Future[list[dist.Work]]:
-        """Queue a message that takes so many seconds; it is started when it would arrive."""
-        with self._lock:  # in the order of arrival, whatever thread it comes from
+        """Queue a message that takes `takes` seconds, and start it when it would arrive."""
+        with self._lock:  # in the order of calls, whichever threads make them
             arrival = self.sent = max(monotonic(), self.sent) + takes
             return self.outward.submit(self.deliver, message, arrival)
 
     def deliver(self, message: dist.P2POp, arrival: float) -> list[dist.Work]:
-        """Start a message at its arrival. To wait for it here would hold up the next."""
+        """Start a message when it would arrive. Waiting for it here would delay the next."""
         sleep(max(0.0, arrival - monotonic()))
         return self.start([message])
 
     def receive(self, works: list[dist.Work], takes: float) -> list[dist.Work]:
-        """Wait for a message, and longer if it queued behind another: the sender has delayed it."""
+        """Wait for a message, which its sender delayed, and longer if it queued behind another."""
         _wait_for(works)
         with self._lock:
             end = self.received = max(monotonic(), self.received + takes)

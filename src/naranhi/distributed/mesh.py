@@ -17,9 +17,9 @@ whose order is "tp-cp-ep-dp-pp") and DeepSpeed (`PipeModelDataParallelTopology`)
 in the same order.
 
 The batch is divided over data and expert, each sequence over context. So the ranks along data,
-expert and context hold the same norms, attention and routers, and have other tokens: they are
-`replicas`. The ranks along data, context and tensor hold the same experts, and have other tokens:
-they are `expert_replicas`.
+expert and context hold the same norms, attention and routers, but process different tokens: they
+are `replicas`. The ranks along data, context and tensor hold the same experts, but process
+different tokens: they are `expert_replicas`.
 
 Source: Narayanan et al., "Efficient large-scale language model training on GPU clusters using
 Megatron-LM" (2021), section 3, on why tensor parallelism belongs inside a node.
@@ -70,10 +70,10 @@ class Mesh:
 
     Attributes:
         data, pipeline, tensor, context, expert: this rank's process group on each axis.
-        replicas: the group of the ranks that hold the same layers and have other tokens: along
-            data, expert and context.
-        expert_replicas: the group of the ranks that hold the same experts and have other tokens:
-            along data, context and tensor.
+        replicas: the group of the ranks that hold the same layers but process different tokens:
+            along data, expert and context.
+        expert_replicas: the group of the ranks that hold the same experts but process different
+            tokens: along data, context and tensor.
         sizes: the size of each axis, a `Place`.
         place: this rank's coordinate, a `Place`.
         device_mesh: torch's own mesh, for libraries that need one; its dimensions are named like

@@ -1,4 +1,4 @@
-"""How the ranks of a training watch each other: which have ended, and which no longer run.
+"""How the ranks of a training run watch each other: which have ended, and which are silent.
 
 Each rank writes its process id, and then one beat per second, to the store of the default group,
 and watches the beats of the next rank. If that rank is silent for too long, the watching rank
@@ -104,7 +104,7 @@ class Peers:
         self._blame(f"rank {rank} on {host}", pid if namespace == processes.namespace() else None)
 
     def _name_agent(self):
-        """Name the process that started the ranks, where it is this host's."""
+        """Give up on torchrun's store; its process is known if all ranks are on this host."""
         place = "{MASTER_ADDR}:{MASTER_PORT}".format(**os.environ)
         alone = os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]
         self._blame(

@@ -9,10 +9,10 @@ import torch.distributed as dist
 
 
 class SharesGroups:
-    """What holds process groups as attributes, and shares them with its deep copies.
+    """An object that holds process groups as attributes, and shares them with its deep copies.
 
-    Pickling it (`torch.save` of a whole model) fails unless the groups are None: a group is
-    connections of this process. Save the state_dict.
+    Pickling it (`torch.save` of a whole model) fails unless the groups are None: a group is a set
+    of connections of this process. Save the state_dict instead.
     """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

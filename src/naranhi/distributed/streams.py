@@ -34,8 +34,8 @@ def start(
     Args:
         function: what to run; it returns a tensor.
         *tensors: all tensors that the function reads.
-        stream: the side stream, worth keeping for the next call. None runs the function at once on
-            the current stream, which is also what to do without a GPU.
+        stream: the side stream; reuse it in later calls. None runs the function at once on the
+            current stream; pass None without a GPU, too.
 
     Returns:
         A handle, whose `wait()` returns the function's result.

@@ -1,4 +1,4 @@
-"""Where each rank is on a mesh, and what part of a whole tensor it holds."""
+"""Where each rank is on a mesh, and which part of a whole tensor it holds."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Axes:
     """The coordinates of all ranks on a mesh.
 
     Args:
-        mesh: of all ranks of the world. Axes called "data" and "expert" divide the rows of a batch,
+        mesh: a mesh of all ranks. Axes called "data" and "expert" divide the rows of a batch,
             one called "pipeline" the layers; any other may divide the layers or the sequence.
 
     Attributes:
         sizes: {axis: its size}, of the axes that have more than one rank.
-        places: of each rank, its coordinate on each of these axes.
+        places: for each rank, {axis: its coordinate} on these axes.
 
     Raises:
         ValueError: the mesh has more or fewer ranks than the world, or an axis has no name.
@@ -65,11 +65,11 @@ class Axes:
 
     @property
     def place(self) -> dict[str, int]:
-        """This rank's coordinates."""
+        """Return this rank's coordinates."""
         return self.places[dist.get_rank()]
 
     def neighbours(self, *axes: str) -> list[list[int]]:
-        """Return the ranks in lines along some axes: they differ in their coordinates there."""
+        """Return the lines of ranks along some axes; ranks in a line differ only on these axes."""
         lines = {}
         for rank, place in enumerate(self.places):
             rest = tuple((name, at) for name, at in place.items() if name not in axes)
@@ -89,7 +89,7 @@ class Axes:
         by_rows: int,
         layer: nn.Module | None = None,
     ) -> Part:
-        """Return what a layer returned for some rows of the batch as a part of the whole.
+        """Return a layer's output for some rows of the batch as a part of the whole tensor.
 
         A dimension shorter than the whole one is divided over the ranks of an axis: as the layer's
         own `splits` say, or else in contiguous parts (a sequence).
@@ -116,7 +116,7 @@ class Axes:
             cuts.append(lambda tensor: tensor[index])
             slot.append(tuple(rows))
             whole = torch.Size((len(rows), *whole[1:]))
-        elif by_rows:  # as long as a micro-batch by chance: the same in each
+        elif by_rows:  # only by chance as long as a micro-batch: equal in each
             cuts.append(lambda tensor: tensor[:by_rows])
             whole = torch.Size((by_rows, *whole[1:]))
         taken = set()

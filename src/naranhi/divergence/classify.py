@@ -16,8 +16,8 @@ class Held(NamedTuple):
     Args:
         value: the rank's part.
         slot: which part it is.
-        expected: one process's, in float64; None if there is nothing to compare with.
-        allowed: how far they may differ.
+        expected: one process's part, in float64; None if there is nothing to compare with.
+        allowed: the largest distance of two elements that counts as equal.
     """
 
     value: torch.Tensor
@@ -27,7 +27,7 @@ class Held(NamedTuple):
 
     @property
     def wrong(self) -> bool:
-        """Whether the part is not what one process has."""
+        """Return whether the part differs from one process's by more than `allowed`."""
         return self.expected is not None and distance(self.value, self.expected) > self.allowed
 
 
@@ -56,7 +56,7 @@ def factor_between(value: torch.Tensor, expected: torch.Tensor, allowed: float) 
 def classify(held: Mapping[int, Held], axes: Axes) -> tuple[str | None, float | None, str]:
     """Return the axis, the constant factor and a description of what is wrong.
 
-    The description is empty if nothing is: ranks agree up to rounding, and no part is wrong.
+    The description is empty if ranks agree up to rounding and no part is wrong.
 
     Args:
         held: {rank: its part} of the ranks that have a part of the tensor.
@@ -126,9 +126,9 @@ def _disagreement(held, axes, axis):
 
 
 def _axis_of(wrong, held, axes):
-    """Return the only axis on which the wrong ranks are told from the others, or None.
+    """Return an axis whose coordinates separate the wrong ranks from the right ones, or None.
 
-    Where all ranks are wrong, it is the only axis whose ranks compute the tensor together.
+    If all ranks are wrong, return the only axis whose ranks compute the tensor together, or None.
     """
     if len(wrong) == len(held):
         together = [axis for axis in axes.sizes if axis not in ROWS and _several(held, axes, axis)]

@@ -14,15 +14,15 @@ from naranhi.divergence.recorder import Recorder
 from naranhi.divergence.reference import Reference
 from naranhi.divergence.report import Divergence
 
-Rows = list[list[int | None]]  # of each micro-batch, the rows of the whole batch; None: not there
+Rows = list[list[int | None]]  # per micro-batch, indices of rows of the batch; None: not in it
 Candidates = list[list[tuple[int, ...]]]  # the same, with all rows of the batch that are equal
 
 
 def rows_of(records: Recorder, reference: Reference, axes: Axes) -> Candidates | None:
-    """Return which rows of the batch this rank's first layer took, found by what they contain.
+    """Return which rows of the batch this rank's first layer took, identified by their content.
 
-    Each may be any of the batch's rows that are equal to it; `numbered` says which. None if this
-    rank does not run the first layer.
+    Each row comes as a tuple of all rows of the batch that are equal to it; `numbered` chooses one.
+    None if this rank does not run the first layer.
     """
     if not records.inputs:
         return None
@@ -43,13 +43,13 @@ def equal_rows(reference: Reference) -> dict[int, list[int]]:
 
 
 def numbered(candidates: Sequence[Candidates | None], axes: Axes) -> list[Rows | None]:
-    """Return which rows of the batch each rank takes, where equal rows are different ones.
+    """Return which rows of the batch each rank takes, with one index for each of equal rows.
 
     Equal rows are numbered over the ranks that share the batch, in the order of their coordinates,
     and on a rank in its own order. So each is taken once, unless there are too few of them.
 
     Args:
-        candidates: of each rank, what `rows_of` returned there.
+        candidates: for each rank, the result of `rows_of` there.
         axes: where the ranks are on the mesh.
     """
     rows: list[Rows | None] = [None] * len(candidates)
@@ -69,7 +69,7 @@ def _next(equal, used):
 
 
 def _narrowed(candidates, axes):
-    """Return the candidates that are also those of the ranks that must take the same rows.
+    """Return only the candidates shared by all ranks that must take the same rows.
 
     Where sequences are split, a rank sees parts of rows, and different rows may have equal parts.
     """
@@ -113,10 +113,10 @@ def _digests(tensors: Sequence[torch.Tensor]):
 
 
 def wrong_rows(rows: Sequence[Rows | None], reference: Reference, axes: Axes) -> Divergence | None:
-    """Return how the batch was divided wrongly over the ranks, or None.
+    """Return the first error in how the batch is divided over the ranks, or None.
 
     Args:
-        rows: of each rank, its rows, as `numbered` returns them.
+        rows: for each rank, its rows, as `numbered` returns them.
         reference: one process's step.
         axes: where the ranks are on the mesh.
     """
@@ -178,14 +178,14 @@ def of_closest_rows(
     whole: torch.Tensor,
     allowed: float,
 ) -> Part:
-    """Return a gradient by rows as the part of those equal rows to which it is closest.
+    """Return a gradient per row as the part of whichever equal rows it is closest to.
 
-    Nothing in equal rows says which is which, but their targets may differ, and so their gradients.
-    A target that is taken twice shows in the gradients of the parameters.
+    Equal rows look the same, but their targets may differ, and so their gradients. A target that is
+    used twice shows in the gradients of the parameters.
 
     Args:
         part: the gradient, as the part of `rows`.
-        part_of: returns it as the part of other rows.
+        part_of: returns the gradient as the part of given rows.
         rows: the rows as they are numbered.
         equal: as `equal_rows` returns it.
         whole: one process's gradient.

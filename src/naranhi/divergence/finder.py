@@ -1,7 +1,7 @@
-"""Run a step on ranks, and find the first tensor that one process does not have.
+"""Run a step on ranks, and find the first tensor that differs from one process's.
 
 A step goes through phases, and so does the finder: the batch, the forward, the gradients of the
-layers' outputs, those of the parameters, the same as the optimizer receives them, the weights after
+layers' outputs, those of the parameters, these as the optimizer receives them, the weights after
 its step. Within a phase tensors are compared in the order in which they are computed. The first one
 that is wrong is where the bug is, or the last place it passed unseen; all that follow are wrong
 because of it.
@@ -38,7 +38,7 @@ from naranhi.divergence.tolerance import TOLERANCE
 
 
 class Finding(NamedTuple):
-    """How one tensor of one rank compares."""
+    """The comparison of one rank's tensor with one process's, or its digest for other ranks."""
 
     slot: Hashable
     error: float
@@ -55,11 +55,11 @@ def find(
     update: Callable[[Any], object] | None = None,
     scale: float = 1.0,
 ) -> Report:
-    """Run a step on the ranks, and return the first place where it parts from one process.
+    """Run a step on the ranks, and return the first place where it diverges from one process.
 
     Every rank of the world calls this. The step is a real one: it leaves gradients, and with
-    `update` new weights. A rank keeps its own step and the reference on its CPU, and receives of
-    the other ranks their masks, a number for each tensor, and the one tensor that is reported.
+    `update` new weights. A rank keeps its step and the reference on its CPU, and receives from the
+    other ranks their masks, a few numbers for each tensor, and the one tensor that is reported.
 
     If the step draws random numbers (dropout), masks cannot be those of one process. Then the ranks
     are compared with each other, where they must agree and where they must not.
@@ -69,14 +69,14 @@ def find(
             whole), a `Pipeline`, a `Zero`, a `DDP` or torch's. Layers have the names that they have
             in the unsplit model.
         run: `run(model)` runs the forwards and backwards of the step on this rank's rows, with all
-            reductions, so that gradients are those that the optimizer is to have.
+            reductions, so that gradients are those that the optimizer receives.
         reference: as `trace` returns it, of the same weights and the whole batch.
         mesh: the ranks; axes "data" and "expert" divide the rows of the batch. An axis that divides
-            sequences has each rank's positions in a row ("plain" order).
+            sequences gives each rank consecutive positions ("plain" order).
         update: `update(model)` makes an optimizer and steps, as in `trace`.
-        scale: what `run` multiplies the loss by before its backward, if gradients are divided by it
-            afterwards: the number of data ranks for torch's `DistributedDataParallel`, which
-            averages gradients.
+        scale: the factor by which `run` multiplies the loss before its backward, if gradients are
+            divided by it afterwards: the number of data ranks for torch's
+            `DistributedDataParallel`, which averages gradients.
 
     Raises:
         ValueError: raised on every rank. A parameter, or its shape, is not in the reference, or
@@ -143,7 +143,7 @@ def _with_one_process(parts, records, step, reference, rows, axes):
 
 
 def _among_ranks(parts, records, step, reference, rows, axes):
-    """Compare what ranks hold of the same part of a tensor, and the masks that they draw."""
+    """Compare the ranks' copies of the same part of a tensor, and the masks that they draw."""
     if wrong := wrong_masks(records, reference, rows, axes):
         return Report(wrong, 0)
     findings = {
@@ -184,7 +184,7 @@ def _apart(held, axis, what):
 
 
 def _parts(layers, records, step, reference, rows, axes, scale) -> Iterator[tuple[Key, Part]]:
-    """Yield every tensor of this rank that one process has too, as a part of that."""
+    """Yield every tensor of this rank that one process has, too, as a part of the whole one."""
     values, equal = records.values(), equal_rows(reference)
     for key in records.missing():  # where one process has a gradient, autograd was cut
         values[key] = torch.zeros_like(values[key._replace(phase="forward")])
@@ -216,8 +216,8 @@ def _parts(layers, records, step, reference, rows, axes, scale) -> Iterator[tupl
 def _grows_with_rows(value, whole, taken, reference):
     """Return whether an output may be rows times something, such as flattened tokens.
 
-    In several micro-batches of one process they differ, and are not in the reference. In a single
-    one nothing tells them from a table of positions.
+    With several micro-batches in one process such outputs differ, and are not in the reference.
+    With one, nothing distinguishes them from a table of positions.
     """
     return (
         reference.microbatches == 1
@@ -233,7 +233,7 @@ def _finding(key, part, reference):
 
 
 def _order(reference):
-    """Return a function of a key: its place in the order in which one process computes."""
+    """Return a sort key for keys: their places in the order in which one process computes."""
     places = {key: place for place, key in enumerate(reference.values)}
 
     def order(key):
@@ -272,7 +272,7 @@ def _divergence(key, parts, reference, axes, wrong, compared):
 
 
 def _wrong_steps(step, reference, axes):
-    """Return on which ranks an optimizer stepped, or did not, unlike in one process; or None."""
+    """Return the Divergence of ranks that step, or skip a step, unlike one process; or None."""
     stepped = from_all_ranks(step.stepped)
     ranks = tuple(rank for rank, own in enumerate(stepped) if own != reference.stepped)
     if not ranks or (reference.draws and len(set(stepped)) == 1):

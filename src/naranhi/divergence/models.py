@@ -23,8 +23,8 @@ Model = nn.Module | list[nn.Module] | Pipeline | Zero | DDP
 def layers_of(model: Model) -> dict[str, nn.Module]:
     """Return {name in the unsplit model: module} of the layers that this rank runs.
 
-    A layer in a `Recompute` has the name that it has without it. What it computes in a backward is
-    not recorded, so of its gradients only those of its parameters are compared.
+    A layer in a `Recompute` has the same name as without the wrapper. Its recomputation is not
+    recorded, so only its parameters' gradients are compared, not those of its outputs.
     """
     if isinstance(model, Pipeline):
         return {
@@ -47,15 +47,15 @@ def layers_of(model: Model) -> dict[str, nn.Module]:
 def recorded_layers(layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     """Return the layers whose outputs are compared, of those that `layers_of` returned.
 
-    In a mixture of experts rows are those of other ranks' tokens. It is compared by what the layer
-    around it returns, and by the gradients of its router and experts.
+    Inside a mixture of experts, rows may be tokens of other ranks. The mixture is compared by the
+    output of the layer around it, and by the gradients of its router and experts.
     """
     inner = {one for layer in layers.values() if isinstance(layer, MoE) for one in layer.modules()}
     return {name: layer for name, layer in layers.items() if layer not in inner}
 
 
 def copied(model: nn.Module | list[nn.Module]) -> nn.Module | list[nn.Module]:
-    """Return a copy of a model, which shares process groups and what layers keep of a forward."""
+    """Return a copy of a model that shares process groups and the state kept by a forward."""
     return copied_layers(model) if isinstance(model, list) else copied_layers([model])[0]
 
 
@@ -139,9 +139,9 @@ def _gradient(param):
 
 
 def _flat_gradients(zero, named):
-    """Yield the shards of ZeRO's flat gradients: some elements of each parameter, in a row."""
+    """Yield the shards of ZeRO's flat gradients: consecutive elements of each parameter."""
     zero.synchronize()
-    name_of = {}  # without wrappers; a shared parameter has the first
+    name_of = {}  # without wrappers; a shared parameter has its first name
     for name, param in parameters_of(zero).items():
         name_of.setdefault(param, name)
     for flat in zero.flats:

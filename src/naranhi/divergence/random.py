@@ -1,8 +1,8 @@
-"""Random masks, which one process cannot check: ranks draw others. They are compared among ranks.
+"""Random masks: ranks and one process draw different ones, so masks are compared among ranks.
 
 Where the ranks of a group hold the same activations, their masks must be equal, or the activations
-part. Where each holds a part of the activations, masks must not be equal: two heads, or two halves
-of a sequence, would lose the same elements.
+diverge. Where each holds a part of the activations, masks must differ: two heads, or two halves of
+a sequence, would lose the same elements.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LEAST = 32  # elements: two smaller masks may well be equal by chance
 def wrong_masks(
     records: Recorder, reference: Reference, rows: Sequence[Sequence[int]], axes: Axes
 ) -> Divergence | None:
-    """Return the first mask that ranks share and must not, or do not and must; None if all fit.
+    """Return the first mask that is wrongly equal, or wrongly different, on ranks; None if none is.
 
     Args:
         records: this rank's step.
@@ -59,7 +59,7 @@ def _masks(records, reference, rows):
     """Yield {key: (layer, whether the mask is of a part of the activations, mask)}."""
     for top, drawn in records.masks.items():
         each, rest = divmod(len(drawn), len(rows))
-        if rest:  # micro-batches that draw different numbers of masks: which is whose is not known
+        if rest:  # micro-batches draw different numbers of masks: it is unknown which draws which
             continue
         for number, (layer, mask) in enumerate(drawn):
             microbatch, part = divmod(number, each)

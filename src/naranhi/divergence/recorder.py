@@ -1,7 +1,7 @@
-"""Record what every layer returns in a step, the gradient of it, and the random masks it draws.
+"""Record every layer's outputs in a step, their gradients, and the random masks it draws.
 
 The records of a step are copies on the CPU of every layer's outputs and of their gradients: several
-times what a backward saves. So a step to be recorded has a small batch.
+times the memory that autograd saves for a backward. So record a step with a small batch.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ PHASES = "data", "mask", "forward", "backward", "gradient", "norm", "step", "wei
 
 
 class Key(NamedTuple):
-    """Names a tensor of a step.
+    """The name of a tensor of a step.
 
     Args:
         phase: one of `PHASES`.
         layer: the name of a layer, or of a parameter, in the unsplit model.
-        microbatch: its number; 0 for what exists once in a step.
+        microbatch: the micro-batch's number; 0 for a tensor that exists once in a step.
         part: which of the tensors that the layer returns in a micro-batch.
     """
 
@@ -43,7 +43,7 @@ class Recorder:
     Args:
         layers: {name: module}.
         first: the name of the layer that takes the batch; None for the first that is called.
-        masks: whether to record what `bernoulli_` draws, which is what dropout drops.
+        masks: whether to record the masks that dropout draws.
 
     Attributes:
         layers: {name: module}.
@@ -51,10 +51,10 @@ class Recorder:
         inputs: the tensors that each call of the first layer takes, in order.
         outputs: {layer: the tensors that each of its calls returns}.
         gradients: {layer: {(call, number of the tensor): gradient}}.
-        masks: {first part of the layer's name: [(layer, mask) in the order they are drawn]}; what
-            is drawn outside of all layers is left out.
-        expects: (layer, call, number of the tensor) of what autograd may give a gradient.
-        backward_order: the same of the gradients, in the order in which they were computed.
+        masks: {first part of the layer's name: [(layer, mask) in the order they are drawn]}; masks
+            that are drawn outside of all layers are left out.
+        expects: (layer, call, number of the tensor) of each output that may receive a gradient.
+        backward_order: the same for the gradients, in the order in which they were computed.
     """
 
     layers: Mapping[str, nn.Module]
@@ -92,7 +92,7 @@ class Recorder:
 
     @property
     def microbatches(self) -> int:
-        """The number of micro-batches: how often the first layer that was called has been."""
+        """Return the number of micro-batches: the number of calls of the first layer."""
         calls = self.outputs.get(self.first) if self.first in self.outputs else None
         calls = calls or next(iter(self.outputs.values()), [])
         return len(calls)
@@ -115,14 +115,14 @@ class Recorder:
             yield self.key("backward", layer, call, number), gradient
 
     def key(self, phase: str, layer: str, call: int, number: int) -> Key:
-        """Return the key of a call's tensor: a layer may be called often in a micro-batch."""
+        """Return the key of a call's tensor; a micro-batch may call a layer several times."""
         calls = self.outputs[layer]
         uses = max(len(calls) // max(self.microbatches, 1), 1)
         microbatch, use = divmod(call, uses)
         return Key(phase, layer, microbatch, use * len(calls[call]) + number)
 
     def missing(self) -> list[Key]:
-        """Return the keys of outputs that have got no gradient, although autograd was enabled."""
+        """Return the keys of outputs that received no gradient, although autograd was enabled."""
         return [
             self.key("backward", layer, call, number)
             for layer, call, number in sorted(self.expects)
@@ -159,14 +159,14 @@ class Recorder:
             self.backward_order.append((name, call, number))
 
     def _drawn(self, mask):
-        if not self._running:  # such as in a pipeline's trial, which one process does not have
+        if not self._running:  # such as in a pipeline's dry run, which one process does not have
             return
         layer = self._running[-1]
         self.masks.setdefault(layer.split(".")[0], []).append((layer, mask))
 
 
 class Draws(TorchDispatchMode):
-    """Call `record(mask)` for every mask that `bernoulli_` draws in a forward.
+    """A dispatch mode that calls `record(mask)` for every mask that dropout draws in a forward.
 
     Dropout on a CPU draws by `bernoulli_`; a GPU's dropout is one operation that returns the mask.
     """

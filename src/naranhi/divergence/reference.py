@@ -1,10 +1,10 @@
-"""One process's step, in its own precision and in float64: what ranks are compared with.
+"""One process's step, in its own precision and in float64, with which ranks are compared.
 
 How far ranks may be from one process is in `tolerance`.
 
-An optimizer may make much of that: Adam turns a gradient that is zero but for rounding into a
-whole step. So weights may differ, on top of this, by what a step differs whose gradients are all
-moved up, or all down, by as much as they are allowed (`_slack`).
+An optimizer may amplify rounding errors: Adam turns a gradient that is zero except for rounding
+into a full step. So the bound of weights also includes how far the step moves them if all gradients
+are shifted up, or all down, by their bounds (`_slack`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from naranhi.divergence.tolerance import FLOAT64, bound, largest
 
 @dataclass
 class Reference:
-    """What one process computes in a step.
+    """The record of a step in one process.
 
     It holds, for every layer, its outputs and their gradients for the whole batch, in float64, and
     every parameter's gradient and value.
@@ -47,13 +47,13 @@ class Reference:
         values: {key with micro-batch 0: the whole tensor}, in the order of the step.
         noise: {key: the largest distance of this dtype's result from float64's}; of a model in
             float64, that of float32, scaled.
-        bounds: {key: how far a rank's tensor may be from float64's}; see the note at the top.
+        bounds: {key: how far a rank's tensor may be from float64's}; see the note in `tolerance`.
         by_rows: {key: rows of a micro-batch} of the tensors whose first dimension is the batch.
         parameters: {name: the first name of the same parameter}: a tied one has several names.
         layers: the names of the layers.
-        masks: {key: the number of elements of a row of a mask}, and the rows.
-        draws: whether the step draws random numbers: then it cannot be compared with ranks, which
-            draw others, and `find` compares the ranks with each other.
+        masks: {key: the number of a mask's elements for one row of the batch}.
+        draws: whether the step draws random numbers. If so, ranks draw different ones, and `find`
+            compares the ranks with each other.
         stepped: whether an optimizer stepped; None without an update.
     """
 
@@ -84,8 +84,8 @@ def trace(
 ) -> Reference:
     """Run a step in one process, on copies of a model, and return what every layer computed.
 
-    The step is run in the model's dtype and in float64 (in float32 and float64, if that is the
-    model's). Model and random numbers stay as they were.
+    The step is run in the model's dtype and in float64; for a model in float64, in float32 and
+    float64. The model and the states of the random number generators stay as they were.
     Every rank calls this by itself, with the same model and the same whole batch.
 
     Args:
@@ -119,7 +119,7 @@ def trace(
 
 
 class Update:
-    """A step's update, recorded: gradients before it, those handed to the optimizer, weights after.
+    """The record of a step's update: gradients before it and in the optimizer, weights after it.
 
     Args:
         model: the model, or this rank's part of it.
@@ -166,7 +166,7 @@ def _set_random_states(states):
 
 
 def _slack(single, double, update, scale):
-    """Return {parameter: how far weights get if gradients are as wrong as they may be}."""
+    """Return {parameter: how far its weights move if gradients are off by their bounds}."""
     exact, weights, slack = parameters_of(double), [], {}
     allowed = {
         name: scale * bound(param.grad, exact[name].grad)
@@ -248,7 +248,7 @@ def _reference(model, records, own, referee, draws, stepped, slack, scale):
         elif key.phase == "backward":
             continue  # a sum over a micro-batch's rows: its parameters' gradients show it
         elif key.phase == "forward" and not _is_constant(referee[key]):
-            continue  # of a micro-batch as a whole, such as its loss: ranks have others
+            continue  # of a whole micro-batch, such as its loss, which differs on ranks
         whole = torch.cat(parts) if is_batch else parts[0]
         exact = torch.cat(referee[key]) if is_batch else referee[key][0]
         values[key], noise[key], bounds[key] = whole, 0.0, 0.0

@@ -1,4 +1,4 @@
-"""What the finder says: the first place where ranks part from one process, in words."""
+"""The finder's result: the first place where ranks diverge from one process, in words."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ class Divergence:
     Attributes:
         phase: "data", "mask", "forward", "backward", "gradient", "norm", "step" or "weights".
         layer: the name of the layer, or of the parameter, in the unsplit model.
-        microbatch: its number, on each rank; 0 for what exists once in a step.
+        microbatch: the micro-batch's number on each rank; 0 for a tensor that a step has once.
         ranks: the ranks where it is wrong.
-        axis: the axis of the mesh along which ranks differ, or over which a factor or a missing sum
-            points, or whose ranks, all wrong, compute the tensor together; None if it is not one
-            axis's.
+        axis: the mesh axis along which ranks differ (or miss a sum), whose size is the factor (or
+            its inverse), or whose ranks, all wrong, compute the tensor together; None if no single
+            axis explains the error.
         what: how the ranks differ, in words.
         error: the largest distance of an element from one process.
         allowed: the largest distance that rounding explains.
-        factor: by what constant factor the ranks' tensors differ from one process's; None if none.
+        factor: the constant factor between the ranks' tensors and one process's; None if none.
         wrong: how many of the phase's tensors are wrong on some rank.
         compared: how many of the phase's tensors were compared.
     """
@@ -60,13 +60,13 @@ MEANS = {
 
 @dataclass(frozen=True)
 class Report:
-    """What `find` returns, the same on every rank.
+    """The result of `find`, the same on every rank.
 
     Attributes:
-        divergence: the first place where the ranks part from one process; None if there is none.
+        divergence: the first place where ranks diverge from one process; None if there is none.
         compared: how many tensors were compared, over all ranks.
-        margin: the largest distance of any of them, in units of what is allowed: below 1 if there
-            is no divergence.
+        margin: the largest ratio of a tensor's distance to its bound: at most 1 if there is no
+            divergence.
     """
 
     divergence: Divergence | None

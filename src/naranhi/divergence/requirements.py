@@ -1,4 +1,4 @@
-"""What the ranks must have in common with one process before their steps are compared."""
+"""Checks that ranks and one process have the same model before their steps are compared."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def require_same_model(
     Args:
         model: this rank's part of the model.
         reference: one process's step.
-        update: what `find` was given.
+        update: as passed to `find`.
 
     Raises:
         ValueError: a parameter, or its shape, is not in the reference, or none of the ranks has it;

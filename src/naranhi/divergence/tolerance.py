@@ -3,10 +3,10 @@
 # Note [Where the tolerance comes from]
 Two correct ways to compute a tensor differ by rounding: sums are taken in another order. How far
 rounding takes a tensor from its exact value depends on its dtype, on the length of the sums and on
-how terms cancel, and cannot be told from the tensor itself. So it is measured: one process computes
-the step in its dtype and once more in float64, and the largest distance between the two is the
-noise of that tensor. The ranks may be `TOLERANCE` times as far from float64, plus one rounding of
-the tensor's largest element (a tensor whose noise is 0 by luck).
+how terms cancel, and cannot be derived from the tensor. So it is measured: one process computes the
+step in its dtype and once more in float64, and the largest distance between the two is the noise of
+that tensor. The ranks may be `TOLERANCE` times as far from float64, plus one rounding of the
+tensor's largest element (for a tensor whose noise is 0 by chance).
 
 A model in float64 would be its own referee, with no noise at all. Its step is computed in float32
 instead, whose noise is scaled by the ratio of the two roundings (`FLOAT64`).
@@ -24,7 +24,7 @@ TOLERANCE = 16.0  # correct meshes stay below 4 times the noise, and wrong ones 
 
 
 def bound(own: torch.Tensor, exact: torch.Tensor) -> float:
-    """Return how far a rank's tensor may be from the exact one, by how far one process's is.
+    """Return the allowed distance of a rank's tensor from the exact one, from one process's.
 
     Args:
         own: the tensor of one process, in the dtype of the training.

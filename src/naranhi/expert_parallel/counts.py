@@ -1,13 +1,13 @@
-"""The small message before tokens travel: what each rank's tokens chose, and whether all is well.
+"""The small message before tokens travel: each rank's choices, and whether any rank has failed.
 
 Each rank contributes one row of float64, which all ranks gather:
 
     how often its tokens chose each expert, by choice    experts x top_k
     the sum of its tokens' probabilities of each expert  experts
-    a sign of its circumstances, or that it has failed   1
+    a checksum of its circumstances, or -1 if it failed  1
 
-A rank whose tokens are wrong sends its row as well. So no rank waits for one that has raised an
-error, and no token leaves before all ranks know that all is well.
+A rank with invalid tokens sends its row as well. So no rank waits for a rank that has raised an
+error, and no token is sent before every rank knows that none has failed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from naranhi.distributed import from_all_ranks
 
-FAILED = -1.0  # the sign of a rank that raises an error
+FAILED = -1.0  # instead of the checksum, on a rank that raises an error
 NOT_FINITE = "tokens, or the router's weights, are NaN or infinite"
 
 
@@ -30,22 +30,22 @@ def gather_counts(
     group: dist.ProcessGroup | None,
     replicas: dist.ProcessGroup | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the counts of all ranks, and the sum of their probabilities.
+    """Return the counts of all ranks, and the sum of all ranks' probabilities.
 
     Args:
         counts: this rank's `count_choices`, (experts, top_k).
         sums: the sum of this rank's tokens' probabilities, (experts).
-        circumstances: what has to be the same on every rank in this step, in words.
+        circumstances: a description of what must be the same on every rank in this step.
         group: the ranks over which the experts are divided.
         replicas: the ranks with copies of the same experts, or None.
 
     Returns:
         counts of shape (sources, experts, top_k), in which the ranks of the first copy come first;
-        sums of shape (experts), in float64. Both are on the CPU, which decides by them what to
-        send: a GPU is waited for here, and not once for each question.
+        sums of shape (experts), in float64. Both are on the CPU, which derives from them what to
+        send: it waits for the GPU here, once, and not for each decision.
 
     Raises:
-        ValueError: on every rank, if a rank has failed, has other circumstances, or has a
+        ValueError: on every rank, if a rank has failed, has different circumstances, or has a
             probability that is NaN.
     """
     sign = zlib.crc32(circumstances.encode())
@@ -68,10 +68,10 @@ def report(
     group: dist.ProcessGroup | None,
     replicas: dist.ProcessGroup | None,
 ) -> None:
-    """Raise ValueError on every rank, because this one has a problem: instead of `gather_counts`.
+    """Raise ValueError on every rank for this rank's problem; call it instead of `gather_counts`.
 
     Args:
-        problem: what is wrong here.
+        problem: what is wrong on this rank.
         columns: the length of the counts and the sums together.
         device: where messages are sent from.
         group: the ranks over which the experts are divided.

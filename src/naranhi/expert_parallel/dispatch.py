@@ -7,11 +7,11 @@ message is needed, and all ranks decide alike.
 # Note [Who is dropped]
 
 With a capacity, an expert takes the first choices of all ranks' tokens before any second choice,
-and among equals the tokens of rank 0 first, in their order. One process with all the tokens, one
-rank's after the other's, decides the same.
+and among equal choices the tokens of rank 0 first, in order. One process with the tokens of all
+ranks, concatenated in rank order, decides the same.
 
-Source: Lepikhin et al., "GShard" (2021), algorithm 1, for first choices before second ones (there
-each rank fills a capacity of its own).
+Source: Lepikhin et al., "GShard" (2021), algorithm 1, for first choices before second ones (in
+GShard each rank fills its own capacity).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Plan(NamedTuple):
     """What a rank does with the choices of its tokens.
 
     Args:
-        order: the choices to send, sorted by expert; choice `c` of token `t` is
-            number `c * tokens + t`, (rows sent).
+        order: the indices of the choices to send, sorted by expert, (rows sent); choice `c` of
+            token `t` has index `c * tokens + t`.
         sent: the number of rows for each rank of the group.
         received: the rows from each rank for each expert of this rank, (ranks, own experts).
         dropped: how many choices of this rank's tokens find their expert full.

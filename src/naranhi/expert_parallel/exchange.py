@@ -18,8 +18,8 @@ def exchange_rows(
 ) -> torch.Tensor:
     """Send the first `sent[0]` rows to rank 0, the next `sent[1]` to rank 1, and so on.
 
-    The backward sends gradients the other way. A rank that neither sends nor receives a row still
-    calls this function, and calls backward.
+    The backward sends gradients the other way. A rank that neither sends nor receives a row must
+    still call this function, and run its backward.
 
     Args:
         rows: (rows, ...), of the same dtype and the same trailing sizes on every rank.
@@ -31,8 +31,8 @@ def exchange_rows(
         The rows of rank 0, then those of rank 1, and so on.
 
     Raises:
-        ValueError: the numbers are not those of the rows or of the group; raised before anything is
-            sent.
+        ValueError: `sent` does not sum to the number of rows, or a list does not have one number
+            per rank; raised before anything is sent.
     """
     ranks = dist.get_world_size(group)
     if sum(sent) != len(rows) or not len(sent) == len(received) == ranks:
@@ -67,7 +67,7 @@ class ExchangeFunction(Function):
 
 
 def reorder(rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """Return `rows[order]` for a permutation; the backward reorders back, and adds nothing.
+    """Return `rows[order]` for a permutation; the backward inverts it, and needs no sums.
 
     Args:
         rows: (rows, ...).

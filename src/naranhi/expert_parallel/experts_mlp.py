@@ -1,4 +1,4 @@
-"""A mixture of experts in the place of a block's MLP, with its auxiliary loss."""
+"""A mixture of experts in place of a block's MLP, with its auxiliary loss."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from naranhi.tensor_parallel.sequence_gradients import mark_sequence_module
 
 
 class ExpertsMLP(SharesGroups, nn.Module):
-    """A mixture of experts where a block has its MLP.
+    """A mixture of experts in place of a block's MLP.
 
     Args:
         moe: the mixture of experts.
-        coefficient: what the auxiliary loss is multiplied with where each forward adds it to the
-            loss by itself, as the stages of a pipeline and recomputed blocks need it; None where
-            `auxiliary_loss` is added to the loss. The backward does not see by what the loss was
-            multiplied: see the attribute.
-        tensor: a tensor group, whose ranks have the same tokens; each takes its part of the
-            sequence to the experts. None without one, or where tokens are divided already.
+        coefficient: the factor of the auxiliary loss if the layer itself adds it to the model's
+            loss, as the stages of a pipeline and recomputed blocks need; None if the caller adds
+            `auxiliary_loss` instead. The backward does not see a scale of the loss: see the
+            attribute.
+        tensor: a tensor group, whose ranks have the same tokens; each sends its part of the
+            sequence to the experts. None without such a group, or if tokens are already split.
 
     Attributes:
         coefficient: read in each forward. With a scaled loss (`precision.LossScaler`, with its
             `finite` all-reduced; not `torch.amp.GradScaler`: see `tensor_parallel.parallelize`),
             set it before each step to the coefficient x the scale, in all these layers; otherwise
-            unscaling divides the gradient of the auxiliary loss away.
+            unscaling makes the gradient of the auxiliary loss too small.
         auxiliary: the auxiliary loss of the last forward.
     """
 
@@ -52,7 +52,7 @@ class ExpertsMLP(SharesGroups, nn.Module):
         self.moe, self.coefficient, self.tensor, self.auxiliary = moe, coefficient, tensor, None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy has, or a pickle: not the last forward's loss, which has a graph."""
+        """Return the state for a copy or a pickle, without the last loss, which has a graph."""
         return self.__dict__ | {"auxiliary": None}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -96,8 +96,8 @@ def in_place_of_mlp(
     Args:
         moe: the mixture of experts.
         coefficient: see `ExpertsMLP`.
-        tensor: the tensor group, or None without one. Its ranks have the router's gradients of
-            their tokens only, which `tensor_parallel.sum_sequence_gradients` sums.
+        tensor: the tensor group, or None without one. Each rank has the router's gradient
+            of its own tokens only, which `tensor_parallel.sum_sequence_gradients` sums.
         sequence: whether activations will be split, too.
     """
     if tensor:
@@ -108,10 +108,10 @@ def in_place_of_mlp(
 def require_copies_on(
     tensor: dist.ProcessGroup | None, replicas: dist.ProcessGroup | None
 ) -> dist.ProcessGroup | None:
-    """Return the tensor group, or None if it is of one rank.
+    """Return the tensor group, or None if it has one rank.
 
     Raises:
-        ValueError: `replicas` lacks ranks of it.
+        ValueError: `replicas` lacks ranks of the tensor group.
     """
     if not tensor or dist.get_world_size(tensor) == 1:
         return None
@@ -125,14 +125,14 @@ def require_copies_on(
 
 
 def auxiliary_loss(model: nn.Module) -> torch.Tensor:
-    """Return the sum of the auxiliary losses of the last forward, the same on every rank.
+    """Return the layers' summed auxiliary losses of the last forward, the same on every rank.
 
     Args:
         model: a module made of the layers that `add_experts` or `divide_experts` returned.
 
     Raises:
         RuntimeError: there has been no forward, or no layer has experts; or routers are trained by
-            this loss, and the forward had no graph, as that of a recomputed block.
+            this loss, and the forward had no graph, as in a recomputed block.
     """
     mlps = [module for module in model.modules() if isinstance(module, ExpertsMLP)]
     if not mlps or any(mlp.auxiliary is None for mlp in mlps):

@@ -31,7 +31,7 @@ def add_experts(
     seed: int | None = None,
     own: Collection[int] | None = None,
 ) -> list[nn.Module]:
-    """Replace the MLP of every second block of `models.gpt2`, in place, and return the layers.
+    """Replace every second MLP of `models.gpt2` by experts, in place, and return the layers.
 
     An expert is as wide as the MLP was. The MLP's weights and its dropout are lost.
 
@@ -46,12 +46,12 @@ def add_experts(
         replicas: see `MoE`.
         coefficient: see `ExpertsMLP`.
         tensor: the tensor group over which `tensor_parallel.parallelize` will split what is left.
-            Its ranks have copies of the experts, and other tokens: `replicas` must have them. With
-            `sequence` or without, each of its ranks has the routers' gradients of its tokens only:
-            call `tensor_parallel.sum_sequence_gradients` once per step.
-        sequence: whether it will split the activations, too.
-        seed: from it and its number each block has a seed of its own, so that its experts are the
-            same whichever others are drawn; None for torch's generator.
+            Its ranks have copies of the experts, and different tokens: `replicas` must have them.
+            With `sequence` or without, each of its ranks has the routers' gradients of its tokens
+            only: call `tensor_parallel.sum_sequence_gradients` once per step.
+        sequence: whether `parallelize` will split the activations, too.
+        seed: gives each block a seed by its number, so that a block's experts do not depend on
+            which other blocks are drawn; None for torch's generator.
         own: the indices of the layers that this rank will keep; only these get experts. All ranks
             of the group, and of `replicas`, have to name the same ones. None for all layers.
 

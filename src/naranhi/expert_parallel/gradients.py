@@ -37,9 +37,9 @@ def sum_gradients(model: nn.Module, everyone: dist.ProcessGroup | None = None) -
     """Sum each gradient over the ranks that hold the parameter, in place.
 
     The gradients of experts are summed over the layer's `replicas` (without replicas, not at all:
-    the layer's group has other experts). Those of routers and of everything else are summed over
+    no other rank has these experts). Those of routers and of everything else are summed over
     all ranks. Call it once per step, after the last backward, on every rank. A gradient that is
-    missing counts as zero, because a rank may have no token. One that is missing on all of them
+    missing counts as zero, because a rank may have no token. A gradient missing on all these ranks
     stays None, so that an optimizer leaves the parameter alone, as in one process.
 
     Gradients are summed and not averaged: divide the loss by the count of the whole step, as in
@@ -51,8 +51,8 @@ def sum_gradients(model: nn.Module, everyone: dist.ProcessGroup | None = None) -
             the default group. On a mesh with a tensor axis, those with the same place on it.
 
     Raises:
-        ValueError: ranks of `everyone` hold other shards of a tensor parallel layer; raised before
-            anything is sent.
+        ValueError: ranks of `everyone` hold different shards of a tensor-parallel layer; raised
+            before anything is sent.
         RuntimeError: a parameter is trained on some of the ranks that hold it, and frozen on
             others; raised on every rank, before any gradient is summed. Also if a parameter belongs
             to a `DDP` or `Zero`, which sums its gradient.
@@ -61,11 +61,11 @@ def sum_gradients(model: nn.Module, everyone: dist.ProcessGroup | None = None) -
 
 
 def sum_over_copies(model: nn.Module, replicas: dist.ProcessGroup | None) -> None:
-    """Do as `sum_gradients`, where None means that no other rank holds what is no expert.
+    """Do as `sum_gradients`; None means that only experts have copies on other ranks.
 
     Args:
         model: this rank's model, after its backward.
-        replicas: the ranks that hold everything but experts alike, such as `Mesh.replicas`.
+        replicas: the ranks that hold the same parameters outside experts, such as `Mesh.replicas`.
 
     Raises:
         ValueError: see `sum_gradients`.
@@ -132,7 +132,7 @@ def _list(ranks):
 
 
 def _require_same_shards(model, group):
-    """Raise ValueError if ranks of the group hold other shards than this one, experts aside."""
+    """Raise ValueError if a rank of the group holds different shards, experts aside."""
     ranks = {*dist.get_process_group_ranks(group)} - {dist.get_rank()}
     for name, module in model.named_modules():
         if isinstance(module, ShardedModule) and module.splits and not isinstance(module, MoE):

@@ -21,7 +21,7 @@ def grouped_mm(rows: torch.Tensor, weights: torch.Tensor, sizes: Sequence[int]) 
         sizes: the number of rows of each expert; their sum is the number of rows.
 
     Raises:
-        ValueError: the sizes are not those of the rows or of the weights.
+        ValueError: the sizes do not sum to the rows, or are not one per expert.
     """
     if sum(sizes) != len(rows) or len(sizes) != len(weights):
         raise ValueError(

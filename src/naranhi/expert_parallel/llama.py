@@ -1,8 +1,8 @@
 """Mixtures of experts of Llama's kind (Mixtral, Qwen3-MoE), divided over ranks.
 
 `models.llama` leaves a mixture as transformers has it, with all experts on every rank. Here a `MoE`
-takes its place, with the same weights under names of its own: products are `x @ up` there, and
-`x @ gate_up_proj.T` in transformers, so that each expert is transposed.
+takes its place, with the same weights under different names. `MoE` computes `x @ up`, transformers
+`x @ gate_up_proj.T`, so each expert is transposed.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def divide_experts(
 ) -> list[nn.Module]:
     """Divide the experts of the sparse blocks of `models.llama`, in place, and return the layers.
 
-    Together the ranks compute what the layers did, up to rounding. Where a rank raises an error,
-    all layers are as they were.
+    Together the ranks compute what the layers did, up to rounding. If a rank raises an error,
+    all layers stay unchanged.
 
     Args:
         layers: the layers of `models.llama`, the same on every rank. On the meta device they have
@@ -52,8 +52,8 @@ def divide_experts(
         capacity_factor: see `MoE`.
         replicas: see `MoE`.
         coefficient: see `ExpertsMLP`. (Transformers adds the configuration's `router_aux_loss_coef`
-            times one loss of all blocks together, if `output_router_logits` is set. It is `top_k` x
-            the mean of these losses if all blocks divide their choices in the same way.)
+            times one loss of all blocks together, if `output_router_logits` is set. That loss is
+            `top_k` x the mean of these losses if all blocks choose in the same proportions.)
         tensor: see `add_experts`.
         sequence: see `add_experts`.
 
@@ -75,7 +75,7 @@ def divide_experts(
 
 
 def _sparse(layers):
-    """Return the indices of the blocks with experts, of which nothing would be lost."""
+    """Return the indices of the blocks with experts; raise ValueError if anything would be lost."""
     blocks = [n for n, layer in enumerate(layers) if isinstance(layer, LlamaBlock) and layer.sparse]
     if not blocks:
         raise ValueError(f"among {len(layers)} layers there is no block with experts")
@@ -103,7 +103,7 @@ def _divided(mixture, **options):
         experts.num_experts,
         router.top_k,
         gate=experts.act_fn,
-        normalize=getattr(router, "norm_topk_prob", True),  # Mixtral's always are
+        normalize=getattr(router, "norm_topk_prob", True),  # Mixtral always does
         device="meta",
         **options,
     )
@@ -118,16 +118,16 @@ def _divided(mixture, **options):
 
 
 def divided_state(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return whole weights of `models.llama` with names and layout of `divide_experts`.
+    """Return whole weights of `models.llama` with the names and layout of `divide_experts`.
 
     Args:
-        state: {name: whole tensor}; what is not of a mixture stays as it is.
+        state: {name: whole tensor}; tensors outside mixtures stay as they are.
     """
     return _renamed(state, THEIRS)
 
 
 def undivided_state(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return whole weights after `divide_experts` as `models.llama` has them: the inverse.
+    """Return whole weights with the names and layout of `models.llama`: undo `divided_state`.
 
     Args:
         state: {name: whole tensor}, such as from `checkpoint.consolidated_state_dict`.

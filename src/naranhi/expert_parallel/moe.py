@@ -26,7 +26,7 @@ class MoE(ShardedModule):
 
     An expert is `gelu(x @ up) @ down`, or with `gate` an MLP with a gate,
     `(gate(x @ a) * (x @ b)) @ down`, where `up` is a and b side by side. Rank r of the group holds
-    experts r * experts / ranks and following. Make the layer with the same seed on every rank:
+    the r-th block of `experts / ranks` experts. Make the layer with the same seed on every rank:
     every rank draws all experts, one after the other, and keeps its own, so the weights are the
     same on any number of ranks.
 
@@ -49,12 +49,12 @@ class MoE(ShardedModule):
             of the step's choices, where `tokens` counts those of all ranks; the other choices are
             dropped and add nothing to the output. None drops nothing.
         replicas: the ranks that hold a copy of the same experts and train them together; None for
-            no copies. Every rank needs as many as the others.
-        gate: the activation of the experts' gates, such as `nn.SiLU()`; None for experts without.
-        normalize: whether the gates of a token's experts add up to 1; by default if there are
-            several. See `route`.
-        device: where the weights are; "meta" for a layer without values, which
-            `tensor_parallel.materialize` gives it.
+            no copies. Every rank needs the same number of replicas.
+        gate: the activation of the experts' gates, such as `nn.SiLU()`; None for no gate.
+        normalize: whether the weights of a token's experts sum to 1; by default only if `top_k` is
+            above 1. See `route`.
+        device: where the weights are; "meta" for a layer without values, which then
+            come from `tensor_parallel.materialize`.
 
     Attributes:
         up, down: the experts of this rank, (own experts, hidden, ffn), or with `gate` twice as
@@ -67,8 +67,8 @@ class MoE(ShardedModule):
     Raises:
         ValueError: on every rank, before anything else is sent: ranks passed different arguments or
             have different routers, or copies are not equal; a size is not a whole number of at
-            least 1; `top_k` is above `experts`; the ranks do not divide the experts; the capacity
-            is nothing.
+            least 1; `top_k` is above `experts`; the ranks do not divide the experts; or
+            `capacity_factor` is not a positive, finite number.
         TypeError: `gate` is not a module.
     """
 
@@ -126,8 +126,8 @@ class MoE(ShardedModule):
     def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the layer's output for this rank's tokens, and the auxiliary loss of the step.
 
-        Every rank of the group, and of `replicas`, calls it at the same time, a rank without tokens
-        too, and runs a backward through the output.
+        Every rank of the group and of `replicas` must call it at the same time, even without
+        tokens, and must run a backward through the output.
 
         Args:
             tokens: this rank's tokens, (tokens, hidden), in the dtype of the weights, or under
@@ -135,13 +135,13 @@ class MoE(ShardedModule):
 
         Returns:
             The output, (tokens, hidden), in the dtype in which experts compute, and the
-            `balancing_loss` over the tokens of all ranks, which is the same on every rank. A loss
-            of this rank's tokens alone would be another number: see there.
+            `balancing_loss` over the tokens of all ranks, which is the same on every rank. The mean
+            of the ranks' separate losses would be different: see `balancing_loss`.
 
         Raises:
-            ValueError: on every rank, before a token is sent: on some rank `tokens` has another
-                shape or dtype than the layer, or is NaN or infinite; or ranks differ in dtype, or
-                in whether tokens, or else experts, need a gradient.
+            ValueError: on every rank, before a token is sent: on some rank `tokens` does not match
+                the layer's shape, dtype or device, or holds NaN or infinity; or ranks differ in
+                dtype, in grad mode, or in whether tokens, or else experts, need a gradient.
         """
         shape_only = isinstance(tokens, torch.Tensor) and tokens.is_meta
         if shape_only or isinstance(tokens, FakeTensor):  # nothing is sent
@@ -168,8 +168,8 @@ class MoE(ShardedModule):
     def _circumstances(self, tokens):
         """Return what decides which messages a forward and its backward exchange."""
         needs = "need a gradient"
-        # Where nothing is recorded, a tensor says so or not by how it was made.
-        if torch.is_grad_enabled() and not tokens.requires_grad:  # then outputs do if experts do
+        # Under no_grad, requires_grad depends on how a tensor was made, so it is not compared.
+        if torch.is_grad_enabled() and not tokens.requires_grad:  # experts decide then
             trained = self.up.requires_grad or self.down.requires_grad
             needs = f"do not need a gradient, experts are {'trained' if trained else 'frozen'}"
         recorded = "recorded" if torch.is_grad_enabled() else "not recorded"
@@ -192,7 +192,7 @@ class MoE(ShardedModule):
         return torch.zeros_like(tokens).index_add(0, token, rows * gates[:, None])
 
     def run_experts(self, rows: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
-        """Return the results of rows that come sorted by sender, then by expert, in that order.
+        """Run the experts on rows sorted by sender, then expert; return results in that order.
 
         Args:
             rows: the rows that arrived, (rows, hidden).

@@ -1,4 +1,4 @@
-"""The router: which experts a token goes to, with which weights, and a loss that balances them.
+"""The router: which experts a token goes to, with which weights, and a loss to balance experts.
 
 Sources: Shazeer et al., "Outrageously large neural networks: the sparsely-gated mixture-of-experts
 layer" (2017), for the top k of a softmax; Fedus, Zoph and Shazeer, "Switch Transformers" (2022),
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 
 class Router(nn.Linear):
-    """From a token to one logit for each expert: a linear layer in float32 at least.
+    """A linear layer from a token to one logit for each expert, in float32 or wider.
 
     In bfloat16, as under autocast, rounding would change which experts are the most probable.
 
@@ -55,9 +55,8 @@ def route(logits: torch.Tensor, top_k: int, normalize: bool | None = None) -> Ro
     Args:
         logits: the router's output, (tokens, experts).
         top_k: the number of experts of a token.
-        normalize: whether the gates of a token are its experts' probabilities divided by their sum,
-            or these probabilities. By default they are divided if there are several: one gate that
-            is always 1 would have no gradient.
+        normalize: whether a token's gates are divided by their sum. By default only if `top_k` is
+            above 1: a single gate would always be 1, and have no gradient.
     """
     # In float32 at least: rounding to bfloat16 would change which expert is the most probable.
     wide = torch.promote_types(logits.dtype, torch.float32)
@@ -76,8 +75,8 @@ def balancing_loss(choices: torch.Tensor, probabilities: torch.Tensor, tokens: i
     It is 1 if tokens are spread evenly, and up to `experts / top_k` if not. The shares come from
     counts and have no gradient, so the gradient lowers the probability of experts with many tokens.
 
-    The product makes this a function of the *whole* step. The mean of the losses of two halves is
-    another number: two halves that each prefer another expert are balanced together, and not alone.
+    Because of the product, compute it over the *whole* step. The mean of the losses of two halves
+    is different: two halves that prefer different experts are balanced only when taken together.
 
     Args:
         choices: how many times each expert was chosen in the step, (experts).

@@ -45,8 +45,8 @@ class Part(NamedTuple):
 def parts(root: Path = ROOT) -> list[Part]:
     """Return the parts of this machine that compute, store and connect, the nearest first.
 
-    A part that the system does not report is missing. Of the cores only those count on which this
-    process may run, and a core with two hardware threads counts once.
+    A part that the system does not report is missing. Only cores on which this process may run
+    count, and a core with two hardware threads counts once.
 
     Args:
         root: the folder that contains /proc and /sys.
@@ -59,7 +59,7 @@ def parts(root: Path = ROOT) -> list[Part]:
 
 
 def _core(cpu, root):
-    """Return what the hardware threads of one core have in common."""
+    """Return a key that all hardware threads of one core share."""
     siblings = Path(root, f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
     return siblings.read_text() if siblings.exists() else cpu
 
@@ -135,7 +135,7 @@ def topology() -> str | None:
 
 
 def copy_seconds(sizes: list[int], device: torch.device | str = CPU) -> dict[int, float]:
-    """Return the seconds of copying a tensor within a device's memory, by its size in bytes."""
+    """Return the seconds to copy a tensor within a device's memory, by its size in bytes."""
     source = torch.ones(max(sizes), dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
 
@@ -162,7 +162,7 @@ def product_seconds(
         inner: the number of columns of the first factor, and of rows of the second.
         columns: the number of columns of the second factor.
         device: where to multiply.
-        dtype: of both factors and of the product.
+        dtype: the dtype of both factors and of the product.
     """
     weights = torch.randn(inner, columns, device=device, dtype=dtype)
 

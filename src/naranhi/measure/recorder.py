@@ -1,4 +1,4 @@
-"""What each rank did and when, measured: the same Timeline that `schedules.simulate` computes.
+"""Record what each rank does and when, as the Timeline that `schedules.simulate` computes.
 
 Each rank records the start and end of every action on its own clock; waiting is not recorded.
 Afterwards the ranks align their clocks. Ranks on one machine read the same clock. Between machines
@@ -137,7 +137,7 @@ def write_trace(timeline: Timeline, path: str | Path, unit: float | Fraction = 1
     """Write a timeline, measured or simulated, as a trace with a row for each rank.
 
     The file is JSON in Chrome's "Trace Event Format", which https://ui.perfetto.dev and
-    chrome://tracing open.
+    chrome://tracing can open.
 
     Args:
         timeline: the timeline to write.

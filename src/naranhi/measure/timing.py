@@ -66,7 +66,7 @@ def interleaved(
 
 
 def _settle():
-    """Wait for the GPU, if this process uses one: asking it would make a context on the first."""
+    """Wait for the GPU, if this process uses one; otherwise waiting would create a CUDA context."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
 

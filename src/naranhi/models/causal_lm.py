@@ -1,4 +1,4 @@
-"""A language model as a list of layers, whichever its kind, and back."""
+"""A language model of any supported kind as a list of layers, and back."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def causal_lm(
         dropout: a probability; by default the configuration's. Only GPT-2 has dropout.
 
     Raises:
-        OSError: if the weights are neither here nor can be fetched; it says what to do.
-        ValueError: if the model is of another kind, or has no dropout and is to have one.
+        OSError: if the weights are not on disk and cannot be fetched; the error says what to do.
+        ValueError: if the model is of another kind, or `dropout` is given and the model has none.
     """
     config, given = name_or_config, "the configuration"
     if isinstance(name_or_config, str | os.PathLike):
@@ -53,7 +53,7 @@ def is_gpt2(config: PreTrainedConfig) -> bool:
 
 
 def is_mixture(config: PreTrainedConfig) -> bool:
-    """Return whether this is the configuration of a model of which some block has experts."""
+    """Return whether this is the configuration of a model with experts in some block."""
     if config.model_type not in EXPERTS or not config.num_experts:
         return False
     dense, step = getattr(config, "mlp_only_layers", ()), getattr(config, "decoder_sparse_step", 1)
@@ -62,11 +62,11 @@ def is_mixture(config: PreTrainedConfig) -> bool:
 
 
 def require_kind(config: PreTrainedConfig, given: str, dropout: float | None = None) -> None:
-    """Raise ValueError for a configuration of which `causal_lm` makes nothing.
+    """Raise ValueError for a configuration that `causal_lm` does not support.
 
     Args:
         config: the configuration.
-        given: what it is, for the message.
+        given: how the message names the configuration's source.
         dropout: as in `causal_lm`.
     """
     if is_gpt2(config):
@@ -86,7 +86,7 @@ def transformers_model(
 
     Args:
         state: see `gpt2_model`.
-        config: the model's configuration, which says of which kind it is.
+        config: the model's configuration, which determines the kind of model.
         tied: whether embedding and head are one parameter.
 
     Raises:

@@ -1,11 +1,11 @@
 """A language model that is built without values, which each rank then makes for its layers only.
 
-A model that is cut because it fits no rank cannot be built whole on each of them, either. So its
-layers are built on torch's meta device, where a tensor has a shape and no memory, and are cut
+A model that is cut because it does not fit on one rank cannot be built whole on a rank, either. So
+its layers are built on torch's meta device, where a tensor has a shape and no memory, and are cut
 there. Then a rank makes the values of its layers, one whole layer at a time.
 
-Each layer is drawn with a seed of its own. So its values are the same wherever it is, and no rank
-draws the layers of others (except a rank with a tied head, which draws the embedding as well).
+Each layer is drawn with its own seed. So its values are the same on any rank, and no rank draws
+other ranks' layers (except a rank with a tied head, which draws the embedding as well).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class DeferredLM:
-    """A language model as layers on the meta device, and the values of each, when asked for.
+    """A language model as layers on the meta device, and the values of each layer on request.
 
         model = DeferredLM(config)
         layers = parallelize(model.layers, gpt2_plan(), group)  # mixtures first: divide_experts
@@ -49,9 +49,9 @@ class DeferredLM:
         config: the model's configuration.
 
     Raises:
-        OSError: if the weights are neither here nor can be fetched; it says what to do.
-        ValueError: if the model is of another kind, or has no dropout and is to have one; or its
-            files are damaged, not safetensors, or have other weights.
+        OSError: if the weights are not on disk and cannot be fetched; the error says what to do.
+        ValueError: if the model is of another kind, or `dropout` is given and it has none; or its
+            files are damaged, not safetensors, or have different weights.
     """
 
     layers: list[nn.Module]
@@ -86,15 +86,15 @@ class DeferredLM:
     def values(
         self, number: int, seed: int = 0, experts: range | None = None
     ) -> dict[str, torch.Tensor]:
-        """Return the weights of a layer, whole, by their names in the state_dict of all layers.
+        """Return a layer's whole weights, {name in the state_dict of all layers: tensor}.
 
         Torch's generator is left as it was.
 
         Args:
             number: the index of the layer.
-            seed: of random weights.
-            experts: which experts to return if the layer has a mixture; all if None. Of random
-                ones all are drawn nevertheless.
+            seed: the seed of random weights.
+            experts: which experts to return if the layer has a mixture; all if None. Random
+                experts are all drawn nevertheless.
         """
         layer = self._whole[number]
         make = partial(self._read, experts=experts)
@@ -102,14 +102,14 @@ class DeferredLM:
             make = partial(self._drawn, experts=experts, seed=seed)
         if not (self.config.tie_word_embeddings and hasattr(layer, "lm_head")):
             return make(number)
-        # Its head is the embedding, and begins as a copy of it if the layers are untied.
+        # The head is the embedding, or begins as a copy of it if the layers are untied.
         state = {}
         for name, _ in layer.named_children():
             state |= make(number, name) if name != "lm_head" else {}
         return state | {f"{number}.lm_head.weight": make(0, "wte")["0.wte.weight"]}
 
     def fingerprint(self) -> torch.Tensor:
-        """Return a digest of a sample of the files, by which ranks see if they read the same."""
+        """Return a digest of a sample of the files; ranks that read the same files agree on it."""
         return self._saved.fingerprint() if self._saved else torch.zeros(0)
 
     def _shapes(self):
@@ -131,13 +131,13 @@ class DeferredLM:
         return state
 
     def _drawn(self, number, part="", experts=None, seed=0):
-        """Return random values of a layer, or of its first part."""
+        """Return random values of a layer, or of `part`, which must be the part drawn first."""
         layer = copy.deepcopy(self._whole[number].get_submodule(part))
         for module in layer.modules():
             for name, param in module.named_parameters(recurse=False):
                 setattr(module, name, nn.Parameter(torch.empty_like(param, device="cpu")))
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed_of(seed, number))  # and no GPU's
+            torch.default_generator.manual_seed(seed_of(seed, number))  # not a GPU's
             layer.apply(self._model._init_weights)  # as transformers does with a new model
         some = slice(None) if experts is None else slice(experts.start, experts.stop)
         return {

@@ -56,7 +56,7 @@ class GPT2Embedding(nn.Module):
         if length > positions:
             raise ValueError(f"{length} tokens in a row, but the model has {positions} positions")
         position = torch.arange(length, device=tokens.device).unsqueeze(0)
-        # Torch looks up no rows by integers shorter than 32 bits.
+        # Torch's embedding takes only int32 and int64.
         hidden = self.drop(self.wte(tokens.long()) + self.wpe(position))
         return hidden if mask is None else (hidden, mask)
 
@@ -172,10 +172,10 @@ def gpt2(
             folder written by `save_pretrained`.
         tied: see `gpt2_layers`.
         dropout: a probability; by default the configuration's (0.1).
-        attention: "sdpa" (torch's fused one) or "eager" (a product, a softmax and a product).
+        attention: "sdpa" (torch's fused attention) or "eager" (a product, a softmax and a product).
 
     Raises:
-        OSError: if the weights are neither here nor can be fetched; it says what to do.
+        OSError: if the weights are not on disk and cannot be fetched; the error says what to do.
         ValueError: if the model found is not a GPT-2, or for another kind of attention.
     """
     from transformers import GPT2LMHeadModel
@@ -203,7 +203,7 @@ def gpt2_layers(model: GPT2LMHeadModel, tied: bool = True) -> list[nn.Module]:
     Args:
         model: the model.
         tied: keep one parameter for embedding and head, as in the model: the first and the last
-            layer then hold the same object. With False, the head has a copy of its own.
+            layer then hold the same object. With False, the head gets a separate copy.
 
     Returns:
         2 + blocks layers. Each but the last returns the hidden state (batch, sequence, hidden), in

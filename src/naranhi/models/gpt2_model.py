@@ -22,13 +22,13 @@ def gpt2_model(
 ) -> GPT2LMHeadModel:
     """Return a `transformers.GPT2LMHeadModel` with the weights of layers that `gpt2` has returned.
 
-    The model is in evaluation mode, and uses the state's own memory. Torch's generator is left as
+    The model is in evaluation mode, and shares the state's memory. Torch's generator is left as
     it was.
 
     Args:
         state: the layers' state_dict, `nn.ModuleList(layers).state_dict()`, or what
             `checkpoint.consolidated_state_dict` returns.
-        config: the model's configuration, which remains as it is.
+        config: the model's configuration, which is not changed.
         tied: whether embedding and head are one parameter.
 
     Raises:
@@ -57,12 +57,12 @@ def require_state(
     head: str,
     what: str,
 ) -> None:
-    """Raise unless a state has the tensors of these layers.
+    """Raise ValueError unless a state has the tensors of these layers.
 
     Args:
         state: the state; it may lack the head of a model that is tied.
         layers: {name: a tensor of the shape that it should have}.
-        embedding: the name of the embedding that is also the head; None if they are two.
+        embedding: the name of the embedding that is also the head; None if they are separate.
         head: the name of the head.
         what: the kind of model, for the error.
 

@@ -38,7 +38,7 @@ def fetching(what: str, advice: str) -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep the libraries of the hub quiet: no bars, no warnings about each attempt."""
+    """Keep the hub's libraries quiet: no progress bars, no warnings about each attempt."""
     from huggingface_hub.utils import (
         are_progress_bars_disabled,
         disable_progress_bars,

@@ -1,4 +1,4 @@
-"""Llama's layers, of which a list is cut into stages.
+"""Llama as a list of layers, to be cut into stages.
 
 A block differs from GPT-2's in five ways. RMSNorm has no mean and no bias. Positions are not
 embedded, but rotate queries and keys. Several heads of queries share one head of keys and values.
@@ -6,8 +6,8 @@ The MLP multiplies two products, one of them through an activation. And most mod
 have no biases.
 
 Queries, keys and values are one matrix product here, and so are the two that the MLP multiplies:
-fewer and larger products, and with tensor parallelism one all-reduce of the input's gradient in
-place of three, or two.
+fewer and larger products, and with tensor parallelism one all-reduce of the input's gradient
+instead of three, or two.
 
 Sources: Touvron et al., "LLaMA" (2023), section 2.2; Zhang and Sennrich, "Root mean square layer
 normalization" (2019); Shazeer, "GLU variants improve Transformer" (2020).
@@ -52,7 +52,7 @@ class LlamaEmbedding(nn.Module):
     def __init__(self, wte: nn.Embedding, config: PreTrainedConfig) -> None:
         super().__init__()
         self.wte, self.config = wte, config
-        # Within a window, attention to the last tokens only is attention to all.
+        # In a sequence no longer than the window, windowed attention is full attention.
         self._limits = {"max_position_embeddings": config.max_position_embeddings}
         if window := getattr(config, "sliding_window", None):
             self._limits["sliding_window"] = window
@@ -77,12 +77,12 @@ class LlamaEmbedding(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """The product of two linear functions of x, one through an activation, and another of that.
+    """A gated MLP: down(activation(gate(x)) * up(x)).
 
     Args:
         gate_up: (..., hidden) to (..., 2 x inner): the gate, then what it multiplies.
         down: (..., inner) to (..., hidden).
-        activation: of the gate.
+        activation: the activation of the gate.
     """
 
     gate_up: nn.Module

@@ -23,13 +23,13 @@ def llama_model(
 ) -> PreTrainedModel:
     """Return a model of `transformers` with the weights of layers that `llama` has returned.
 
-    The model is in evaluation mode. It uses the state's own memory, except for queries, keys and
+    The model is in evaluation mode. It shares the state's memory, except for queries, keys and
     values and for experts, which are copies. Torch's generator is left as it was.
 
     Args:
         state: the layers' state_dict, `nn.ModuleList(layers).state_dict()`, or what
             `checkpoint.consolidated_state_dict` returns.
-        config: the model's configuration, which remains as it is.
+        config: the model's configuration, which is not changed.
         tied: whether embedding and head are one parameter; by default as the configuration says.
 
     Raises:

@@ -20,7 +20,7 @@ from naranhi.models.weight_names import by_group, head_size
 if TYPE_CHECKING:
     from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
 
-# As `model_type` in a config.json has them.
+# The values of `model_type` in a config.json.
 KINDS = "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"
 KIND = "a model of Llama's kind (Llama, Mistral, Qwen2, Qwen3, Mixtral, Qwen3-MoE)"
 
@@ -36,7 +36,7 @@ def llama_config(
 ) -> LlamaConfig:
     """Return a configuration of Llama, by default of 12 blocks so small that a CPU trains them.
 
-    As in `gpt2_config`, narrower hidden states are drawn with larger weights.
+    As in `gpt2_config`, narrower models are initialized with larger weights.
 
     Args:
         vocabulary: the number of tokens in the vocabulary.
@@ -78,8 +78,8 @@ def llama(
         tied: see `llama_layers`.
 
     Raises:
-        OSError: if the weights are neither here nor can be fetched; it says what to do.
-        ValueError: if the model is of another kind, or these layers do not compute what it does.
+        OSError: if the weights are not on disk and cannot be fetched; the error says what to do.
+        ValueError: if the model is of another kind, or not supported by these layers.
     """
     from transformers import AutoModelForCausalLM
 
@@ -97,18 +97,18 @@ def llama_layers(model: PreTrainedModel, tied: bool = True) -> list[nn.Module]:
     """Return the layers of a `transformers.LlamaForCausalLM`, or of a relative.
 
     Their results are the model's, up to rounding. Embedding, head, norms and mixtures of experts
-    have the model's parameters; the other weights are copies. A weight put together of several is
-    trained if one of these is.
+    have the model's parameters; the other weights are copies. A joined weight is trained if
+    any of its parts is.
 
-    Mixtures of experts run the kernels of transformers. These do not compute in float64, and not
-    without values, as a pipeline does when it finds out the shapes of its messages. If you need
+    Mixtures of experts run the kernels of transformers. These support neither float64 nor
+    tensors without values, with which a pipeline infers the shapes of its messages. If you need
     either, divide the experts first, on a group of one rank if need be
     (`expert_parallel.divide_experts`).
 
     Args:
         model: the model.
         tied: whether embedding and head stay one parameter, if they are in the model: the first and
-            the last layer then hold the same object. With False, the head has a copy of its own.
+            the last layer then hold the same object. With False, the head gets a separate copy.
 
     Returns:
         2 + blocks layers. Each but the last returns the hidden state (batch, sequence, hidden), in
@@ -116,14 +116,14 @@ def llama_layers(model: PreTrainedModel, tied: bool = True) -> list[nn.Module]:
         (batch, sequence, vocabulary).
 
     Raises:
-        ValueError: the model is of another kind, or has dropout, or angles of rotation that depend
-            on a sequence's length.
+        ValueError: the model is of another kind, or has dropout, router noise, or rotation
+            angles that depend on a sequence's length.
     """
     return _layers(model, tied, taking=False)
 
 
 def _layers(model, tied, taking):
-    """Do `llama_layers`; if `taking`, the model loses its blocks, or memory would hold it twice."""
+    """Do as `llama_layers`; `taking` pops the model's blocks, so memory holds each only once."""
     config, body, head = model.config, model.model, model.lm_head
     _require_supported(config)
     if not tied and head.weight is body.embed_tokens.weight:
@@ -131,7 +131,7 @@ def _layers(model, tied, taking):
         head = nn.Linear(head.in_features, head.out_features, bias=False, device="meta")
         head.weight = nn.Parameter(weight.detach().clone(), weight.requires_grad)
     angles = body.rotary_emb
-    if angles.inv_freq.is_meta:  # what is computed, and not loaded, would be lost
+    if angles.inv_freq.is_meta:  # computed, not loaded: it needs values now
         with torch.device("cpu"):
             angles = type(angles)(config)
     rotary = Rotary(angles.inv_freq, angles.attention_scaling)
@@ -169,7 +169,7 @@ def _require_supported(config):
 
 
 def _block(layer, rotary):
-    """Return the block of a decoder layer of transformers."""
+    """Return the `LlamaBlock` of a decoder layer of transformers."""
     attention, mlp = layer.self_attn, layer.mlp
     groups = attention.config.num_key_value_heads
     kinds = [attention.q_proj, attention.k_proj, attention.v_proj]
@@ -194,7 +194,7 @@ def _block(layer, rotary):
 
 
 def _gated(mlp):
-    """Return the MLP of one of transformers."""
+    """Return the `GatedMLP` of an MLP of transformers."""
     return GatedMLP(
         _joined([mlp.gate_proj, mlp.up_proj], torch.cat),
         _joined([mlp.down_proj], torch.cat),
@@ -203,7 +203,7 @@ def _gated(mlp):
 
 
 def _joined(linears, join):
-    """Return the linear layer whose outputs are those of several, in the order of `join`."""
+    """Return the linear layer whose outputs are those of `linears`, in the order of `join`."""
     outputs = sum(linear.out_features for linear in linears)
     bias = linears[0].bias is not None
     joined = nn.Linear(linears[0].in_features, outputs, bias=bias, device="meta")
@@ -216,7 +216,7 @@ def _joined(linears, join):
 
 
 def _norm(norm):
-    """Return torch's RMSNorm, in one operation, with the parameter of one of transformers."""
+    """Return torch's RMSNorm, a fused operation, with the parameter of a norm of transformers."""
     own = nn.RMSNorm(norm.weight.shape, norm.variance_epsilon, device="meta")
     own.weight = norm.weight
     return own

@@ -16,7 +16,7 @@ def visible_tokens(
         device: where the tensor is made.
 
     Returns:
-        A tensor of bool, (length, length) or (batch, 1, length, length): True where the token of
+        A bool tensor, (length, length) or (batch, 1, length, length): True where the token of
         the row sees the token of the column.
     """
     visible = torch.ones(length, length, dtype=torch.bool, device=device).tril()

@@ -1,6 +1,6 @@
 """Layers of any speed: real arithmetic, then a wait, as if each rank had a device of its own.
 
-With fewer cores than ranks, a step's time only shows how the cores were shared. Units: seconds.
+With fewer cores than ranks, a step's time would only show how cores were shared. Units: seconds.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Paced(Splittable):
         weight_grad: the seconds of the weights' part; by default half of `backward`.
 
     Attributes:
-        late: how often the arithmetic was slower, which lengthened the time; it should stay 0.
+        late: how often the arithmetic took longer than the given time; it should stay 0.
 
     Raises:
         ValueError: for a time that is negative or not finite.
-        TypeError: for a layer that returns anything else.
+        TypeError: for a layer that returns anything but tensors or tuples of tensors.
     """
 
     def __init__(

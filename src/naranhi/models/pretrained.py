@@ -22,16 +22,16 @@ BLOCK = re.compile(r"(?:transformer\.|model\.)?(?:h|layers)\.(\d+)\.")  # in the
 def pretrained(
     name: str, kinds: Collection[str], what: str, options: Mapping[str, Any] | None = None
 ) -> PreTrainedModel:
-    """Return a trained model with a head for the next token, its weights in float32.
+    """Return a trained model with an LM head, its weights in float32.
 
     Args:
-        name: on the Hugging Face hub, or a folder written by `save_pretrained`.
+        name: a name on the Hugging Face hub, or a folder written by `save_pretrained`.
         kinds: what its `model_type` may be.
         what: those kinds in words, such as "a GPT-2".
-        options: what takes the place of values in its configuration.
+        options: values that replace those of its configuration.
 
     Raises:
-        OSError: the weights are neither here nor can be fetched; it says what to do.
+        OSError: the weights are not on disk and cannot be fetched; the error says what to do.
         ValueError: the model is of another kind, or its files are damaged or lack weights.
     """
     from transformers import AutoModelForCausalLM
@@ -50,15 +50,15 @@ def pretrained(
 
 
 def configuration(name: str, what: str = "model") -> PreTrainedConfig:
-    """Return the configuration of a model, by its name on the hub, or a folder, or a config.json.
+    """Return the configuration of a model, by its name on the hub, a folder or a config.json.
 
     Args:
-        name: the name.
+        name: the name or path.
         what: what is to be made of it, in words.
 
     Raises:
-        OSError: it is neither here nor can be fetched; it says what to do.
-        ValueError: it cannot be read.
+        OSError: the configuration is not on disk and cannot be fetched; the error says what to do.
+        ValueError: the configuration cannot be read.
     """
     with fetching(f"configuration of {name!r}", advice(name)):
         return _config(name, what)
@@ -74,11 +74,11 @@ def _config(name, what):
 
 
 def require_blocks(config: PreTrainedConfig, given: str) -> None:
-    """Raise ValueError for a model without a block, or without a head.
+    """Raise ValueError for a model without blocks or without attention heads.
 
     Args:
         config: the configuration.
-        given: what it is, for the message.
+        given: how the message names the configuration's source.
     """
     blocks, heads = config.num_hidden_layers, config.num_attention_heads
     if min(blocks, heads) < 1:
@@ -91,14 +91,14 @@ def advice(name: str) -> str:
         return "That folder was not written by save_pretrained, or not completely."
     if os.path.isfile(name):
         return "That file is no config.json."
-    if name.startswith((".", "/", "~")) or name.endswith(".json"):  # no name on the hub
+    if name.startswith((".", "/", "~")) or name.endswith(".json"):  # not a name on the hub
         return "There is no such file or folder."
     return f"{offline(name)} Or do without: the default is a small GPT-2 with random weights."
 
 
 @contextmanager
 def readable(source: str, what: str) -> Iterator[None]:
-    """Raise ValueError, in a line, for what transformers cannot make a model of.
+    """Turn every error in the block but OSError into a ValueError with a one-line cause.
 
     Args:
         source: what the block reads, such as "the weights of 'folder'".
@@ -108,7 +108,7 @@ def readable(source: str, what: str) -> Iterator[None]:
         yield
     except OSError:  # of the hub, or of a file that is not there
         raise
-    except Exception as error:  # of many libraries' own kinds
+    except Exception as error:  # libraries raise many types
         cause = str(error).strip().partition("\n")[0]
         kind = what.removeprefix("a ")
         raise ValueError(
@@ -119,10 +119,10 @@ def readable(source: str, what: str) -> Iterator[None]:
 def require_all_weights(
     name: str, model: PreTrainedModel, report: Mapping[str, Collection[str]]
 ) -> None:
-    """Raise ValueError if weights are missing, which would be random, or are of further blocks.
+    """Raise ValueError for missing weights, which would be random, and for unknown ones in blocks.
 
     Args:
-        name: of the model.
+        name: the model's name.
         model: the model.
         report: the names of "missing_keys" and of "unexpected_keys".
     """

@@ -16,12 +16,12 @@ from naranhi.models.masks import visible_tokens
 class Rotary:
     """The angles by which a position rotates queries and keys.
 
-    They are computed in float32, whatever the model's dtype: as a buffer they would be cast with
-    it, and a position of some thousands has no exact value in 16 bits.
+    They are computed in float32, whatever the model's dtype: a buffer would be cast with the
+    model, and a position in the thousands has no exact value in 16 bits.
 
     Args:
         frequencies: radians per position, (head size / 2,).
-        scale: what the rotated values are multiplied by; 1 but for some long contexts (YaRN).
+        scale: what the rotated values are multiplied by; 1 except for some long contexts (YaRN).
     """
 
     frequencies: torch.Tensor
@@ -54,15 +54,15 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 class RotaryAttention(nn.Module):
     """Causal attention with rotary positions, of groups of heads that share keys and values.
 
-    It reads the numbers of heads and of positions from what `qkv` returns, which may be those of
-    this rank.
+    The numbers of heads and of positions come from the output of `qkv`, which may hold only this
+    rank's.
 
     Args:
         groups: the number of heads of keys and values.
         queries: the number of heads of queries that share a head of keys and values.
         head_size: the size of a head.
         qkv: (..., hidden) to (..., groups x (queries + 2) x head size): for each group its heads of
-            queries, its key and its value. So a contiguous part has whole groups.
+            queries, its key and its value. So a contiguous shard has whole groups.
         proj: (..., heads x head size) to (..., hidden).
         rotary: the angles of positions.
         q_norm: a norm of each head of queries, or None.
@@ -94,15 +94,15 @@ class RotaryAttention(nn.Module):
         self.qkv, self.proj, self.q_norm, self.k_norm = qkv, proj, q_norm, k_norm
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the attention's output, (batch, sequence, hidden) as x, without masked tokens."""
+        """Return the attention's output, (batch, sequence, hidden); masked tokens are not seen."""
         groups = self.qkv(x).unflatten(-1, (-1, self.queries + 2, self.head_size))
         # Each is (batch, heads, sequence, head size), with fewer heads of keys and values.
         q, k, v = (
             part.flatten(2, 3).transpose(1, 2) for part in groups.split((self.queries, 1, 1), 3)
         )
         if self.q_norm is not None:
-            # In the weights' dtype: autocast leaves a norm to what it is given, and torch fuses
-            # none of two dtypes.
+            # In the weights' dtype: autocast does not cast a norm's input, and torch does not
+            # fuse a norm of two dtypes.
             q, k = (
                 norm(part.to(norm.weight.dtype))
                 for norm, part in ((self.q_norm, q), (self.k_norm, k))
@@ -118,7 +118,7 @@ class RotaryAttention(nn.Module):
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return the values that the queries attend to."""
+        """Return the attention's output for each head, in the shape of q."""
         if mask is not None:
             mask = visible_tokens(q.shape[2], mask, q.device)
         return F.scaled_dot_product_attention(

@@ -23,14 +23,14 @@ class SavedWeights:
     """The weights in the safetensors files of a model; nothing but their headers is read at first.
 
     Args:
-        name: on the Hugging Face hub, or a folder written by `save_pretrained`.
+        name: a name on the Hugging Face hub, or a folder written by `save_pretrained`.
         model: the model of `transformers`, which may be on the meta device.
         shapes: {name in the files: shape} of all its weights.
-        what: what it is, in words, such as "a GPT-2".
+        what: the kind of model, in words, such as "a GPT-2".
 
     Raises:
-        OSError: the files are neither here nor can be fetched; it says what to do.
-        ValueError: they are damaged, or not safetensors, or have other weights than the model.
+        OSError: the files are not on disk and cannot be fetched; the error says what to do.
+        ValueError: the files are damaged, not safetensors, or differ from the model's weights.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class SavedWeights:
         return torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
 
     def _tie(self, name, model):
-        """Let embedding and head have the weight that one of them has; refuse two different ones.
+        """Read the embedding from the head if the files lack it; refuse a head that differs.
 
         Raises:
             ValueError: they differ.
@@ -107,10 +107,10 @@ class SavedWeights:
 
 
 def _files(name):
-    """Return the paths of a model's files, fetched if need be."""
+    """Return the paths of a model's files, fetched if necessary."""
     from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
-    if_there = {"_raise_exceptions_for_missing_entries": False}  # and not if the hub is unreachable
+    if_there = {"_raise_exceptions_for_missing_entries": False}  # but raises if the hub is down
     if single := cached_file(name, SAFE_WEIGHTS_NAME, **if_there):
         return [single]
     index = cached_file(name, SAFE_WEIGHTS_INDEX_NAME, **if_there)

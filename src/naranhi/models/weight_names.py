@@ -1,7 +1,7 @@
-"""Which weights in the files of a model each weight of the layers is made of, by name.
+"""The names of the weights in a model's files that make up each weight of the layers.
 
-GPT-2's layers have its weights as they are. Llama's join those of matrices with the same input, and
-those of all experts. (Files have each expert by itself; in memory `transformers` joins them, too.)
+GPT-2's layers have its weights unchanged. Llama's layers join matrices with the same input, and all
+experts. (In the files each expert is separate; in memory `transformers` joins the experts, too.)
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ BLOCK = {
     "mlp.gate_up": ["mlp.gate_proj", "mlp.up_proj"],
     "mlp.down": ["mlp.down_proj"],
 }
-EXPERTS = {  # a kind's name of a mixture, and of the products of an expert: gate, up and down
+EXPERTS = {  # by model_type, names of: a mixture; an expert's gate, up and down
     "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
     "qwen3_moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
 }
 
 
 def sources(name: str, config: PreTrainedConfig, experts: Iterable[int] | None = None) -> list[str]:
-    """Return the names in a model's files of what a weight of the layers is made of.
+    """Return the names, in a model's files, of the weights that make up a weight of the layers.
 
     Args:
         name: as in `nn.ModuleList(layers).state_dict()`.
@@ -54,7 +54,7 @@ def sources(name: str, config: PreTrainedConfig, experts: Iterable[int] | None =
 
 
 def joined(name: str, tensors: list[torch.Tensor], config: PreTrainedConfig) -> torch.Tensor:
-    """Return a weight of the layers, made of those of `sources`.
+    """Join the weights named by `sources` into a weight of the layers.
 
     Args:
         name: the name of the weight.
@@ -70,7 +70,7 @@ def joined(name: str, tensors: list[torch.Tensor], config: PreTrainedConfig) -> 
 
 
 def parted(name: str, tensor: torch.Tensor, config: PreTrainedConfig) -> list[torch.Tensor]:
-    """Return what a weight of the layers is made of: the inverse of `joined`.
+    """Split a weight of the layers into the weights that make it up: the inverse of `joined`.
 
     Args:
         name: the name of the weight.

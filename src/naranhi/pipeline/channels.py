@@ -6,13 +6,13 @@ other message: on a shared NCCL communicator it would hold up the sends issued a
 started and not waited for.
 
 # Note [Receives ahead]
-On a CPU two receives of a channel are posted ahead, so that there is room for a message while the
-one before it waits to be taken. On a GPU one is: it is posted when the one before it is taken, so
-it still arrives while that one is processed. A second receive would be a kernel that waits for the
-first. A GPU starts the kernels of all its streams from few queues in the order in which they were
-launched (from a single one with CUDA_DEVICE_MAX_CONNECTIONS=1, as Megatron-LM wants it): behind a
-kernel that cannot start yet no other starts, also not those that the sender is waiting for. (Of a
-message of several tensors each is a kernel of its own: there keep more queues than one.)
+On a CPU two receives of a channel are posted ahead, so that a message can arrive while the message
+before it waits to be taken. On a GPU one receive is: it is posted when the message before it is
+taken, so the next message still arrives while that one is processed. A second receive would be a
+kernel that waits for the first. A GPU starts the kernels of all its streams from a few queues, in
+launch order (from a single queue with CUDA_DEVICE_MAX_CONNECTIONS=1, as Megatron-LM requires): no
+kernel starts behind one that cannot start yet, not even a kernel that the sender is waiting for.
+(Each tensor of a message is a separate kernel: with several tensors, use more than one queue.)
 Source: NVIDIA, "CUDA programming guide", "CUDA environment variables".
 
 # Note [The first steps between GPUs]
@@ -41,7 +41,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 import torch.distributed as dist
 
-BY_CPU = 2  # see [The first steps between GPUs]; an optimizer's second update runs other kernels
+BY_CPU = 2  # see [The first steps between GPUs]; an optimizer's second update runs new kernels
 
 
 def carrier(device: torch.device, earlier: int) -> torch.device:
@@ -68,8 +68,8 @@ def ahead(device: torch.device) -> int:
 class Sender:
     """The sending end of a channel; a message is a list of tensors, which may be empty.
 
-    The constructor sends a first message without meaning. Where that makes the connection (NCCL),
-    the connection would otherwise be made while its two ranks also wait for others.
+    The constructor sends a dummy message, at which NCCL connects the two ranks. Otherwise they
+    would connect within a step, while they also wait for other ranks.
 
     Args:
         group: the process group of the channel.
@@ -110,7 +110,7 @@ class Sender:
     def close(self) -> None:
         """Drop the group, and end the thread.
 
-        The thread may wait for a peer that is gone, until the deadline.
+        The thread may wait for a peer that is gone, until the group's timeout.
         """
         self.group = None
         self.pending.clear()

@@ -20,9 +20,9 @@ from torch.utils._pytree import tree_leaves
 
 
 def tried(trial: Callable[[bool], Any]) -> Any:
-    """Return what `trial(hiding)` returns; without hiding for layers that use `torch.func`.
+    """Return `trial(True)`, with hiding, or `trial(False)` if a layer uses `torch.func`.
 
-    Its transforms take no hooks for saved tensors.
+    The transforms of `torch.func` do not support hooks for saved tensors.
     """
     try:
         return trial(True)
@@ -34,10 +34,10 @@ def tried(trial: Callable[[bool], Any]) -> Any:
 
 @contextmanager
 def without_a_trace(hiding: bool = True) -> Iterator[None]:
-    """Shield Python's random numbers, autocast, the compiler and hooks for saved tensors.
+    """Shield Python's random state, autocast, the compiler and saved-tensor hooks from a trial.
 
     Args:
-        hiding: whether to shield hooks for saved tensors, which takes other such hooks.
+        hiding: whether to shield hooks for saved tensors, by pushing other such hooks.
     """
     random_state = random.getstate()
     with ExitStack() as stack:

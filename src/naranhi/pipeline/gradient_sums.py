@@ -41,7 +41,7 @@ def sum_gradients(
 
 
 def has_parts(stage: nn.Module) -> bool:
-    """Return whether a tensor group may have gradients of this stage in part.
+    """Return whether ranks may hold only a part of a gradient of this stage.
 
     Args:
         stage: a stage with weights of its own.
@@ -55,7 +55,7 @@ def has_parts(stage: nn.Module) -> bool:
 
 
 def sum_before_update(stage: nn.Module) -> None:
-    """Sum what tensor ranks and copies of experts have in part, before an update within a step.
+    """Sum partial gradients over tensor ranks and experts' copies, before an update within a step.
 
     Args:
         stage: a stage with weights of its own.

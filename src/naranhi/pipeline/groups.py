@@ -1,4 +1,4 @@
-"""The process groups of a pipeline: made on all ranks at once, and let go of with it."""
+"""The process groups of a pipeline: created on all ranks at once, and destroyed with it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def key_of(
 ) -> tuple[tuple[int, ...], Hashable]:
     """Return the key of a purpose's process group: its ranks in the world, and the purpose.
 
-    The group for agreement numbers its ranks as the pipeline does, which may have an order of its
-    own (`new_group(..., sort_ranks=False)`). The others number them as the world does.
+    The group for agreement numbers its ranks as the pipeline does, which may differ from the
+    world's order (`new_group(..., sort_ranks=False)`). Other groups use the world's order.
 
     Args:
         purpose: AGREEMENT, a Channel, or the ranks that share a parameter.
@@ -38,7 +38,7 @@ def new_groups(
     """Create this rank's process groups, unless something is wrong on any rank of the world.
 
     Every rank of the world calls this. Torch creates a group on all ranks at once, members or not,
-    and in one order, so every rank creates the groups of all pipelines.
+    and in the same order, so every rank creates the groups of all pipelines.
 
     Args:
         local: what this rank was given for its pipeline, by name; empty for a rank in no pipeline.
@@ -127,7 +127,7 @@ def let_go(users: Sequence[Any], groups: dict[Any, dist.ProcessGroup]) -> None:
     learn of a failure.
 
     Args:
-        users: what keeps a group, and has a method `close` that drops it.
+        users: objects that keep a group, and drop it in their method `close`.
         groups: the groups; emptied.
     """
     for group in groups.values():

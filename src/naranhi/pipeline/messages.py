@@ -1,4 +1,4 @@
-"""The messages of a step on one rank: which end of which channel has the next one."""
+"""The messages of a step on one rank, and the channel ends that send and receive them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Messages:
                 )
 
     def expect(self, takes: Sequence[StageSignature], earlier: int) -> None:
-        """Begin a step: post receives for what will come.
+        """Begin a step: post receives for the messages that will come.
 
         Args:
             takes: the signature before each virtual stage.

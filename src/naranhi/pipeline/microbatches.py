@@ -18,7 +18,7 @@ class Microbatches:
     Raises:
         TypeError: the inputs or targets are not tensors with a first dimension, or tuples of such
             tensors.
-        ValueError: `number` does not divide that dimension; a list of counts has another length; or
+        ValueError: `number` does not divide that dimension; a list of counts has a wrong length; or
             a tensor requires a gradient, which it would not receive.
 
     Attributes:

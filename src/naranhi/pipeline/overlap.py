@@ -22,17 +22,17 @@ Tensors = list[torch.Tensor]
 def in_threads(
     forward: Callable[[], Tensors], backward: Callable[[], Tensors]
 ) -> tuple[Tensors, Tensors]:
-    """Run a forward in a thread of its own and a backward in this one; return both results.
+    """Run a forward in a new thread and a backward in this thread; return both results.
 
     The forward has the caller's grad mode, inference mode, autocast and stream. Both use the random
-    numbers of one generator, and on a GPU one stream. So dropout draws other masks from run to run,
-    and kernels of the two do not overlap: there, pass `Pipeline` a function that uses two streams.
+    numbers of one generator, and on a GPU one stream. So dropout masks differ from run to run, and
+    kernels of the two do not overlap: there, pass `Pipeline` a function that uses two streams.
     Layers that communicate need one process group for forwards and another for backwards, because
     ranks must call the collectives of a group in one order.
 
     A recomputation (`autograd.Recompute`) waits until the forward is over, because it restores the
     generator from which the forward draws. So recomputed layers must not communicate, and overlap
-    less. Torch's own checkpoints do not wait: there, use layers that draw nothing.
+    less. `torch.utils.checkpoint` does not wait: use it only with layers that draw nothing.
     """
     inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
     kinds, stream = ["cpu"], nullcontext()

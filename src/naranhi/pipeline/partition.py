@@ -40,8 +40,8 @@ def cut(
             same size unless a balance is given.
 
     Raises:
-        ValueError: the stages cannot have the same size but must, there are more stages than
-            layers, or the balance does not add up.
+        ValueError: the stages must have the same size but cannot, there are more stages than
+            layers, or the balance is not `stages` positive sizes that sum to the number of layers.
     """
     if balance is None and chunks > 1 and len(layers) % stages:
         raise ValueError(
@@ -110,7 +110,7 @@ def check_kinds(
 
 
 def _shares_tokens(layers):
-    """Return the name of a mixture whose experts have tokens of ranks outside of a tensor group."""
+    """Return the name of a mixture that gets tokens from outside its tensor group, or None."""
     for number, layer in enumerate(layers):
         for name, module in layer.named_modules():
             if isinstance(module, MoE):
@@ -123,7 +123,7 @@ def _shares_tokens(layers):
 
 
 def check_values(parts: Sequence[Sequence[nn.Module]], placement: Sequence[int], rank: int) -> None:
-    """Raise ValueError for a layer of this rank that has no values; those of other ranks may.
+    """Raise ValueError if a layer of this rank has no values; other ranks' layers need none here.
 
     Args:
         parts: the layers of each stage.

@@ -2,7 +2,7 @@
 
 A rank goes through its row of the schedule (`row.Row`). It receives the message that an action
 needs, runs the action (`stage`), and sends the message that follows (`messages`). No schedule
-mentions one; `schedules.check` says why none can block. Source: Huang et al., "GPipe" (2019).
+mentions messages; `schedules.check` says why none can block. Source: Huang et al., "GPipe" (2019).
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Pipeline:
             pipeline.step(inputs, targets, count)
             optimizer.step()
 
-    Make it on every rank of the world at the same time, each in its own pipeline (several pipelines
-    may exist side by side), and close it. A rank that is in no pipeline calls
+    Create it on every rank of the world at the same time, each in its own pipeline (several may
+    exist side by side), and close it at the end. A rank that is in no pipeline calls
     `join_group_creation`. Errors are raised on every rank, before anything of the model is sent.
 
     Args:
@@ -55,9 +55,9 @@ class Pipeline:
             rank keeps only its own. A parameter that is used on several ranks is *tied*: each has a
             copy, and each receives the sum of all copies' gradients, so that they stay equal. Each
             layer that uses it must have it as a registered parameter.
-        schedule: as `naranhi.schedules` makes them, for as many ranks as the group has.
+        schedule: a schedule of `naranhi.schedules`, for as many ranks as the group has.
         loss_fn: `loss_fn(output, targets)` of a micro-batch, a scalar: the *sum* over its valid
-            tokens (rows, ...). Weights of other stages than the last receive no gradient from it.
+            tokens (rows, ...). Weights of earlier stages that it reads get no gradient from it.
         balance: the number of layers of each virtual stage; see `cut`.
         group: the process group, None for the default one.
         optimizer: for a schedule that updates weights within a step, a function that makes a torch
@@ -97,7 +97,7 @@ class Pipeline:
 
     Attributes:
         stages: {virtual stage: `Stage`} of this rank.
-        tied: the parameters of this rank of which other ranks have copies.
+        tied: this rank's `TiedWeight`s, the parameters of which other ranks have copies.
         sharded: what `sharding` has returned: the shards of this rank, for an optimizer; or None.
     """
 
@@ -223,7 +223,7 @@ class Pipeline:
         """Run every action of the schedule on one batch, and return the loss.
 
         The gradients are added to `.grad`. With replicas, gradients are those of the whole batch,
-        the loss is this pipeline's part of it, and buffers become those of the first replica. Under
+        the loss is this pipeline's part, and buffers become those of the first replica. Under
         `no_grad` or `inference_mode` only the loss is computed.
 
         The errors below are raised on every rank of the pipeline, before anything of the batch is
@@ -256,7 +256,7 @@ class Pipeline:
                 tried.
             TypeError: inputs, targets or what a layer returns are not tensors or tuples of tensors.
             RuntimeError: with replicas or copies of experts, a parameter has a gradient already;
-                one was replaced; stages are gathered; an earlier step failed; or a rank closed it.
+                one was replaced; stages are gathered; a step failed; or a rank closed the pipeline.
         """
         batch, takes, earlier = self._agree(inputs, targets, count)
         self._midway = True

@@ -38,11 +38,11 @@ def prepared(
 ) -> tuple[dict[str, Any], list[list[nn.Module]], Tied]:
     """Return what `groups.new_groups` takes, the layers of each stage, and the tied parameters.
 
-    The arguments are those of `pipeline.Pipeline`. What is wrong is not raised here but returned,
-    as the entry "error", so that every rank can raise it.
+    The arguments are those of `pipeline.Pipeline`. A ValueError is not raised here but returned, as
+    the entry "error", so that every rank can raise it.
 
     Raises:
-        TypeError: at once, if the layers are no list.
+        TypeError: at once, if the layers are not a list.
     """
     layers = as_list(layers)
     parts, tied, rank = [], [], dist.get_rank(group)
@@ -90,7 +90,7 @@ def refuse_gradients(parameters: Iterable[nn.Parameter], copied: object) -> None
     """Raise RuntimeError if a parameter has a gradient before a step that sums over replicas.
 
     Args:
-        parameters: this rank's.
+        parameters: this rank's parameters.
         copied: whether other ranks have copies of them.
     """
     summed = bool(copied) and torch.is_grad_enabled()

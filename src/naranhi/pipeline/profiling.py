@@ -36,7 +36,7 @@ def profile(
         layers: modules, each taking what the previous one returns: a tensor or a tuple of tensors.
         inputs: one micro-batch for the first layer, of the shape that training will have.
         repeats: how many runs of the whole model are timed.
-        warmup: how many runs come before those.
+        warmup: how many untimed runs come first.
 
     Returns:
         A `LayerProfile` of each layer, with these fields:

@@ -1,4 +1,4 @@
-"""Run a rank's row of a schedule: take what an action needs, do it, give what follows from it."""
+"""Run a rank's row of a schedule: receive what an action needs, run it, send what follows."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def _run(stage, action: Action, arrived, released, batch, takes):
 
 
 def _turns(units, overlap):
-    """Return what a rank runs in turn, each a list of (position in the row, action).
+    """Return the turns of a rank, each a list of (position in the row, action).
 
     The two actions of a pair are one turn if they overlap, otherwise two.
     """

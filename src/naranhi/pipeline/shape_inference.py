@@ -1,4 +1,4 @@
-"""Infer what goes from one stage of a pipeline to the next, before anything is sent.
+"""Infer the tensors that a pipeline stage sends to the next, before anything is sent.
 
 Copies of a stage's layers are tried on tensors that have a shape and no values. This costs no
 memory, draws no random numbers, and leaves the layers as they were. Layers that need values can be
@@ -100,8 +100,8 @@ def infer_data(
 ) -> tuple[StageSignature, list[torch.Tensor]]:
     """Return the `StageSignature` after some layers, and the tensors there, by a trial on data.
 
-    Like `infer`, but the copies need as much memory as the layers. Random numbers that the trial
-    draws are drawn again afterwards.
+    Like `infer`, with the same errors, but the copies need as much memory as the layers. Random
+    numbers that the trial draws are drawn again afterwards.
 
     Args:
         layers: the layers of a stage.
@@ -160,7 +160,7 @@ def _tried(number, layer, value, hint=""):
 def _refuse_strangers(value, layers, first):
     """Raise ValueError if outputs depend on a parameter that none of a stage's layers has.
 
-    Another stage may have it: each would then add its part of the gradient to a copy of its own.
+    Another stage may have it: each would then add its part of the gradient to its own copy.
     """
     nodes = [tensor.grad_fn for tensor in as_tuple(value) if tensor.grad_fn is not None]
     for leaf in strangers(nodes, nn.ModuleList(layers).parameters()):

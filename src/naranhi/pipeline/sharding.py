@@ -1,4 +1,4 @@
-"""What a pipeline asks of the stages that its ranks have only shards of: `zero.ZeroStages`."""
+"""The interface between a pipeline and stages sharded over replicas (`zero.ZeroStages`)."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ if TYPE_CHECKING:
 
 
 class ShardedStages(Protocol):
-    """The stages of a rank, sharded over its replicas, which run the same actions in one order."""
+    """A rank's stages, sharded over its replicas, which run the same actions in the same order."""
 
     def begin(self) -> None:
-        """Raise RuntimeError if the stages cannot be run, because something else gathers them."""
+        """Raise RuntimeError if the stages are gathered, or have gradients not yet applied."""
 
     def unshard(self, stage: int) -> None:
         """Start to gather a stage's parameters."""
 
     def wait(self, stage: int) -> None:
-        """Have a stage's parameters gathered; called before each of its actions."""
+        """Wait until a stage's parameters are gathered; called before each of its actions."""
 
     def reshard(self, stage: int) -> None:
         """Free a stage's parameters."""
 
     def reduce_grad(self, stage: int) -> None:
-        """Start to reduce a stage's gradients, and forget them."""
+        """Start to reduce a stage's gradients, and release them."""
 
     def finish(self) -> None:
-        """Wait for all reductions; the last that a step asks for."""
+        """Wait for all reductions; the last call of a step."""
 
     def shapes(self, stage: int) -> AbstractContextManager[None]:
         """Return a context in which a stage's parameters have their shapes, without values."""
@@ -52,7 +52,7 @@ Sharding = Callable[[dict[int, "Stage"], int, "dist.ProcessGroup"], ShardedStage
 
 
 def zero_stage(schedule: Schedule) -> int:
-    """Return which stage of ZeRO a schedule has the actions of: 3, 2, or 0 for none."""
+    """Return the stage of ZeRO whose actions a schedule has: 3, 2, or 0 for none."""
     kinds = {action.kind for row in schedule for action in row}
     return 3 if "UNSHARD" in kinds else 2 if kinds & {*SHARDING} else 0
 
@@ -64,7 +64,7 @@ def sharded_stages(
     replicas: dist.ProcessGroup | None,
     group: dist.ProcessGroup,
 ) -> ShardedStages | None:
-    """Return what `sharding` makes of a rank's stages, or raise on every rank of the pipeline."""
+    """Shard a rank's stages by `sharding`, or return None without it; raise errors on all ranks."""
     if sharding is None:
         return None
     level, wrong = zero_stage(schedule), (TypeError, ValueError)
@@ -80,7 +80,7 @@ def check_sharding(
     replicas: dist.ProcessGroup | None,
     trial: str,
 ) -> None:
-    """Raise ValueError unless there is what the schedule's actions of ZeRO need.
+    """Raise ValueError unless sharding, replicas and trial fit the schedule's ZeRO actions.
 
     Args:
         schedule: the schedule to run.

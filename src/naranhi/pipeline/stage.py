@@ -66,7 +66,7 @@ class Stage(nn.Module):
             self.weights.begin()
 
     def require_same_parameters(self) -> None:
-        """Raise RuntimeError if a parameter is gone that the stage had when it was made.
+        """Raise RuntimeError if a parameter has been replaced since the stage was made.
 
         Weight versions and ties to other ranks are those of the parameters at that time.
         """
@@ -80,7 +80,7 @@ class Stage(nn.Module):
                 )
 
     def named_parts(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield what has parameters, by name in the whole model: layers, and "loss_fn" last."""
+        """Yield (name in the whole model, module): each layer, then "loss_fn" if it is a module."""
         for number, layer in enumerate(self.layers, self.first):
             yield str(number), layer
         if isinstance(self.loss, nn.Module):
@@ -229,7 +229,7 @@ def gradient_to_send(tensor: torch.Tensor, storages: set[int]) -> torch.Tensor:
     """Return an input's gradient, or zeros if it has none.
 
     The gradient of a bias with the input's shape may be the very tensor that is sent. The next
-    micro-batch's gradient is added to that, so a copy is sent.
+    micro-batch's gradient is added to that tensor in place, so a copy is sent.
 
     Args:
         tensor: an input of the stage.

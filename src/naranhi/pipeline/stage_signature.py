@@ -1,4 +1,4 @@
-"""What the tensors at the border of a stage look like: a `StageSignature`."""
+"""The shapes and dtypes of the tensors at a stage's boundary: a `StageSignature`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TensorMeta(NamedTuple):
 
 
 class StageSignature(NamedTuple):
-    """What a stage takes: a tensor, or a tuple of tensors."""
+    """A stage's input without values: a tensor, or a tuple of tensors."""
 
     specs: tuple[TensorMeta, ...]
     is_tuple: bool
@@ -140,12 +140,12 @@ class StageSignature(NamedTuple):
 
 
 def _needs_gradient(tensor):
-    # A parameter says so under `no_grad` too, and a view of it, which is in no graph.
+    # Under `no_grad`, a parameter or its view may require a gradient, but is in no graph.
     return tensor.requires_grad and torch.is_grad_enabled()
 
 
 class _Entry(torch.autograd.Function):
-    """Make a tensor with the storage of a leaf, which is neither a leaf nor a view itself."""
+    """Make a tensor that shares a leaf's storage, but is neither a leaf nor a view."""
 
     @staticmethod
     def forward(ctx, leaf):
@@ -157,7 +157,7 @@ class _Entry(torch.autograd.Function):
 
 
 def name_of(number: int, layer: nn.Module) -> str:
-    """Return how errors name a layer of the model."""
+    """Return the name of a layer in error messages."""
     return f"layer {number} ({type(layer).__name__})"
 
 

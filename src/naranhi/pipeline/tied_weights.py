@@ -59,7 +59,7 @@ def check_max_norm(
 
 
 def check_memory(parts: Sequence[Sequence[nn.Module]], placement: Sequence[int]) -> None:
-    """Raise ValueError if parameters of different ranks share memory, as they could not there.
+    """Raise ValueError if parameters on different ranks share memory: their copies would not.
 
     Args:
         parts: the layers of each stage.
@@ -89,7 +89,7 @@ def copies(
         placement: the rank of each stage.
         rank: this rank, in the pipeline.
         replicas: the process group of the replicas; None without replicas.
-        loss: the loss of the last stage; a module may have parameters.
+        loss: the loss of the last stage; a module's parameters and buffers are included.
 
     Returns:
         {among whom: {name: digest}}. "pipeline": parameters and buffers that another rank of the
@@ -149,7 +149,7 @@ class TiedWeight:
     def begin(self) -> None:
         """Set aside the gradient of earlier steps.
 
-        It is a sum already, and must stay out of the next one.
+        It is already a sum over the copies, and must not be summed again.
         """
         self.before, self.parameter.grad = self.parameter.grad, None
 
@@ -160,9 +160,9 @@ class TiedWeight:
             return
         if self.parameter.grad is None:
             self.parameter.grad = torch.zeros_like(self.parameter)
-        # Autograd conjugates by a flag, which no message has.
+        # Autograd conjugates by a flag, which a message does not carry.
         self.parameter.grad = grad = self.parameter.grad.resolve_conj().resolve_neg()
-        # A message is memory in its order, which strides may make another on another rank.
+        # A message is memory in storage order, and strides may differ between ranks.
         total = grad.contiguous()
         dist.all_reduce(total, group=self.group)
         if total is not grad:

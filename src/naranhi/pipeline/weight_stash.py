@@ -1,7 +1,7 @@
 """Keep the weights of a stage in several versions, which a schedule without a flush needs.
 
-The backward of a micro-batch must read the weights that its forward has read, although the stage
-has been updated meanwhile. Therefore the forward reads a view of the weights, which belongs to its
+The backward of a micro-batch must read the weights that its forward has read, even if the stage
+has been updated in between. Therefore the forward reads a view of the weights, which belongs to its
 version. If that version is still needed, an update moves the weights to new storage and leaves the
 old one to the views. A version costs the bytes of the weights once, however many micro-batches read
 it, and is freed when nothing needs it any more: `schedules.releases` says when.
@@ -69,7 +69,7 @@ class WeightStash:
     def reading(self, version: int) -> Iterator[None]:
         """Make the module's parameters those of a version.
 
-        Gradients computed meanwhile are added to those of the newest version, for the next update.
+        Gradients computed inside are added to those of the newest version, for the next update.
         """
         view = self.versions[version]
         self._put(view)

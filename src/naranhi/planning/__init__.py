@@ -1,7 +1,7 @@
-"""How long a step takes and what it holds, before running it.
+"""How long a step takes and how much memory it needs, before running it.
 
 `predict` forecasts a `Plan` of a `Model` on a `Cluster`; `search` finds the plans that fit, best
-first; `explain` says why. Each second and each byte is of a named part, and each forecast states
+first; `explain` says why. Every second and byte belongs to a named part, and each forecast states
 how far it may be off. `accuracy` compares forecasts with published runs. Nothing here needs torch.
 """
 

@@ -3,7 +3,7 @@
     python -m naranhi.planning.accuracy
 
 Each pair of GPU and engine is calibrated on at most one run, which `calibrations.csv` names and
-which is left out here. All others are forecasts.
+which is left out here. All other runs are forecast.
 """
 
 from dataclasses import replace
@@ -59,11 +59,11 @@ class Accuracy(NamedTuple):
     Attributes:
         source: The source.
         what: "step", "memory", or "unseen" for steps without a calibration by this source.
-        runs: How many are compared.
+        runs: The number of runs compared.
         mean: The mean of the absolute relative errors.
         bias: The mean of the relative errors; above 0 if forecasts are too high.
         worst: The relative error that is farthest from 0.
-        inside: The part of the runs within their intervals; None for memory.
+        inside: The fraction of runs within their intervals; None except for "step".
     """
 
     source: str
@@ -86,22 +86,22 @@ def compare(run: Run) -> Comparison:
 
 @lru_cache(maxsize=1)
 def comparisons() -> tuple[Comparison, ...]:
-    """Return all runs beside their forecasts, without those that calibrate, and the sweep's."""
+    """Return the runs of `runs()` beside their forecasts, except those that calibrate."""
     return tuple(compare(run) for run in runs() if not _calibrates(run))
 
 
 @lru_cache(maxsize=1)
 def independent_comparisons() -> tuple[Comparison, ...]:
-    """Return the runs by which nothing was chosen beside their forecasts.
+    """Return, beside their forecasts, the runs to which nothing was fitted.
 
-    That is all runs of `independent()` but those that calibrate.
+    That is all runs of `independent()` except those that calibrate.
     """
     return tuple(compare(run) for run in independent() if not _calibrates(run))
 
 
 @lru_cache(maxsize=1)
 def sweep_comparisons() -> tuple[Comparison, ...]:
-    """Return the runs of the sweep beside their forecasts, those that failed included."""
+    """Return the runs of the sweep beside their forecasts, including those that failed."""
     return tuple(map(compare, sweep()))
 
 
@@ -122,10 +122,10 @@ def by_source(compared: tuple[Comparison, ...]) -> list[Accuracy]:
 
 
 def held_out() -> list[Accuracy]:
-    """Return the errors of seconds for each source, if none of its runs had calibrated anything.
+    """Return the errors of seconds for each source, forecast without its own calibrations.
 
-    Efficiencies are then those of the nearest GPU and engine that another source calibrates. All of
-    the source's runs are forecast, those that calibrate otherwise included.
+    Efficiencies are those of the nearest GPU and engine that another source calibrates. All runs of
+    the source are forecast, including those that otherwise calibrate.
     """
     result = []
     for source in dict.fromkeys(run.source for run in runs() if run.seconds):
@@ -145,10 +145,10 @@ def held_out() -> list[Accuracy]:
 
 
 class Choice(NamedTuple):
-    """What the forecasts choose among the configurations of one model on like clusters.
+    """The choice of the forecasts among the configurations of one model on similar clusters.
 
     Attributes:
-        model: The model's layers, which tell the two models of the sweep apart.
+        model: The number of layers, which distinguishes the two models of the sweep.
         gpus: The number of GPUs.
         picked: The run that is forecast to be fastest, of those that fit with a margin.
         best: The run that was fastest.
@@ -161,7 +161,7 @@ class Choice(NamedTuple):
 
     @property
     def regret(self) -> float:
-        """How much longer the picked run took than the best; infinity if it failed."""
+        """The picked run's extra time over the best run's, relative; infinity if it failed."""
         if self.picked.failed:
             return float("inf")
         return self.picked.seconds / self.best.seconds - 1
@@ -170,16 +170,16 @@ class Choice(NamedTuple):
 def choices(margin: float = 0.05) -> list[Choice]:
     """Return what the forecasts choose for each model, number of GPUs and network of the sweep.
 
-    Networks count as one up to twice the slowest one's bandwidth. Nobody chooses a pipeline that
-    meets a defect since mended, nor does a forecast know of it: those runs are left out.
+    Networks below twice the bandwidth of the slowest count as one. Pipeline runs with a defect that
+    has since been fixed are left out: nobody would choose them, and forecasts ignore the defect.
 
     Args:
-        margin: The part of the capacity that a picked plan leaves free, as `search` has it.
+        margin: The fraction of the capacity that a picked plan leaves free, as in `search`.
     """
-    batch = mode(c.run.global_batch for c in sweep_comparisons())  # a few runs had another one
+    batch = mode(c.run.global_batch for c in sweep_comparisons())  # a few runs had a different one
     groups = {}
     for c in sorted(sweep_comparisons(), key=lambda c: c.run.cluster.network):
-        if c.run.global_batch != batch or c.run.crashed:  # and so has no time to compare
+        if c.run.global_batch != batch or c.run.crashed:  # a crash leaves no time to compare
             continue
         if c.run.flawed:
             continue
@@ -196,30 +196,30 @@ def choices(margin: float = 0.05) -> list[Choice]:
 
 
 def held(compared: tuple[Comparison, ...]) -> float:
-    """Return the part of the runs that ran of which the forecast says that they fit."""
+    """Return, of the runs that ran, the fraction that is forecast to fit."""
     ran = [c for c in compared if c.run.seconds]
     return mean(c.forecast is not None and c.forecast.fits for c in ran)
 
 
 def fits_right(compared: tuple[Comparison, ...]) -> float:
-    """Return the part of the runs of which the forecast says rightly whether they fit.
+    """Return the fraction of runs for which the forecast is right about whether they fit.
 
-    Of those that ran or ran out of memory: of one that ended otherwise nobody knows.
+    Only runs that ran or ran out of memory count: whether any other run fits is not known.
     """
     known = [c for c in compared if not c.run.crashed]
     return mean((c.forecast is not None and c.forecast.fits) != c.run.failed for c in known)
 
 
 def refused(compared: tuple[Comparison, ...]) -> float:
-    """Return the part of the runs that ended otherwise whose plan is refused."""
+    """Return, of the runs that failed with another error, the fraction whose plan is refused."""
     return mean(c.forecast is None for c in compared if c.run.crashed)
 
 
 def calibrate(run: Run) -> float:
-    """Return the matmul efficiency with which the forecast of a run takes as long as it took.
+    """Return the matmul efficiency with which the forecast of a run takes as long as the run.
 
     Raises:
-        ValueError: If no efficiency up to 1 explains the run.
+        ValueError: If the run's seconds are unknown, or too few even for an efficiency of 1.
     """
 
     def seconds(efficiency):

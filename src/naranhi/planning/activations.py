@@ -1,8 +1,8 @@
-"""What a layer keeps for its backward, in the sizes of the model at hand.
+"""What a layer keeps for its backward, for the sizes of any model.
 
-The items are Korthikanti's, from `costs.transformer_layer_items`: of a GPT with an MLP four times
-as wide as the model and as many heads of keys as of queries. Here each is scaled to fewer heads of
-keys and values, a gate, another width, experts, and an attention that keeps no scores.
+The items are Korthikanti's, from `costs.transformer_layer_items`: for a GPT with an MLP four times
+as wide as the model and as many key heads as query heads. Here each is scaled to fewer key-value
+heads, a gate, a different width, experts, and an attention that keeps no scores.
 Units: bytes.
 """
 
@@ -22,8 +22,8 @@ def layer_activations(
     engine = cluster.runs
     tokens = plan.microbatch * (sequence_length // plan.cp)
     value = 2 if plan.precision == "fp32" else 1  # in multiples of 16 bits
-    # What the formula needs in order to count scores; sizes that it cannot cut have none here, and
-    # a width that tp does not divide loses the rest.
+    # The formula needs heads that divide `hidden`; otherwise `_factors` scales from tp heads, and
+    # a width that tp does not divide loses the remainder.
     heads = model.heads if model.hidden % model.heads == 0 else plan.tp
     items = transformer_layer_items(
         sequence_length // plan.cp,
@@ -43,23 +43,23 @@ def layer_activations(
     if engine.eager and model.gated:  # the activation, before its product with the other half
         kept += 2 * value * tokens * inner_width(model, sparse) / plan.tp
     kept += 2 * value * tokens * _latent(model) / (plan.tp if plan.sequence_parallel else 1)
-    if engine.flash:  # the logarithm of the sum of exponentials, in fp32
+    if engine.flash:  # the log-sum-exp, in fp32
         kept += 4 * tokens * model.heads / plan.tp
     return kept
 
 
 def layer_scores(model: Model, plan: Plan, sequence_length: int) -> float:
-    """Return how many scores the attention of a layer has on a rank, for one micro-batch."""
+    """Return the number of attention scores of a layer on a rank, for one micro-batch."""
     return plan.microbatch * model.heads / plan.tp * sequence_length**2 / plan.cp
 
 
 def _every_second_matmul(model, engine, plan, tokens, sparse, value):
-    """Return what is kept by torchtitan's selective activation checkpointing.
+    """Return the bytes that torchtitan's selective activation checkpointing keeps.
 
-    That is a layer's input, the output of its attention with the logarithms of its sums, and the
-    outputs of its first, third, fifth matmul and so on, in the order in which they run. No backward
-    needs the last one's, which is only added to the layer's input: a compiler, which sees the
-    backward, does not keep that output.
+    That is a layer's input, the output of its attention with its log-sum-exp, and the outputs of
+    its first, third, fifth matmul and so on, in the order in which they run. No backward needs the
+    last matmul's output, which is only added to the layer's input: a compiler sees the backward,
+    and so does not keep that output.
     """
     head, inner = model.head_dim, inner_width(model, sparse)
     if model.latent:
@@ -77,14 +77,14 @@ def _every_second_matmul(model, engine, plan, tokens, sparse, value):
 
 
 def _factors(model, plan, sparse, heads):
-    """Return by what each item of the formula is multiplied; 1 for those that are not here."""
+    """Return the factor of each item of the formula; items without one have factor 1."""
     inner = inner_width(model, sparse) / (4 * model.hidden)
-    scores = plan.cp * heads  # each rank's queries meet the keys of all
+    scores = plan.cp * heads  # each rank's queries meet the keys of all ranks
     keys_and_values = (model.heads + 2 * model.kv_heads) * model.head_dim
     if model.latent:
         _, _, rotary, key, value = model.latent
         keys_and_values = model.heads * (2 * (key + rotary) + value)
-    # The copies of tokens that arrive for a rank's experts are gathered, and kept so (Megatron-
+    # The copies of tokens that arrive for a rank's experts are kept as gathered (Megatron-
     # Core, `transformer/moe/token_dispatcher.py`); the formula shards the input along the sequence.
     copies = model.top_k * (plan.expert_tp if plan.sequence_parallel else 1) if sparse else 0
     return {
@@ -107,7 +107,7 @@ def _latent(model):
 
 
 def inner_width(model: Model, sparse: bool) -> int:
-    """Return the inner elements of the MLP, or of all experts, that a token goes through."""
+    """Return the inner size of the MLP, or of all experts together that a token visits."""
     if sparse:
         return (model.top_k + model.shared_experts) * model.expert_ffn
     return model.ffn

@@ -1,4 +1,4 @@
-"""Numbers among arguments: of any type that is one, such as numpy's; whole ones as Python's int."""
+"""Check arguments that are numbers, of any numeric type (numpy's, too); make whole ones int."""
 
 from numbers import Real
 from operator import index
@@ -8,7 +8,7 @@ def whole(name: str, value: object, kind: str = "a whole number") -> int:
     """Return a whole number as an int.
 
     Raises:
-        TypeError: If it is not one; True and False are not.
+        TypeError: If `value` is not a whole number; True and False are not.
     """
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} is {kind}, not {value!r}")
@@ -16,7 +16,7 @@ def whole(name: str, value: object, kind: str = "a whole number") -> int:
 
 
 def make_whole(argument: object, *names: str, optional: tuple[str, ...] = ()) -> None:
-    """Make those fields of a frozen dataclass ints, and the optional ones that are not None.
+    """Convert the named fields of a frozen dataclass to int; `optional` fields may be None.
 
     Raises:
         TypeError: If one of them is not a whole number.
@@ -28,17 +28,17 @@ def make_whole(argument: object, *names: str, optional: tuple[str, ...] = ()) ->
 
 
 def check_real(name: str, value: object) -> None:
-    """Raise TypeError, in words, if a value is not a number.
+    """Raise TypeError if a value is not a real number.
 
     Raises:
-        TypeError: If it is not; True and False are not.
+        TypeError: If `value` is not a real number; True and False are not.
     """
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} is a number, not {value!r}")
 
 
 def check_least(name: str, value: float, least: float) -> None:
-    """Refuse a number that is too small.
+    """Raise ValueError if a number is too small.
 
     Raises:
         ValueError: If `value` is below `least`.

@@ -46,7 +46,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the options; None for those of this process."""
+    """Return the parsed options; None parses the arguments of this process."""
     parser = _Parser(
         prog="naranhi.planning",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -69,10 +69,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the plans that fit, why the first one, and how other programs say it.
+    """Print the plans that fit, why the first is best, and the same plan for other programs.
 
     Returns:
-        0 if a plan fits, 1 if none does, 2 if an argument is wrong.
+        0 if a plan fits, 1 if none does, 2 if an argument is wrong or no plan is possible.
     """
     options = parse(arguments)
     try:
@@ -141,12 +141,12 @@ def in_its_engine(found: Found, program: str) -> str:
 
 
 def written(found: Found, config: str | None = None, family: str | None = None) -> dict[str, str]:
-    """Return the fastest plan as other programs want it, or why they cannot.
+    """Return the fastest plan in the form of other programs, or why they cannot run it.
 
     Args:
         found: The plans.
         config: The model's config.json, if it has one.
-        family: The family that it names.
+        family: The `model_type` that the config names.
     """
     plan, _ = found[0]
     sequence, batch = found.sequence_length, found.global_batch

@@ -1,4 +1,4 @@
-"""What a cluster is to a planner: GPUs with data-sheet figures, links, and few fitted efficiencies.
+"""A cluster for the planner: GPUs with data-sheet figures, links, and a few fitted efficiencies.
 
 Units: bytes, seconds, bytes per second, operations per second.
 """
@@ -12,7 +12,7 @@ from naranhi.planning.arguments import check_real, make_whole
 from naranhi.planning.engine import Engine, engines
 from naranhi.planning.tables import rows
 
-if TYPE_CHECKING:  # which looks at clusters itself
+if TYPE_CHECKING:  # `plan` imports this module
     from naranhi.planning.plan import Plan
 
 GIB = 2**30
@@ -24,8 +24,8 @@ class Gpu(NamedTuple):
     Attributes:
         name: Its name in `gpus.csv`.
         memory: Bytes that a process can allocate.
-        flops: By precision ("bf16", "fp8", "fp32"), operations per second; without "fp8" if it does
-            not multiply in it. In fp32 they are those of IEEE, not of TF32: torch's default.
+        flops: Operations per second by precision ("bf16", "fp8", "fp32"); without "fp8" if the GPU
+            has no fp8 matmuls. "fp32" is IEEE fp32, torch's default, not TF32.
         bandwidth: Bytes per second between the GPU and its memory.
         nvlink: Bytes per second that it sends to the GPUs of its node.
         network: Bytes per second that it sends to other nodes, as nodes are usually built.
@@ -83,19 +83,19 @@ class Cluster:
 
     Args:
         gpus: The number of GPUs.
-        gpus_per_node: GPUs that NVLink joins; as this GPU is usually built in, if None. Of racks
-            with more than eight, jobs use equally many in each, in whole trays: the most that
-            divide `gpus`, such as 64 of 72 for 128.
-        gpu: Its name: A100, A100-40GB, A800, H100, H100-96GB, H800, H200, B200 or GB200.
-        network: Gbit/s between nodes for each GPU; as this GPU is usually built in, if None.
-        engine: What trains on it, one of `engines()`: it decides which kernels and which overlap.
+        gpus_per_node: GPUs that NVLink joins; if None, as this GPU is usually built in. In racks
+            with more than eight, a job uses equally many per rack, in whole trays: the most that
+            divide `gpus`, such as 64 of 72 for 128 GPUs.
+        gpu: The GPU: A100, A100-40GB, A800, H100, H100-96GB, H800, H200, B200 or GB200.
+        network: Gbit/s between nodes for each GPU; if None, as this GPU is usually built in.
+        engine: The training engine, one of `engines()`, which decides the kernels and the overlap.
         memory_gib: GiB of a GPU's memory that training may use; all of it, if None.
-        efficiency: The part of the peak operations that a large matmul reaches; if None, what one
-            published run of this GPU and engine says, or else of those that are nearest.
+        efficiency: The fraction of the peak that a large matmul reaches; if None, as calibrated
+            on a published run of this GPU and engine, or else of the nearest GPU and engine.
 
     Raises:
-        TypeError: If a number of GPUs is not a whole number, or another number is not a number.
-        ValueError: If a name is unknown, or a number too small or too large.
+        TypeError: If a number of GPUs is not a whole number, or another value is not a number.
+        ValueError: If a name is unknown, a number is out of range, or nodes are not full.
     """
 
     gpus: int
@@ -139,12 +139,12 @@ class Cluster:
     def spans_nodes(self, ranks: int, stride: int) -> bool:
         """Return whether any group of ranks whose members are `stride` apart is on several nodes.
 
-        Where whole groups do not fill a node, as of 3 or 6 neighbours in 8, some lie on two.
+        If whole groups do not fill a node (groups of 3 or 6 in a node of 8), some are on two nodes.
         """
         return self.gpus > self.gpus_per_node and self.gpus_per_node % (ranks * stride) > 0
 
     def refuses(self, plan: "Plan") -> str | None:
-        """Return why it cannot run a plan, whatever the model and the batch; None if it can."""
+        """Return why this cluster cannot run a plan with any model or batch; None if it can."""
         if plan.precision not in self.sheet.flops:
             return (
                 f"precision = {plan.precision!r}: {self.gpu} does not multiply in it; choose one "
@@ -163,7 +163,7 @@ class Cluster:
 
     @property
     def calibrated(self) -> bool:
-        """Whether a run of this GPU and engine says what its matmuls reach."""
+        """Whether a published run of this GPU and engine calibrates the matmul efficiency."""
         return (self.gpu, KERNELS.get(self.engine, self.engine)) in calibrations()
 
     @property
@@ -178,7 +178,7 @@ class Cluster:
 
     @property
     def network_bandwidth(self) -> float:
-        """Bytes per second between nodes, for each GPU, of the data sheet."""
+        """Bytes per second between nodes, for each GPU: `network`, or else the data sheet's."""
         return self.sheet.network if self.network is None else self.network * 1e9 / 8
 
     @property
@@ -193,7 +193,7 @@ class Cluster:
 
     @property
     def matmul_efficiency(self) -> float:
-        """The part of the peak that a large matmul reaches, calibrated on at most one run."""
+        """The fraction of the peak that a large matmul reaches: given, or else calibrated."""
         if self.efficiency is not None:
             return self.efficiency
         return _efficiency(self.gpu, self.engine)
@@ -205,11 +205,11 @@ def _efficiency(gpu, engine):
 
 
 def nearest_efficiency(gpu: str, engine: str, table: dict[tuple[str, str], float]) -> float:
-    """Return what is calibrated for a GPU and an engine, or for those that are nearest.
+    """Return the efficiency calibrated for a GPU and an engine, or the nearest ones' median.
 
-    An engine with the kernels of another one counts as that one. Nearest are, in turn: the engine
-    on GPUs of the same family, the family's engines, the engine on all GPUs, all of them; of
-    several, the median.
+    An engine with another engine's kernels counts as that engine. The nearest are, in this order:
+    the engine on GPUs of the same family, any engine on that family, the engine on any GPU, and
+    everything in the table.
 
     Args:
         gpu: A GPU's name.
@@ -235,10 +235,10 @@ def nearest_efficiency(gpu: str, engine: str, table: dict[tuple[str, str], float
     raise ValueError("the table of efficiencies is empty")
 
 
-# Engines with the matmuls of another one, whose run calibrates them all: Megatron-Core's.
+# Engines that all use Megatron-Core's matmuls, so that a run of "nemo" calibrates each of them.
 KERNELS = dict.fromkeys(("megatron", "megatron-deepep", "megatron-2024", "nemo-2024"), "nemo")
-# More than the largest cluster that anybody has, and than one switch domain joins: beyond these a
-# number was meant in another unit, or mistyped.
+# Above the largest cluster that anybody has, and above the largest switch domain: a number beyond
+# these was meant in another unit, or mistyped.
 MOST_GPUS, MOST_IN_NODE = 2**20, 1024
 # GPUs of a box, which are used together, and of each tray of a larger NVLink domain.
 BOX, TRAY = 8, 4

@@ -1,4 +1,4 @@
-"""Write a plan as other programs want it: naranhi.train, torchtitan, Megatron-LM."""
+"""Write a plan in the form of other programs: naranhi.train, torchtitan, Megatron-LM."""
 
 import shlex
 
@@ -20,18 +20,18 @@ def naranhi_train(
     """Return the command of `naranhi.train` with these degrees.
 
     Args:
-        model: The model. Without `config` the command trains a GPT-2 of its own: only the experts
-            count, and whether embedding and head are tied.
+        model: The model. Without `config` the command trains naranhi.train's default GPT-2, which
+            takes from it only the experts, and whether embedding and head are tied.
         plan: The plan.
         global_batch: Sequences of a step.
-        gpus_per_node: Ranks that one node can have; all of them, if None. On several nodes the
-            same command starts on each, with the first node's name in place of FIRST_NODE.
-        config: The model's config.json, of a family that `naranhi.train` has.
+        gpus_per_node: Ranks that fit on one node; None for all. For several nodes, run the same
+            command on each, with the first node's name in place of FIRST_NODE.
+        config: The model's config.json, of a family that `naranhi.train` supports.
 
     Raises:
-        ValueError: If the plan has what `naranhi.train` does not: ZeRO over fewer than all
-            replicas, or that gathers layer after layer; experts that are divided over ranks of one
-            sequence or cut over tensor parallel ranks; selective recomputation; fp8.
+        ValueError: If `naranhi.train` lacks what the plan needs: ZeRO over fewer than all replicas
+            or gathering layer by layer; experts over ranks of one sequence or cut over tensor
+            parallel ranks; a tp or cp that the model rules out; selective recomputation; fp8.
     """
     experts = (
         f"experts are divided over {plan.ep} ranks, which do not divide the {plan.dp} that share "

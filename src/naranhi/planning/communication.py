@@ -1,9 +1,9 @@
 """How long the messages of each parallelism take, on the links that its ranks share.
 
 A group of ranks within a node talks over NVLink. A group that spans nodes is as fast as its way out
-of a node: the network ports of its members there, together, and at most NVLink. The algorithms are
-those of `costs`: rings for all-gather and reduce-scatter, and for all-reduce what NCCL's trees
-cost, which is what halving and doubling cost. Units: seconds, bytes.
+of a node: the network ports of its members there together, and at most NVLink. The algorithms are
+those of `costs`: rings for all-gather and reduce-scatter; for all-reduce between nodes, halving and
+doubling, which costs what NCCL's trees cost. Units: seconds, bytes.
 """
 
 from math import gcd, inf
@@ -14,7 +14,7 @@ from naranhi.planning.cluster import Cluster
 from naranhi.planning.model import Model
 from naranhi.planning.plan import Plan
 
-# Parts of the data sheet's bandwidth that large collectives reach: nccl-tests print 230 of 300 GB/s
+# Fractions of the data sheet's bandwidth in large collectives: nccl-tests print 230 of 300 GB/s
 # on a DGX A100 and 360 of 450 GB/s on a DGX H100, and 85 to 95% of the network between them.
 NVLINK = 0.78
 NETWORK = 0.85
@@ -25,13 +25,13 @@ NETWORK_LATENCY = 10e-6
 # entered it as well, because hosts launch their kernels at their own pace.
 NVLINK_START = 10e-6
 NETWORK_START = 250e-6
-# A collective that runs behind arithmetic takes multiprocessors and memory bandwidth from it: the
-# part of the hidden time by which both together are longer.
+# A collective that runs behind arithmetic takes multiprocessors and memory bandwidth from it: both
+# together take longer by this fraction of the hidden time.
 INTERFERENCE = 0.35
 
 
 class Link(NamedTuple):
-    """What a rank of a group sends and receives with.
+    """The link over which a rank of a group sends and receives.
 
     Attributes:
         latency: Seconds of a message besides its bytes.
@@ -47,13 +47,13 @@ class Link(NamedTuple):
 def group_link(cluster: Cluster, ranks: int, stride: int) -> Link:
     """Return the slowest link of all groups of ranks whose members are `stride` apart.
 
-    Where only some lie on two nodes, the others wait for them.
+    If only some groups span two nodes, the other groups wait for them.
     """
     node = cluster.gpus_per_node
     nvlink = cluster.sheet.nvlink * NVLINK
     if not cluster.spans_nodes(ranks, stride):
         return Link(NVLINK_LATENCY, nvlink, 1)
-    most = max(1, node // stride)  # members in a node, and where a group has the fewest:
+    most = max(1, node // stride)  # members in a node at most; below, at least
     members = max(1, gcd(node, ranks * stride) // stride)
     used = min(members, cluster.runs.ports or members)
     ports = used * cluster.network_bandwidth * NETWORK
@@ -99,8 +99,8 @@ def tensor_layer(
     """Return what tensor parallelism costs a layer: two all-reduces forward and two backward.
 
     With sequence parallelism, each all-reduce becomes an all-gather and a reduce-scatter; the
-    all-gathers that the weights' gradients need once more run behind matmuls, and so does the part
-    of the others that the engine overlaps. Full recomputation repeats those of the forward.
+    all-gathers repeated for the weights' gradients run behind matmuls, and so does the fraction of
+    the rest that the engine overlaps. Full recomputation repeats the messages of the forward.
 
     A sparse layer whose experts are on several ranks gathers not its tokens but the copies that
     have arrived for its experts, `top_k` for each, and reduces as many (Megatron-Core,
@@ -145,9 +145,9 @@ def _copies(model, cluster, plan, whole):
 def context_layer(
     model: Model, cluster: Cluster, plan: Plan, sequence_length: int, attention: float
 ) -> Exposed:
-    """Return what ring attention exposes: keys and values go round behind `attention` seconds.
+    """Return the seconds that ring attention exposes: its messages run behind `attention` seconds.
 
-    In the backward their gradients go round as well, behind two and a half times the arithmetic.
+    The forward sends keys and values, the backward also their gradients, behind 2.5 `attention`.
     """
     if plan.cp == 1:
         return Exposed()
@@ -168,10 +168,10 @@ def context_layer(
 
 
 def expert_layer(model: Model, cluster: Cluster, plan: Plan, sequence_length: int) -> Exposed:
-    """Return what expert parallelism costs a sparse layer: two all-to-alls each way.
+    """Return the seconds of expert parallelism in a sparse layer: two all-to-alls in each pass.
 
-    Each token is sent to its `top_k` experts and comes back. All copies leave the rank but those
-    for its own experts.
+    Each token is sent to its `top_k` experts and comes back. All copies leave the rank except
+    those for its own experts.
     """
     if plan.ep == 1:
         return Exposed()
@@ -183,10 +183,10 @@ def expert_layer(model: Model, cluster: Cluster, plan: Plan, sequence_length: in
     link = group_link(cluster, plan.ep, plan.expert_tp)
     engine, near = cluster.runs, 1 / link.nodes
     whole = value * tokens * model.hidden
-    # Of a token's experts `near` are in the node, 1/ep of all of them on the rank itself.
+    # Of a token's experts, the fraction `near` is in this node, and 1/ep on this rank.
     inside = whole * model.top_k * (near - 1 / plan.ep)
     outside = whole * model.top_k * (1 - near)
-    if engine.expert_nodes:  # once to each node that has one of its experts, and on over NVLink
+    if engine.expert_nodes:  # once to each node with one of its experts, from there over NVLink
         visited = link.nodes * (1 - (1 - near) ** model.top_k)
         inside = whole * model.top_k * (plan.ep - 1) / plan.ep
         outside = whole * min(visited, engine.expert_nodes) * (1 - near)
@@ -215,9 +215,9 @@ def between_nodes(cluster: Cluster, plan: Plan) -> bool:
 def hop_seconds(model: Model, cluster: Cluster, plan: Plan, sequence_length: int) -> float:
     """Return the seconds of a message between two stages.
 
-    Tensor parallel ranks hold a part each with sequence parallelism, and send only that part
-    without it, too (Narayanan et al. 2021, section 4.1: scatter and gather over NVLink), unless the
-    engine's messages are whole.
+    With sequence parallelism, each tensor parallel rank holds 1/tp of the message. Without it, each
+    also sends only 1/tp (Narayanan et al. 2021, section 4.1: scatter and gather over NVLink),
+    unless the engine sends whole messages.
     """
     if plan.pp == 1:
         return 0.0

@@ -1,8 +1,8 @@
 """How long a layer's arithmetic takes on one GPU.
 
-A matmul multiplies and moves: its operations at the part of the peak that the cluster states, and
-its three matrices to or from memory, which overlap in part. So a matmul with a short side, as
-tensor parallelism makes them, is slower for each operation, without a table of measured shapes.
+A matmul computes, at the fraction of the peak that the cluster states, and moves its three matrices
+to or from memory; the two overlap in part. So a matmul with a short side, as tensor parallelism
+makes them, takes longer per operation, and no table of measured shapes is needed.
 What is not a matmul (norms, activations, residuals, an unfused softmax) only moves bytes.
 Units: seconds, bytes, operations.
 """
@@ -16,10 +16,10 @@ from naranhi.planning.plan import Plan
 # Part of the data sheet's memory bandwidth that a kernel reaches; STREAM-like copies on A100 and
 # H100 reach nine tenths.
 BANDWIDTH = 0.85
-# How a kernel's arithmetic and its traffic overlap: with exponent e, in (a^e + m^e)^(1/e); 1 is one
-# after the other, infinity the roofline. Tiles load while others multiply, but not the first ones.
+# How a kernel's arithmetic a and traffic m overlap: it takes (a^e + m^e)^(1/e), one after the other
+# if e = 1, and the roofline if e is infinite. Tiles load while others multiply, except the first.
 OVERLAPPING = 1.3
-FLASH_BACKWARD = 2.5  # operations of its backward, in forwards: it computes the scores once more
+FLASH_BACKWARD = 2.5  # FlashAttention's backward, in forwards: it computes the scores again
 
 
 class Work(NamedTuple):
@@ -50,11 +50,11 @@ class Arithmetic:
         self.bandwidth: float = sheet.bandwidth * BANDWIDTH
         self.casts: bool = precision == "fp8"
         self.value: int = 4 if precision == "fp32" else 2
-        # Of the sum to which a weight's gradient is added: FSDP has one of the weight's own dtype.
+        # Bytes of an element of the summed gradient: with FSDP, it has the weight's own dtype.
         self.gradient: int = self.value if engine.casts_shards else engine.reduced_bytes(precision)
 
     def matmul(self, tokens: float, rows: float, columns: float, more: float = 0.0) -> float:
-        """Return the seconds of (tokens x rows) times (rows x columns), with `more` bytes moved."""
+        """Return the seconds of (tokens x rows) times (rows x columns); also move `more` bytes."""
         moved = self.value * (tokens * rows + rows * columns + tokens * columns)
         if self.casts:  # the factors have 8 bits
             moved = tokens * rows + rows * columns + self.value * tokens * columns
@@ -66,9 +66,9 @@ class Arithmetic:
         return moved / self.bandwidth
 
     def cast(self, elements: float) -> float:
-        """Return the seconds in which matrices of that many elements are cast to fp8, if any are.
+        """Return the seconds to cast matrices of that many elements to fp8; 0 if not in fp8.
 
-        Kernels of their own read 16 bits and write 8 bits twice, because a matrix is multiplied
+        Separate kernels read 16 bits and write 8 bits twice, because a matrix is multiplied
         along its rows once and along its columns once (Transformer Engine, performance
         considerations: handling transposes). Weights are cast once a step, which is not counted.
         """
@@ -86,7 +86,7 @@ def layer_work(
         forward, backward = _add(forward, backward, gpu, matmul, tokens, plan.tp)
     scores = attention_work(model, cluster, plan, sequence_length)
     if sparse:
-        # Of each expert held, on average. Ranks that do not cut the same experts have other tokens.
+        # Per expert held, on average. Ranks that do not cut the same experts see other tokens.
         visited = tokens * model.top_k * plan.ep / model.experts * plan.expert_tp / plan.tp
         held = model.experts / plan.ep
         for matmul in model.mlp(model.expert_ffn):
@@ -111,11 +111,11 @@ def layer_work(
 
 
 def attention_work(model: Model, cluster: Cluster, plan: Plan, sequence_length: int) -> Work:
-    """Return the seconds of a layer's attention without its weights, for one micro-batch."""
+    """Return the seconds of a layer's attention without its weight matmuls, for one micro-batch."""
     gpu, engine = Arithmetic(cluster, plan.precision), cluster.runs
     local = sequence_length / plan.cp
     operations = plan.microbatch * local * sequence_length * model.score_width / plan.tp
-    if not engine.balanced_ring:  # of cp blocks of keys the last rank meets all, its own by half
+    if not engine.balanced_ring:  # the last rank meets all cp blocks of keys, half of its own
         operations *= 2 - 1 / plan.cp
     if engine.flash:  # two for a multiplication and an addition, and half of them are masked
         forward = operations / gpu.attention_rate

@@ -6,7 +6,7 @@ from typing import Any
 
 from naranhi.planning.latent import Latent
 
-# The families that are known, and how their dense MLP and their experts are laid out.
+# The known families, grouped by the layout of their dense MLP and their experts.
 GPT2 = ("gpt2",)
 LLAMA = ("llama", "mistral", "qwen2", "qwen3")
 EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe")
@@ -27,31 +27,31 @@ LEFT_OUT = {
 
 
 def family_of(path: str | Path | dict[str, Any]) -> str | None:
-    """Return the `model_type` that a configuration names, which may be unknown here.
+    """Return the `model_type` of a configuration, known here or not; None if it names none.
 
     Args:
-        path: The file, the directory that has it, or its content as a dict.
+        path: The file, the directory that contains it, or its content as a dict.
 
     Raises:
         FileNotFoundError: If there is no such file.
-        ValueError: If the file is not JSON.
+        ValueError: If the file is not a JSON object.
     """
     return _load(path)[1].get("model_type")
 
 
 def read_config(path: str | Path | dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `Model` that a configuration says.
+    """Return the arguments of `Model` that a configuration specifies.
 
-    A sliding window is not among them: attention is taken to see the whole sequence, so that
-    forecasts of sequences longer than the window are too slow.
+    A sliding window is ignored: attention is assumed to see the whole sequence, so forecasts for
+    sequences longer than the window are too slow.
 
     Args:
-        path: The file, the directory that has it, or its content as a dict.
+        path: The file, the directory that contains it, or its content as a dict.
 
     Raises:
         FileNotFoundError: If there is no such file.
-        ValueError: If the file is not JSON, its family is unknown, or a size is missing, is not a
-            size, or cannot be said of a `Model`.
+        ValueError: If the file is not a JSON object, its family is unknown, or a size or flag is
+            missing, wrong, or impossible to express in a `Model`.
     """
     where, config = _load(path)
     family = config.get("model_type")
@@ -161,7 +161,7 @@ def _load(path):
 
 
 def _refuse_mixed_layers(where, config):
-    """Raise ValueError where dense and sparse layers alternate, which `Model` cannot say."""
+    """Raise ValueError if dense and sparse layers alternate, which `Model` cannot express."""
     steps = "decoder_sparse_step", "moe_layer_freq"
     if any(config.get(step) not in (None, 1) for step in steps) or config.get("mlp_only_layers"):
         raise ValueError(

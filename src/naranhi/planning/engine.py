@@ -1,9 +1,9 @@
-"""What a training engine does with a model, as far as seconds and bytes depend on it.
+"""The properties of a training engine on which seconds and bytes depend.
 
-`engines.csv` has what an engine's authors say or its code does; its note says which engine of which
-time it is. What no source says (the parts that overlap, the host's time, and for nanotron the late
-micro-batches and the free pieces of memory) was read off one or few published runs each, or what
-fits and fails among many, and is as good as those. Units: bytes, seconds.
+`engines.csv` has what an engine's authors say or its code does; the note names the engine and its
+version. What no source says (the fractions that overlap, the host's time, and for nanotron the late
+micro-batches and the free pieces of memory) was inferred from one or a few published runs each, or
+from what fits and fails among many, and is only as good as these runs. Units: bytes, seconds.
 """
 
 from functools import lru_cache
@@ -13,7 +13,7 @@ from naranhi.planning.tables import rows
 
 
 class Engine(NamedTuple):
-    """What a training engine does with the same model: its kernels, its overlap, its host.
+    """A training engine: its kernels, its memory, its overlap, its host.
 
     Attributes:
         name: Its name in `engines.csv`.
@@ -29,52 +29,52 @@ class Engine(NamedTuple):
         reducer_bytes: Bytes for each parameter in the buckets of a reducer that copies gradients
             in order to send them, as torch's DDP does, where there are ranks to send them to.
         casts_shards: Whether parameters are kept in fp32 and cast as they are gathered, as FSDP
-            does, without a 16-bit copy besides.
-        headroom: The part of a GPU's memory that it cannot fill with tensors: the CUDA context and
-            the communicators' buffers.
-        fragments: The part of what is allocated and freed in each micro-batch that is lost besides
-            in free pieces, each too small for what is allocated next. (What is allocated once, the
-            model state, leaves no such pieces.) 0 if they are counted in `headroom`.
+            does, without an additional 16-bit copy.
+        headroom: The fraction of a GPU's memory that tensors cannot fill: the CUDA context and the
+            communicators' buffers.
+        fragments: What is lost in free pieces too small for the next allocation, as a fraction of
+            what each micro-batch allocates and frees. (What is allocated once, the model state,
+            leaves no such pieces.) 0 if they are counted in `headroom`.
         cached: What its allocator keeps in blocks that are free at the fullest moment: "fsdp" for
-            parameters, which FSDP2 gathers on a stream of their own, and for an unfused loss, whose
-            large blocks are not made of those of a layer; "gathers" for inputs gathered while the
+            parameters, which FSDP2 gathers on a separate stream, and for an unfused loss, whose
+            large blocks cannot reuse those of a layer; "gathers" for inputs gathered while the
             host runs ahead of the GPU; "none" if not known.
-        update_bytes: Bytes for each parameter that a rank updates, which the optimizer needs for a
-            moment: gradients cast to fp32, and the temporary results of an unfused Adam.
-        update_cached_bytes: Bytes for each of them in blocks freed just before that are too small
-            to be used again, where the optimizer's tensors are flat: copies of the gradients.
+        update_bytes: Temporary bytes of the optimizer for each parameter that a rank updates:
+            gradients cast to fp32, and the temporary results of an unfused Adam.
+        update_cached_bytes: Bytes for each such parameter in blocks freed just before, too small to
+            be reused, where the optimizer's tensors are flat: copies of the gradients.
         bucket_bytes: Bytes of gradients, or of parameters, that are sent in one message.
         bucket_rank_bytes: The same for each rank of the group, where that is more: a ring's message
             is cut into as many pieces, which have to stay large.
-        overlap: The part of the last backward behind which gradients can be reduced.
-        gather_overlap: The part of the first forward behind which parameters can be gathered.
-        tensor_overlap: The part of tensor parallel messages that runs behind matmuls.
+        overlap: The fraction of the last backward behind which gradients can be reduced.
+        gather_overlap: The fraction of the first forward behind which parameters can be gathered.
+        tensor_overlap: The fraction of tensor parallel messages that runs behind matmuls.
         balanced_ring: Whether context parallel ranks share a causal attention equally; otherwise
-            the last one, whose tokens see all others, keeps them waiting.
+            the last rank, whose tokens attend to all others, keeps the other ranks waiting.
         ports: The network ports of a node that one collective uses; 0 for all.
-        expert_overlap: The part of the all-to-alls of experts that runs behind arithmetic.
-        expert_nodes: The nodes to which a token is sent at most, once to each; 0 if it is sent once
+        expert_overlap: The fraction of the experts' all-to-alls that runs behind arithmetic.
+        expert_nodes: The most nodes to which a token is sent, once to each; 0 if it is sent once
             for each expert.
         blocking_messages: Whether a stage waits for each message to a neighbour, and each of its
             tensor parallel ranks sends it whole.
         host_seconds: The least time of a layer's forward and backward: what the host takes to
             launch its kernels.
         pipeline_rank_seconds: The same in a pipeline between nodes for each tensor parallel rank of
-            a stage, where that is more. Why, no source says: on 16 to 256 GPUs, with 1B and 8B
-            parameters and any size of micro-batches, nanotron's layers take 3 ms for each.
+            a stage, where that is more. No source says why: on 16 to 256 GPUs, with 1B and 8B
+            parameters and any size of micro-batches, nanotron's layers take 3 ms for each rank.
         ring_step_seconds: What each step of a tensor parallel ring between nodes takes besides its
             bytes.
-        stall_seconds: By how much each micro-batch may take longer on several nodes, for reasons
-            that its published runs leave open; it is in the upper end of forecasts only.
-        selective: The part of a layer's forward that selective recomputation repeats; 0 for the
-            attention's scores alone.
-        fills: Whether it refuses a pipeline of fewer micro-batches than it has other stages
+        stall_seconds: How much longer each micro-batch may take on several nodes, for reasons that
+            its published runs leave open; only the upper end of forecasts includes it.
+        selective: The fraction of a layer's forward that selective recomputation repeats; 0 for
+            the attention's scores alone.
+        fills: Whether it rejects a pipeline of p stages with fewer than p - 1 micro-batches
             (nanotron, `parallel/pipeline_parallel/engine.py`, 1F1B: an assertion).
-        cut: "uniform" for equally many layers in each stage; "last" if what does not divide goes
-            to the last stages; "cumulative" for stages that end where the cumulated operations,
+        cut: "uniform" for equally many layers in each stage; "last" if the remaining layers go
+            to the last stages; "cumulative" for stages that end where the cumulative operations,
             the output layer's included, pass an equal share.
         schedules: The schedules that it has for a pipeline, in words of `Plan`; none for all.
-        note: In words.
+        note: A description of the engine.
     """
 
     name: str
@@ -113,7 +113,7 @@ class Engine(NamedTuple):
     note: str
 
     def reduced_bytes(self, precision: str) -> int:
-        """Return the bytes of a gradient that is summed and reduced: at least the parameter's."""
+        """Return the bytes of an element of a reduced gradient: at least the parameter's."""
         return max(self.gradient_bytes, 4 if precision == "fp32" else 2)
 
 

@@ -7,14 +7,14 @@ from naranhi.planning.plan_search import Found
 
 
 def explain(found: Found, place: int = 0) -> str:
-    """Return why the plan at that place, by default the fastest, and what the others cost.
+    """Return an explanation of one plan, by default the fastest, and how the next best differs.
 
     Args:
         found: What `search` returned.
-        place: Which of its plans.
+        place: The index of the plan in `found`, the fastest first.
 
     Raises:
-        IndexError: If there are not so many plans.
+        IndexError: If there are plans, but not that many.
     """
     if not found.plans:
         plan, forecast = found.nearest
@@ -39,7 +39,7 @@ def explain(found: Found, place: int = 0) -> str:
 
 
 def describe(plan: Plan) -> str:
-    """Return a plan in one line, without what is as usual."""
+    """Return a plan in one line, without its defaults."""
     degrees = [f"{name} {getattr(plan, name)}" for name in ("dp", "tp", "pp", "cp", "ep")]
     words = [degree for degree in degrees if not degree.endswith(" 1")] or ["one GPU"]
     if plan.etp is not None:

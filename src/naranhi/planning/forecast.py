@@ -1,4 +1,4 @@
-"""What is forecast of a step, and in which words."""
+"""The forecast of a step, and the words for its parts."""
 
 from typing import NamedTuple
 
@@ -7,12 +7,12 @@ from naranhi.planning.memory import Memory
 
 
 class Forecast(NamedTuple):
-    """What a plan is expected to do.
+    """The expected time and memory of a step.
 
     Attributes:
         step_seconds: Seconds of a training step.
-        low: A run is expected to take at least so long, and at most `high`, nine times in ten.
-            `accuracy` says of which published runs that is true.
+        low: Nine runs in ten are expected to take from `low` to `high` seconds per step.
+            `accuracy` says for what fraction of the published runs that is true.
         high: See `low`.
         parts: Where the seconds of a step go, by name (`PARTS`); their sum is `step_seconds`.
         memory: The `Memory` of each stage.
@@ -20,8 +20,8 @@ class Forecast(NamedTuple):
         tokens_per_second_per_gpu: Tokens of the global batch over seconds and GPUs.
         tflops_per_gpu: Model operations in 10^12 per second per GPU, without recomputed ones, and
             with attention to all tokens (`Model.flops_per_token`): causal kernels compute half of
-            that, so that with long sequences more seems to be reached than is computed.
-        mfu: The same as a part of the GPU's peak at the plan's precision.
+            that, so with long sequences the figure is higher than what is computed.
+        mfu: The same as a fraction of the GPU's peak at the plan's precision.
     """
 
     step_seconds: float
@@ -55,16 +55,16 @@ class Forecast(NamedTuple):
         return max(memory.needed for memory in self.memory) <= self.capacity
 
     def fits_with(self, margin: float) -> bool:
-        """Return whether every rank has room, and leaves that part of the capacity free.
+        """Return whether every rank fits and leaves the fraction `margin` of the capacity free.
 
-        What the allocator keeps counts as far as the capacity has room for it: the allocator gives
-        it back before it fails.
+        Cached blocks count only as far as the capacity has room for them: the allocator frees them
+        before it fails.
         """
         return max(memory.wanted for memory in self.memory) <= self.capacity * (1 - margin)
 
     @property
     def verdict(self) -> str:
-        """Whether the plan fits, by how much not, and because of what, in one sentence."""
+        """One sentence: whether the plan fits, or by how much it does not and its largest part."""
         stage = max(range(len(self.memory)), key=lambda s: self.memory[s].needed)
         fullest = self.memory[stage]
         needed, capacity = fullest.needed / GIB, self.capacity / GIB

@@ -29,7 +29,7 @@ def check_latent(latent: Latent) -> Latent:
     """Return the sizes as whole numbers.
 
     Raises:
-        TypeError: If it is no Latent, or a size is not a whole number.
+        TypeError: If `latent` is not a Latent, or a size is not a whole number.
         ValueError: If a size is too small.
     """
     if not isinstance(latent, Latent):

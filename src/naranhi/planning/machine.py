@@ -1,7 +1,7 @@
 """A cluster as it was measured, in place of data sheets: `predict` takes either.
 
-Only what a layer, a message and an action cost is measured here. How the layers are cut, which
-schedule they run in and who waits for whom is for `predict` to say, as of any cluster.
+Only the cost of a layer, a message and an action is measured. `predict` works out how the layers
+are cut, in which schedule they run and who waits for whom, as for any cluster.
 Units: seconds, bytes.
 """
 
@@ -18,27 +18,27 @@ from naranhi.planning.model import Model
 from naranhi.planning.plan import Plan
 from naranhi.planning.stages import StageTimes, cut
 
-VALUE = 4  # bytes of a number: a machine without GPUs trains in fp32
+VALUE = 4  # bytes of an element: a machine without GPUs trains in fp32
 
 
 class Line(NamedTuple):
-    """What something of that size takes: `start` + size x `rate` seconds."""
+    """Seconds that are linear in a size: `start` + size x `rate`."""
 
     start: float
     rate: float
 
     def seconds(self, size: float) -> float:
-        """Return the seconds of that size."""
+        """Return the seconds for a size."""
         return self.start + size * self.rate
 
 
 class Layer(NamedTuple):
-    """One layer's seconds, of one sequence; sizes are parts of a layer and sequence.
+    """A layer's seconds; a size of 1 is the whole layer for one whole sequence.
 
     Attributes:
         forward: Of its forward.
         backward: Of its backward.
-        attention: The part of both that is attention, behind which keys and values can travel.
+        attention: The fraction of both that is attention, which can hide keys and values.
     """
 
     forward: Line
@@ -48,7 +48,7 @@ class Layer(NamedTuple):
 
 @dataclass(frozen=True)
 class Machine(Cluster):
-    """Ranks of two groups with a slow link between them, and what they were measured to do.
+    """Two groups of ranks with a slow link between them, as they were measured.
 
     The kernels are this book's: all-reduces by doubling in a layer and around a ring for gradients,
     a ring of keys and values, and a pipeline of layers without embedding and head.
@@ -61,8 +61,8 @@ class Machine(Cluster):
         peak: Operations per second of a rank that computes all the time; the MFU is relative to it.
 
     Raises:
-        TypeError: As of Cluster; `peak` is a number.
-        ValueError: If something was not measured.
+        TypeError: As for `Cluster`, or if `peak` is not a number.
+        ValueError: As for `Cluster`, or if `layer`, `near`, `far` or `peak` is missing.
     """
 
     gpu: str = "measured"
@@ -82,7 +82,7 @@ class Machine(Cluster):
         super().__post_init__()
 
     def refuses(self, plan: Plan) -> str | None:
-        """Return why it cannot run a plan: nothing that the plan has besides was measured."""
+        """Return what in a plan this machine was not measured with; None if it can run the plan."""
         measured = {"zero": 0, "ep": 1, "recompute": "none", "precision": "fp32"}
         measured |= {"sequence_parallel": False} if plan.tp > 1 else {}
         for name, value in measured.items():
@@ -95,12 +95,12 @@ class Machine(Cluster):
 
     @property
     def calibrated(self) -> bool:
-        """Whether a run says what its arithmetic takes: it was measured on itself."""
+        """True: the seconds of its arithmetic were measured on the machine itself."""
         return True
 
     @property
     def sheet(self) -> Gpu:
-        """What stands for a data sheet; its memory is as much as `memory_gib` says."""
+        """The stand-in for a data sheet; its memory is `memory_gib`, or 1 GiB if that is None."""
         memory = (self.memory_gib or 1.0) * GIB
         flops = dict.fromkeys(("bf16", "fp8", "fp32"), self.peak)
         speed = 1 / self.near.rate if self.near.rate else float("inf")
@@ -109,7 +109,7 @@ class Machine(Cluster):
 
     @property
     def runs(self) -> Engine:
-        """Its engine: nothing is hidden behind a backward, or waits for a host."""
+        """Its engine, in which nothing hides behind a backward or waits for a host."""
         return super().runs._replace(overlap=0.0, gather_overlap=0.0, host_seconds=0.0)
 
     def line(self, ranks: int, stride: int) -> Line:

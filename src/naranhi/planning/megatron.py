@@ -1,4 +1,4 @@
-"""Write a plan as Megatron-LM wants it."""
+"""Write a plan as arguments of Megatron-LM."""
 
 from naranhi.planning.model import Model
 from naranhi.planning.plan import Plan
@@ -17,12 +17,12 @@ def megatron(
 ) -> str:
     """Return the arguments of Megatron-LM's `pretrain_gpt.py`.
 
-    Where tp or cp is above 1 and ZeRO below 2, it also wants CUDA_DEVICE_MAX_CONNECTIONS=1 in the
-    environment, on GPUs before Blackwell.
+    If tp or cp is above 1 and ZeRO below 2, Megatron-LM also needs CUDA_DEVICE_MAX_CONNECTIONS=1 in
+    the environment, on GPUs before Blackwell.
 
-    The arguments are those that decide how long a step takes and what it holds. Others that
-    describe a model keep Megatron-LM's defaults: the base of rotary positions, epsilons, norms of
-    queries and keys, biases of them alone.
+    The arguments are those that decide how long a step takes and how much memory it needs. Other
+    arguments of the model keep Megatron-LM's defaults: the base of rotary positions, epsilons,
+    norms of queries and keys, biases of only the q, k, v projection.
 
     Args:
         model: The model.
@@ -35,8 +35,8 @@ def megatron(
             the engine "nemo" forecasts; otherwise they are in fp32.
 
     Raises:
-        ValueError: If Megatron-LM has no argument for the schedule, cannot cut the heads or the
-            sequence so, or cannot shard experts over these groups.
+        ValueError: If Megatron-LM has no argument for the schedule, or cannot cut the heads or the
+            sequence, or shard the experts, as the plan does.
 
     Source: Megatron-LM, commit 000c4ac, `megatron/training/arguments.py`, with its assertions.
     """
@@ -66,15 +66,15 @@ def megatron(
         words.append(f"--expert-model-parallel-size {plan.ep}")
         if plan.etp is not None:
             words.append(f"--expert-tensor-parallel-size {plan.etp}")
-        # By default each rank would gather the tokens of all.
+        # By default each rank would gather the tokens of all ranks.
         dispatcher = "flex --moe-flex-dispatcher-backend deepep" if deepep else "alltoall"
         words.append(f"--moe-token-dispatcher-type {dispatcher}")
-        if plan.precision != "fp32" and not model.biases:  # with these it has no such kernel
+        if plan.precision != "fp32" and not model.biases:  # no such kernel for fp32 or biases
             words.append("--moe-grouped-gemm")  # by default it runs one expert after the other
     words += _pipeline(model, plan)
     if plan.sequence_parallel and plan.tp > 1:
         words.append("--sequence-parallel")
-        words.append("--tp-comm-overlap")  # by default it overlaps none, and forecasts are of half
+        words.append("--tp-comm-overlap")  # off by default; forecasts assume that half overlaps
     words += _data_parallel(plan)
     if plan.recompute == "selective":
         words.append("--recompute-granularity selective")
@@ -165,8 +165,8 @@ def _data_parallel(plan):
         words += ["--use-megatron-fsdp", f"--data-parallel-sharding-strategy {strategy}"]
         # What its guide requires (Megatron-FSDP User Guide, "Required Configurations").
         words += ["--use-distributed-optimizer", "--no-gradient-accumulation-fusion"]
-        words.append("--ckpt-format fsdp_dtensor")  # the only one that it allows then
-    if plan.replicas > 1:  # by default it overlaps neither, and forecasts are of both
+        words.append("--ckpt-format fsdp_dtensor")  # the only format allowed here
+    if plan.replicas > 1:  # both are off by default; forecasts assume them
         words.append("--overlap-grad-reduce")
         words += ["--overlap-param-gather"] if plan.zero else []
     instances = plan.replicas // plan.zero_group

@@ -1,4 +1,4 @@
-"""What a rank holds: model state, activations, what the loss, the gathers and the update need.
+"""The memory of a rank: model state, activations, and the needs of loss, gathers and update.
 
 Units: bytes.
 """
@@ -26,11 +26,11 @@ class Memory(NamedTuple):
         gradients: Their accumulated gradients.
         optimizer: The fp32 copy and Adam's two moments.
         activations: Of all micro-batches in flight.
-        working: What one layer, the loss, or the optimizer's update needs besides for a moment.
-        cached: What the allocator keeps besides in blocks that nothing uses at that moment: it
-            gives them back before it runs out, so that they do not decide what fits.
-        fragments: The free pieces of blocks that are in use in part: too small for what is
-            allocated next, and not to be given back.
+        working: Temporary bytes of one layer, the loss, or the optimizer's update.
+        cached: Blocks that the allocator keeps although nothing uses them at that moment: it frees
+            them before it runs out of memory, so they do not decide what fits.
+        fragments: Free pieces of blocks that are partly in use: too small for the next allocation,
+            and impossible to free.
     """
 
     parameters: float
@@ -48,25 +48,25 @@ class Memory(NamedTuple):
 
     @property
     def needed(self) -> float:
-        """What has to have room: all that is in use, and the pieces that are lost to it."""
+        """The bytes that must fit: all that is in use, and the fragments."""
         return self.total + self.fragments
 
     @property
     def reserved(self) -> float:
-        """What is in use, cached or lost in pieces: runs report this as the memory reserved."""
+        """The bytes in use, cached, or lost in fragments: runs report them as reserved memory."""
         return self.total + self.cached + self.fragments
 
     @property
     def wanted(self) -> float:
-        """What has to have room if the allocator is never to give a block back."""
+        """The bytes that must fit if the allocator is never to free a block."""
         return sum(self)
 
 
 def in_flight(schedule: str, stages: int, stage: int, microbatches: int, chunks: int = 1) -> float:
-    """Return the micro-batches whose activations a stage holds at once, at most.
+    """Return the most micro-batches whose activations a stage holds at once.
 
-    These are the bounds that the schedules' own docstrings state; a chunk of an interleaved rank
-    counts 1/chunks.
+    These are the bounds that the docstrings of the schedules state; one of a rank's chunks counts
+    1/chunks.
     """
     if schedule == "gpipe":
         return microbatches
@@ -116,7 +116,7 @@ def _stage_parameters(model, how, tp, ep, etp, ranks):
 def updated_parameters(plan: Plan, dense: float, experts: float) -> float:
     """Return how many of a rank's parameters its optimizer updates.
 
-    Experts are on other ranks than the rest, so they have another number of shards.
+    Experts are on different ranks from the rest, so they have a different number of shards.
     """
     if not plan.zero:
         return dense + experts
@@ -166,7 +166,7 @@ def stage_memory(
             layer += (2 * value + engine.reduced_bytes(plan.precision)) * largest
         ends = gathers = 0.0
         if sharded:
-            # What is in no layer is gathered before the first and given up after the last.
+            # What is in no layer is gathered before the first layer and freed after the last.
             ends = value * (dense + experts - sum(each))
             gathers = max(ends, value * largest) + value * largest
         loss = 0.0
@@ -177,11 +177,11 @@ def stage_memory(
         working = max(layer, loss) + (0.0 if plan.kept_whole else ends)
         cached = 0.0
         if engine.cached == "fsdp":
-            # Gathers arrive in blocks of a stream of their own, those of two modules at a time.
+            # Gathers arrive in the blocks of a separate stream, two modules at a time.
             cached = gathers
             if loss:
-                # Blocks of a layer's forward, and of the 16-bit logits, are too small for those in
-                # fp32. A layer's backward comes later, and uses the blocks of the loss.
+                # Blocks of a layer's forward, and of the 16-bit logits, are too small for the fp32
+                # logits. A layer's backward comes later, and reuses the blocks of the loss.
                 cached += min(forward, loss) + value * logits
         elif engine.cached == "gathers":
             cached = _launched_ahead(model, plan, tokens, microbatches)
@@ -198,9 +198,9 @@ def stage_memory(
 def _at_update(backward, plan, engine, updated):
     """Return what a rank holds while its optimizer updates that many parameters.
 
-    No activation is left by then, but the allocator keeps their blocks: free, and in general too
-    small for what the update needs. Copies of gradients that are made and freed before the update,
-    for their norm and to flatten them, use these blocks again, or leave some of their own.
+    The activations are gone by then, but the allocator keeps their blocks: free, and in general too
+    small for the update. Copies of gradients that are made and freed before the update, to compute
+    their norm and to flatten them, reuse these blocks or leave further free blocks.
     """
     freed = backward.activations + backward.working + backward.cached
     copies = 0.0 if plan.zero == 3 else engine.update_cached_bytes * updated
@@ -214,7 +214,7 @@ def _at_update(backward, plan, engine, updated):
 
 
 def _one_layer(model, cluster, plan, sequence_length):
-    """Return the bytes that a layer needs for a moment, in its forward and in its backward.
+    """Return the temporary bytes of a layer: (in its forward, in its backward).
 
     Both need what tensor parallel ranks have gathered (the input of a layer, an output not yet
     reduced; in the backward, a gradient) and the widest activations, or their gradients. The
@@ -256,8 +256,8 @@ def _launched_ahead(model, plan, tokens, microbatches):
     """Return the bytes of gathered inputs that wait for the GPU while the host runs ahead.
 
     An input that is gathered on another stream is free for the host only when the GPU is past its
-    last use. A host that waits for nothing is `LAUNCHES_AHEAD` kernels ahead, so it has asked for
-    the two gathered inputs of so many layers as those are, and at most of those of a step. A
+    last use. A host that waits for nothing is `LAUNCHES_AHEAD` kernels ahead, so it has allocated
+    the two gathered inputs of as many layers as these kernels make, but at most those of a step. A
     pipeline's host waits for each message.
     """
     if plan.tp == 1 or plan.pp > 1:
@@ -278,7 +278,7 @@ def _state(plan, engine, parameters, ranks):
     """Return the bytes of parameters, gradients and optimizer state, from `costs.zero_bytes`.
 
     FSDP keeps parameters in fp32, and casts what it gathers. With ZeRO-3 in a pipeline it keeps
-    what it has gathered, and adds up whole gradients of all micro-batches.
+    what it has gathered, and accumulates whole gradients over all micro-batches.
     """
     value = 4 if plan.precision == "fp32" else 2
     precision = "fp32" if engine.casts_shards or value == 4 else "bf16"

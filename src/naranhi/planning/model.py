@@ -1,4 +1,4 @@
-"""What a model is to a planner: its shapes, its parameters and its operations.
+"""A model for the planner: its shapes, its parameters and its operations.
 
 Units: parameters, tokens, floating-point operations (a multiplication and an addition are two).
 """
@@ -13,7 +13,7 @@ from naranhi.planning.latent import Latent, check_latent
 
 
 class Matmul(NamedTuple):
-    """A weight matrix that each token is multiplied with: `rows` x `columns`.
+    """A weight matrix that each token is multiplied by: `rows` x `columns`.
 
     `split` says which of the two sides tensor parallelism shards: "columns", "rows" or "none".
     """
@@ -32,7 +32,7 @@ class Model:
         hidden: The hidden size.
         heads: The number of attention heads.
         ffn: The inner size of the MLP; 4 x `hidden` if None.
-        vocabulary: The number of tokens in the vocabulary, with its padding.
+        vocabulary: The number of tokens in the vocabulary, including padding.
         kv_heads: The number of heads of keys and values; `heads` if None.
         head_dim: The elements of a head; `hidden` / `heads` if None.
         gated: Whether the MLP has a gate (SwiGLU), and so three matrices in place of two.
@@ -43,13 +43,13 @@ class Model:
         experts: The number of experts of each sparse layer; 0 for a dense model.
         top_k: The experts that a token visits.
         expert_ffn: The inner size of an expert; `ffn` if None.
-        shared_experts: Experts that every token visits besides.
-        dense_layers: The first layers that have a dense MLP although the model has experts.
+        shared_experts: Experts that every token visits in addition.
+        dense_layers: The number of first layers with a dense MLP in a model with experts.
         latent: The sizes of multi-head latent attention, or None.
 
     Raises:
         TypeError: If a size is not a whole number, a flag not a bool, or `latent` not a Latent.
-        ValueError: If a size is too small, or sizes do not fit one another.
+        ValueError: If a size is too small, or sizes contradict one another.
     """
 
     layers: int
@@ -115,19 +115,19 @@ class Model:
         """Return the model that a Hugging Face `config.json` describes.
 
         Args:
-            path: The file, the directory that has it, or its content as a dict.
+            path: The file, the directory that contains it, or its content as a dict.
 
         Raises:
             FileNotFoundError: If there is no such file.
-            ValueError: If the file is not JSON, its family is unknown, or a size is missing, is
-                not a size, or cannot be said of a `Model`.
+            ValueError: If the file is not a JSON object, its family is unknown, or a size or flag
+                is missing, wrong, or impossible to express in a `Model`.
         """
         from naranhi.planning.config import read_config
 
         return cls(**read_config(path))
 
     def with_layers(self, layers: int) -> "Model":
-        """Return the same model with another number of layers."""
+        """Return the same model with a different number of layers."""
         return replace(self, layers=layers)
 
     @cached_property
@@ -153,7 +153,7 @@ class Model:
         )
 
     def mlp(self, ffn: int | None = None) -> tuple[Matmul, ...]:
-        """Return the weight matrices of an MLP of that inner size, by default the dense one's."""
+        """Return the weight matrices of an MLP of inner size `ffn`, by default the dense one's."""
         inner = ffn or self.ffn
         return (
             Matmul(self.hidden, inner * (2 if self.gated else 1), "columns"),
@@ -161,7 +161,7 @@ class Model:
         )
 
     def layer_matmuls(self, layer: int) -> tuple[Matmul, ...]:
-        """Return the weight matrices that a token meets in a layer, those of its experts."""
+        """Return the weight matrices that multiply a token in a layer, including its experts'."""
         if self.sparse(layer):
             visited = self.top_k + self.shared_experts
             return self.attention + self.mlp(self.expert_ffn) * visited
@@ -189,7 +189,7 @@ class Model:
         return self.vocabulary * self.hidden
 
     def layer_parameters(self, layer: int = 0, expert_parallel: int = 1) -> int:
-        """Return the parameters of a layer of which a rank has 1/`expert_parallel` of the experts.
+        """Return the parameters of a layer on a rank with 1/`expert_parallel` of its experts.
 
         The router of a sparse layer is on every rank.
         """
@@ -207,11 +207,11 @@ class Model:
         expert_parallel: int = 1,
         expert_tensor_parallel: int | None = None,
     ) -> tuple[float, float]:
-        """Return the parameters of a layer that a rank has, outside of experts and of its experts.
+        """Return the parameters of a layer on a rank: (outside of experts, in its experts).
 
-        Tensor parallel ranks shard all matrices but those of latent vectors and the router, of
-        which each has the whole. (So do they have norms, which are too small to count.) Each expert
-        is cut over `expert_tensor_parallel` ranks; None is as all others.
+        Tensor parallel ranks shard all matrices except those of latent vectors and the router:
+        these are whole on each rank. (So are norms, which are too small to matter.) Each expert is
+        cut over `expert_tensor_parallel` ranks; None means `tensor_parallel`.
         """
         whole = _weights(m for m in self.attention if m.split == "none")
         experts = 0
@@ -256,7 +256,7 @@ class Model:
         Six for each weight that a token is multiplied with (the embedding is a look-up), and
         attention to all tokens of the sequence, as Megatron-LM's papers and PaLM count model
         FLOPs: a causal kernel that skips the half that is masked is credited with it, and
-        recomputation is not counted. (Since 2025 Megatron-LM's own log counts that half only.)
+        recomputation is not counted. (Since 2025 Megatron-LM's own log leaves that half out.)
 
         Source: Narayanan et al. (2021), equation 3, without the recomputed forward.
         """
@@ -270,7 +270,7 @@ class Model:
 
     @cached_property
     def score_width(self) -> int:
-        """The elements of all heads' keys and values that a query meets in each other token."""
+        """The elements of keys and values, over all heads, that a query meets in each token."""
         if self.latent:
             return self.heads * (
                 self.latent.key_dim + self.latent.rotary_dim + self.latent.value_dim

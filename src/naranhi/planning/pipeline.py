@@ -1,14 +1,14 @@
-"""How long a pipeline takes with uneven stages: what `schedules.simulate` says, but sooner.
+"""The seconds of a pipeline with uneven stages, computed faster than by `schedules.simulate`.
 
 A simulation runs through every action. With many micro-batches that is more than a search can
-afford, and far from both ends every micro-batch only repeats the last one, later.
+afford, and far from both ends every micro-batch only repeats the one before, later.
 """
 
 from functools import lru_cache
 
 from naranhi.schedules import in_order, names
 
-ACTIONS = 10_000  # that are run through, at most, before the pace of few rounds is taken
+ACTIONS = 10_000  # simulated at most; longer schedules are extrapolated from a few rounds
 
 
 def pipeline_seconds(
@@ -24,14 +24,14 @@ def pipeline_seconds(
     """Return the seconds from the first action of a step to its last, of any rank.
 
     Args:
-        schedule: The name of the schedule.
+        schedule: The schedule's name; zero-bubble ranks do not wait for one another between steps.
         microbatches: The number of micro-batches.
         forward: Seconds of each virtual stage's forward for one micro-batch.
         backward: Seconds of its backward.
         latency: Seconds of a message between two stages.
         chunks: Virtual stages on each rank.
-        exact: Whether to simulate schedules other than 1F1B, or to take the bubble of equal stages,
-            as fast as the slowest.
+        exact: Whether to simulate schedules other than 1F1B; if False, use the bubble of stages
+            that are all as slow as the slowest.
     """
     if len(forward) == 1:
         return microbatches * (forward[0] + backward[0])
@@ -50,7 +50,7 @@ def pipeline_seconds(
     return _simulated(schedule, microbatches, forward, backward, latency, chunks)
 
 
-# The bubble of equal stages, in those of 1F1B with as many chunks; 1 for those that are not here.
+# The bubble of equal stages, relative to 1F1B's with as many chunks; 1 for other schedules.
 _BUBBLES = {
     "zero_bubble_h1": 1 / 3,
     "zero_bubble_h2": 0,
@@ -63,13 +63,13 @@ _BUBBLES = {
 def one_f_one_b_seconds(
     microbatches: int, forward: tuple[float, ...], backward: tuple[float, ...], latency: float
 ) -> float:
-    """Return what `simulate(one_f_one_b(p, m), forward, backward, latency=latency)` takes, sooner.
+    """Return the cost of `simulate(one_f_one_b(p, m), forward, backward, latency=latency)`.
 
     Wave k is the forward of micro-batch k on each stage s, then the backward of micro-batch
-    k - (p - s - 1) there, which is the order of `one_f_one_b`. What a wave waits for is in itself
-    or in the wave before. So the times at which the stages are free after a wave follow from those
-    after the wave before, by maxima and sums; and when every stage is free later than before by
-    one and the same time, every next wave adds that time again, exactly, until no forward is left.
+    k - (p - s - 1) there, which is the order of `one_f_one_b`. A wave waits only for itself and the
+    wave before. So the times at which the stages are free after a wave follow from the times after
+    the wave before, by maxima and sums. Once a wave moves all stages on by the same time, every
+    further wave adds exactly that time again, until no forward is left.
     """
     stages = len(forward)
     last = stages - 1
@@ -101,11 +101,11 @@ def one_f_one_b_seconds(
 
 
 def _simulated(schedule, microbatches, forward, backward, latency, chunks):
-    """Return the seconds of a schedule; of one with many actions, of few rounds and their pace.
+    """Return the seconds of a schedule; with many actions, extrapolate from a few rounds.
 
     Far from both ends, each round of `stages` micro-batches takes about as long as the round
     before. Where stages are uneven, the first rounds may still be faster than later ones: of 175
-    drawn cases nine were off by more than 1%. The worst was 6.7% too fast, an interleaved schedule
+    random cases nine were off by more than 1%. The worst was 6.7% too fast, an interleaved schedule
     whose slowest stage is in the middle.
     """
     stages = len(forward) // chunks
@@ -118,9 +118,9 @@ def _simulated(schedule, microbatches, forward, backward, latency, chunks):
 
 
 def _run(schedule, microbatches, forward, backward, latency, chunks):
-    """Return what `simulate` says, without its timeline."""
+    """Return the seconds that `simulate` would find, without making a timeline."""
     stages = len(forward) // chunks
-    # A backward in two parts is taken to have equal ones.
+    # The two parts of a split backward are assumed to take equally long.
     half = tuple(time / 2 for time in backward)
     times = {"F": forward, "B": backward, "I": half, "W": half}
     begun, free, arrivals = [None] * stages, [0.0] * stages, {}
@@ -141,7 +141,7 @@ def _run(schedule, microbatches, forward, backward, latency, chunks):
 
 @lru_cache(maxsize=64)
 def _actions(schedule, stages, microbatches, chunks):
-    """Return a schedule's actions in an order for one process, with what they need and give."""
+    """Return a schedule's actions in an order for one process, with the messages of each."""
     more = (chunks,) if schedule == "interleaved" else ()
     made = names.get(schedule)(stages, microbatches, *more)
     result = []

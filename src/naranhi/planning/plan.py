@@ -1,4 +1,4 @@
-"""What a plan is: degrees, micro-batches, a schedule, and what they refuse."""
+"""A plan: its degrees, micro-batches and schedule, and which combinations are impossible."""
 
 from dataclasses import dataclass
 
@@ -22,13 +22,13 @@ SCHEDULES = (
 V_SHAPED = ("zero_bubble_v", "dualpipe_v")
 PRECISIONS = ("bf16", "fp8", "fp32")
 
-# Beyond these a number was meant in another unit.
+# A number beyond these limits was meant in another unit.
 MOST_SEQUENCES = 2**17
 MOST_TOKENS = 2**27
 
 
 class PlanError(ValueError):
-    """A plan that cannot be: the message says which number contradicts which."""
+    """A plan that is not possible; the message says what contradicts what."""
 
 
 @dataclass(frozen=True)
@@ -46,24 +46,24 @@ class Plan:
         cp: Context parallel degree: each rank has 1/cp of every sequence.
         ep: Expert parallel degree: neighbouring data parallel ranks share the experts.
         chunks: Model chunks of each stage; above 1 only with the interleaved schedule, and 2 with
-            those that are V-shaped.
+            V-shaped schedules.
         microbatch: Sequences of a micro-batch, on a data parallel rank.
-        schedule: A name that `schedules.get` knows, without asynchronous ones.
+        schedule: A name that `schedules.get` knows, of a schedule with a flush.
         zero: The stage of ZeRO, over dp x cp ranks. Stage 3 in a pipeline gathers parameters once a
-            step and keeps them, as torchtitan does: per micro-batch would be too slow.
-        recompute: "none", "selective" or "full", as `costs.transformer_layer_bytes` has it.
+            step and keeps them, as torchtitan does: once per micro-batch would be too slow.
+        recompute: "none", "selective" or "full", as in `costs.transformer_layer_bytes`.
         sequence_parallel: Whether tensor parallel ranks shard norms and dropouts along the
             sequence as well; by default (None) where tp is above 1.
         precision: "bf16"; "fp8" for fp8 matmuls with the rest as in bf16; or "fp32".
         zero_group: Neighbours among the dp x cp ranks that shard the model state; all of them, if
             None. Fewer than all is what FSDP calls hybrid sharding.
         etp: Expert tensor parallel degree: the ranks of a tensor parallel group that cut each
-            expert; None is as tp. With fewer, the others of the group have other experts: `ep`
-            neighbours among dp x cp x tp / etp share them, so that with 1 an expert is whole.
+            expert; None means tp. If fewer, the group's other ranks have different experts, which
+            `ep` neighbours among dp x cp x tp / etp ranks share. With 1 every expert is whole.
 
     Raises:
         TypeError: If a degree is not a whole number, or a flag not a bool.
-        PlanError: If a number is too small, a name unknown, or two arguments contradict.
+        PlanError: If a number is too small, a name unknown, or arguments contradict each other.
     """
 
     dp: int
@@ -130,7 +130,7 @@ class Plan:
             )
 
     def _check_experts(self):
-        """Raise PlanError if experts cannot be divided so; `etp` is None where it is `tp`."""
+        """Raise PlanError if the experts cannot be divided like this; set `etp` = tp to None."""
         if self.etp == self.tp:
             object.__setattr__(self, "etp", None)
         if self.etp is None:
@@ -203,7 +203,7 @@ class Plan:
         """Return the number of micro-batches of a rank in a step of `global_batch` sequences.
 
         Raises:
-            PlanError: If the batch does not divide.
+            PlanError: If the batch does not divide, is too large, or does not suit the schedule.
         """
         global_batch = whole("global_batch", global_batch, "a number of sequences")
         if global_batch > MOST_SEQUENCES:
@@ -231,11 +231,11 @@ class Plan:
     def check(
         self, model: Model, cluster: Cluster, sequence_length: int, global_batch: int
     ) -> None:
-        """Raise PlanError, in words, if this plan cannot cut this model, cluster or batch.
+        """Raise PlanError if this plan cannot cut this model, cluster or batch.
 
         Raises:
-            PlanError: If the degrees' product is not the number of GPUs, if heads, layers, experts
-                or the sequence do not divide, or if the batch does not.
+            TypeError: If the sequence length or the batch is not a whole number.
+            PlanError: If the plan does not match the GPUs, the model, the batch or the cluster.
         """
         if self.ranks != cluster.gpus:
             raise PlanError(

@@ -20,7 +20,7 @@ SIMULATED = 40  # plans whose schedule is simulated exactly, of those that look 
 
 @dataclass(frozen=True)
 class Found:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
         model: The model.
@@ -29,9 +29,9 @@ class Found:
         global_batch: Sequences of a step.
         plans: The best of those that fit, with their forecasts, the fastest first.
         fitting: How many plans fit.
-        tried: How many plans were looked at.
-        nearest: If no plan fits, the one that lacks least, with its forecast.
-        margin: The part of the capacity that a plan had to leave free in order to fit.
+        tried: How many plans are possible, whether they fit or not.
+        nearest: If no plan fits, the one that needs the least memory, with its forecast.
+        margin: The fraction of the capacity that a plan had to leave free in order to fit.
     """
 
     model: Model
@@ -63,19 +63,19 @@ def search(
 ) -> Found:
     """Return the plans that fit, the fastest first.
 
-    Looked at are all degrees that divide the GPUs, the model and the batch, within these limits:
+    The search tries all degrees that divide the GPUs, the model and the batch, within these limits:
 
-    - tensor parallelism over at most as many GPUs as a node has, of experts over as many or none;
+    - tensor parallelism within a node, with experts cut over the same ranks or not at all;
     - context parallelism by powers of two, which leave each rank at least 4,096 tokens;
     - micro-batches of 1, 2, 4, 8 or 16 sequences;
     - 1F1B, and the interleaved schedule with 2 or 4 chunks;
     - ZeRO 0, 1 and, without a pipeline, 3, over all data parallel ranks;
-    - every recomputation that makes a difference to the engine;
+    - every kind of recomputation that makes a difference with this engine;
     - sequence parallelism wherever there is tensor parallelism, except on a measured `Machine`,
       which has none.
 
-    `predict` knows more plans, such as other schedules. Plans are sorted by the bubble of equal
-    stages; the schedules of those that look best are then simulated.
+    `predict` takes more plans, with other schedules, for example. Plans are first sorted with the
+    bubble of equal stages; then the schedules of the best are simulated.
 
     Args:
         model: The model.
@@ -83,15 +83,15 @@ def search(
         sequence_length: Tokens of a sequence.
         global_batch: Sequences of a step.
         best: How many plans to return, at most.
-        margin: The part of the capacity that a plan has to leave free, because memory is forecast
-            and not known.
-        precision: As of `Plan`.
+        margin: The fraction of the capacity that a plan has to leave free, because memory is
+            forecast and not known.
+        precision: As for `Plan`.
 
     Raises:
         TypeError: If a number is not a whole number, or an argument is of another class.
         ValueError: If `best` is less than 1, or `margin` not from 0 to below 1.
         PlanError: If no plan divides the GPUs, the model and the batch, or none is possible for
-            another reason: the message has that of the last one.
+            another reason: the message gives the reason for the last plan.
     """
     check_classes(model=model, cluster=cluster)
     sequence_length = whole("sequence_length", sequence_length, "a number of tokens")
@@ -144,7 +144,7 @@ def search(
 def plans(
     model: Model, cluster: Cluster, sequence_length: int, precision: str = "bf16"
 ) -> Iterator[Plan]:
-    """Yield the plans for all GPUs of a cluster that divide the model; the batch may not divide."""
+    """Yield plans on all GPUs of a cluster; `Plan.check` may still reject some for a model."""
     gpus = cluster.gpus
     tensor = [tp for tp in _divisors(gpus) if tp <= cluster.gpus_per_node and model.heads % tp == 0]
     # Selective recomputation repeats the attention's scores, which flash does in any case.
@@ -170,7 +170,7 @@ def plans(
             first = Plan(dp, tp, pp, cp, ep, etp=etp, **more)
             for zero in _ZERO if dp * cp > 1 else (0,):
                 if zero == 3 and pp > 1:
-                    continue  # gathers once a step and keeps: no better than stage 1
+                    continue  # it keeps what it gathers: no better than stage 1
                 plan = replace(first, zero=zero)
                 yield plan
                 for chunks in _CHUNKS:

@@ -21,17 +21,17 @@ from naranhi.planning.pipeline import pipeline_seconds
 from naranhi.planning.plan import Plan
 from naranhi.planning.stages import StageTimes, cut
 
-# A step waits for its slowest rank: the part by which it is longer, for each doubling of the nodes.
+# A step waits for its slowest rank: it is longer by this fraction for each doubling of the nodes.
 STRAGGLERS = 0.003
-# Relative uncertainty of a forecast, as a standard deviation: of all of it, with and without a run
-# of this GPU and engine to calibrate it; and of each part besides. All runs that calibrate are in
-# bf16: of the peak in fp8, twice as high, matmuls may reach another part.
+# Relative uncertainty of a forecast, as a standard deviation: of the whole, with and without a run
+# of this GPU and engine that calibrates it, and in addition of each part. All runs that calibrate
+# are in bf16: of the fp8 peak, twice as high, matmuls may reach a different fraction.
 CALIBRATED, UNCALIBRATED = 0.07, 0.18
 FP8_COMPUTING = 0.1
 # Experts no wider than the hidden state are many small matmuls, whose launches, imbalance and
 # sorting no published run calibrates. Of 15 runs of Qwen3, GPT-OSS and DeepSeek-V3 in NVIDIA's
-# tables (Megatron Bridge, performance summary, commit 00b7660) most took longer than forecast. By
-# this figure 12 are inside their interval; the three of Qwen3-30B on H100 and 8 B200, 2.6 to 3.2
+# tables (Megatron Bridge, performance summary, commit 00b7660) most took longer than forecast. With
+# this value 12 are inside their interval; the three of Qwen3-30B on H100 and 8 B200, 2.6 to 3.2
 # times as long as forecast, are not. (Grok-1's experts, wider than that, are within 15%.)
 SMALL_EXPERTS = 0.9
 UNCERTAIN = {
@@ -65,8 +65,8 @@ def predict(
 
     Raises:
         TypeError: If a number is not a whole number, or an argument is of another class.
-        PlanError: If the plan cannot cut this model, cluster or batch. A plan that only does not
-            fit is no error: see `Forecast.verdict`.
+        PlanError: If the plan cannot cut this model, cluster or batch. A plan that does not
+            fit in memory is not an error: see `Forecast.verdict`.
     """
     check_classes(model=model, cluster=cluster, plan=plan)
     plan.check(model, cluster, sequence_length, global_batch)
@@ -74,7 +74,7 @@ def predict(
 
 
 def check_classes(**arguments: object) -> None:
-    """Raise TypeError, in words, if a model, cluster or plan is none.
+    """Raise TypeError if a model, cluster or plan is of another class.
 
     Raises:
         TypeError: If an argument is of another class than its name says.
@@ -94,10 +94,10 @@ def forecast(
     *,
     exact: bool = True,
 ) -> Forecast:
-    """Return what `predict` returns, of a plan that has been checked.
+    """Return what `predict` returns, for a plan that the caller has checked.
 
-    With `exact=False` the bubble of schedules that would have to be simulated is that of equal
-    stages, as fast as the slowest: enough to sort plans.
+    With `exact=False`, schedules that would have to be simulated get the bubble of stages that are
+    all as slow as the slowest: good enough to sort plans.
     """
     count = plan.microbatches(global_batch)
     stages = stage_times(model, cluster, plan, sequence_length)
@@ -128,10 +128,10 @@ def forecast(
     rounds = min(plan.pp, count) if plan.chunks > 1 else 1
     behind = rounds * cluster.runs.overlap * sum(stage.backward for stage in busiest)
     before = rounds * cluster.runs.gather_overlap * sum(stage.forward for stage in busiest)
-    # ZeRO-2 keeps no whole gradients to add up, and so reduces those of each micro-batch.
+    # ZeRO-2 keeps no whole gradients to accumulate, so it reduces those of each micro-batch.
     times = count if plan.zero == 2 and not plan.kept_whole else 1
     parts["data"] = times * comm.behind(reduce, behind) + comm.behind(gather, before)
-    if not isinstance(cluster, Machine):  # which was measured without one
+    if not isinstance(cluster, Machine):  # measured without an optimizer
         updated = updated_parameters(plan, *held)
         parts["optimizer"] = optimizer_seconds(cluster, updated, plan.precision)
     nodes = max(1, cluster.gpus / cluster.gpus_per_node)
@@ -177,7 +177,7 @@ def stage_times(
         for work in ends.get(stage, ()):
             forward, backward = forward + work.forward, backward + work.backward
             computing += work.forward + work.backward
-        # Nothing, unless one stage has all: a pipeline keeps its parameters.
+        # 0 in a pipeline, which keeps its parameters; else there is only one stage.
         sharded = sharding.sharded_ends(cluster, plan, model.end_parameters / plan.tp)
         forward, backward = forward + sharded.forward, backward + sharded.backward
         parts = {"computing": computing, "sharding": sum(sharded)}
@@ -208,7 +208,7 @@ def layer_times(
     host = cluster.runs.host_seconds
     if comm.between_nodes(cluster, plan):
         host = max(host, plan.tp * cluster.runs.pipeline_rank_seconds)
-    # In thirds of a forward and a backward: what is computed again is launched again.
+    # In thirds of a forward and a backward: recomputed kernels are launched again.
     thirds = 3 + work.recompute / work.forward
     idle = max(0.0, host * thirds / 3 - forward - backward)
     forward, backward = forward + idle / thirds, backward + idle * (1 - 1 / thirds)
@@ -262,13 +262,13 @@ def _longer(times, waits):
 
 
 def _computing(model, plan):
-    """Return the relative uncertainty of the matmuls besides that of all of a forecast."""
+    """Return the relative uncertainty of the matmuls, in addition to that of the whole forecast."""
     own = FP8_COMPUTING if plan.precision == "fp8" else 0.0
     return max(own, SMALL_EXPERTS) if model.experts and model.expert_ffn <= model.hidden else own
 
 
 def _spread(parts, step, calibrated, computing):
-    """Return the part of the step within which nine of ten are expected, below and above it."""
+    """Return the relative spread within which nine of ten steps are expected."""
     own = CALIBRATED if calibrated else UNCALIBRATED
     uncertain = UNCERTAIN | {"computing": computing}
     shares = (uncertain.get(name, 0.0) * time / step for name, time in parts.items())

@@ -21,16 +21,16 @@ def runs() -> tuple[Run, ...]:
 
 @lru_cache(maxsize=1)
 def sweep() -> tuple[Run, ...]:
-    """Return the runs of the sweep of two models on H100s, those that failed included."""
+    """Return the runs of the sweep of two models on H100s, including those that failed."""
     return tuple(map(read, rows("published_runs_sweep.csv")))
 
 
 @lru_cache(maxsize=1)
 def independent() -> tuple[Run, ...]:
-    """Return runs of other sources, in which nothing was chosen by how near forecasts come.
+    """Return runs of other sources, to which nothing in the planner was fitted.
 
-    Two of them calibrate an efficiency, as `calibrations.csv` says, and the attention's generation
-    of the engine "nemo-2024" was read off the long sequences of NeMo 24.03.
+    Even so, two of the runs calibrate an efficiency, as `calibrations.csv` says, and the long
+    sequences of NeMo 24.03 gave the FlashAttention generation of the engine "nemo-2024".
     """
     data = files("naranhi.planning").joinpath("data", "independent_runs.json")
     return tuple(map(_independent, json.loads(data.read_text(encoding="utf-8"))))

@@ -1,14 +1,14 @@
-"""What several programs refuse."""
+"""Checks that several programs need."""
 
 from naranhi.planning.model import Model
 from naranhi.planning.plan import Plan
 
 
 def check_heads(program: str, model: Model, plan: Plan) -> None:
-    """Refuse a plan whose tensor parallelism would divide a head of keys and values.
+    """Raise ValueError if tensor parallelism would split a head of keys and values.
 
     Raises:
-        ValueError: If it would.
+        ValueError: If `kv_heads` is not a multiple of the plan's tp.
     """
     if model.kv_heads % plan.tp:
         raise ValueError(

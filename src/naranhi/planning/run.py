@@ -12,7 +12,7 @@ class Run(NamedTuple):
 
     Attributes:
         source: Where it was published.
-        name: The model's name there, and what tells the run from others.
+        name: The model's name there, and what distinguishes the run from others.
         model: The model.
         cluster: The cluster.
         plan: The plan.
@@ -23,12 +23,12 @@ class Run(NamedTuple):
         failed: Whether it ended with an error.
         counted: What `memory` counts: "in use" at the fullest moment; "reserved" with the free
             blocks that the allocator keeps; "first" the same of the first stage, not of the
-            fullest; or "kept" without what is in use for a moment only.
-        activations: What the run may have kept of micro-batches in flight, in multiples of what its
-            plan's schedule keeps: a schedule that was searched may fill a limit which one that is
-            made by hand does not.
-        crashed: Whether the error was another one than that memory ran out.
-        flawed: Whether its pipeline is known to have run before a defect of its engine was mended.
+            fullest; or "kept" without temporary memory.
+        activations: The activations in flight that the run may have kept, in multiples of what its
+            plan's schedule keeps: a schedule found by search may fill its memory limit, where a
+            handmade one does not.
+        crashed: Whether the error was something other than running out of memory.
+        flawed: Whether its pipeline is known to have run before a defect of its engine was fixed.
     """
 
     source: str

@@ -1,7 +1,7 @@
 """How long data parallel ranks take to gather parameters and to reduce gradients, sharded or not.
 
-Experts are on fewer ranks than the other parameters: of `ep` neighbouring ranks each has its own,
-so only every `ep`-th one has the same. Units: seconds, bytes, parameters.
+Experts are on fewer ranks than the other parameters: each of `ep` neighbouring ranks has different
+experts, so only every `ep`-th rank has the same. Units: seconds, bytes, parameters.
 """
 
 from typing import NamedTuple
@@ -21,8 +21,8 @@ def sharded_layer(
 ) -> Exposed:
     """Return what ZeRO-3 exposes of a layer: the gathers, and the reduction of its gradients.
 
-    The all-gather of the next layer runs behind this one's arithmetic, and the reduce-scatter of
-    the last one's gradients as well; what is longer than the arithmetic is exposed.
+    The all-gather of the next layer runs behind this layer's arithmetic, and so does the
+    reduce-scatter of the previous layer's gradients; what exceeds the arithmetic is exposed.
 
     Args:
         cluster: The cluster.
@@ -40,7 +40,7 @@ def sharded_ends(cluster: Cluster, plan: Plan, parameters: float) -> Exposed:
     """Return what ZeRO-3 exposes of embeddings and output layer, for one micro-batch.
 
     They are gathered before the first layer, kept, and reduced after the last backward, as FSDP
-    does with what its root module has (`torch.distributed.fsdp`): no arithmetic is there to hide
+    does with what its root module has (`torch.distributed.fsdp`): no arithmetic hides
     either.
     """
     return Exposed(*_sharded(cluster, plan, parameters, 0.0))

@@ -1,7 +1,7 @@
 """Read the rows of published runs, each source by its own conventions.
 
-The tables have what the sources print. What they leave out is filled in here, with where it is
-from. Rates become seconds as the source counts them: some rates count recomputed operations.
+The tables have what the sources print. What they leave out is filled in here, with its origin.
+Rates become seconds as the source counts them: some rates count recomputed operations.
 """
 
 import re
@@ -13,12 +13,12 @@ from naranhi.planning.plan import Plan
 from naranhi.planning.run import Run
 
 # Narayanan et al. (2021) do not print micro-batches and chunks of table 1: they are in the scripts
-# that its authors published with it (Megatron-LM, examples/sc21/run_table_1.sh).
+# that the authors published with it (Megatron-LM, examples/sc21/run_table_1.sh).
 SC21 = {
     1: (16, 1), 3: (16, 1), 7: (16, 1), 18: (8, 1), 39: (4, 1), 76: (2, 3), 145: (2, 2),
     310: (1, 2), 529: (1, 3), 1008: (1, 1),
 }  # fmt: skip
-# The models of the sources that name a model without its shapes: its authors' configuration.
+# Shapes of the models that a source only names, from the configurations of the models' authors.
 SHAPES = {
     "GPT 174.6B": {"layers": 96, "hidden": 12288, "heads": 96},
     "GPT 529.6B": {"layers": 105, "hidden": 20480, "heads": 128},
@@ -34,7 +34,7 @@ def read(row: dict[str, str]) -> Run:
     """Return the run of a row of `published_runs.csv` or `published_runs_sweep.csv`.
 
     Raises:
-        KeyError: If its source is none of those that are known here.
+        KeyError: If its source is unknown here.
     """
     given = {name: float(row[name]) for name in row if row[name] and name not in _WORDS}
     given = {name: int(value) if value == int(value) else value for name, value in given.items()}
@@ -187,7 +187,7 @@ def _torchtitan(row, given):
     model = _llama(given, tied=False, kv_heads=8)
     note = row["note"]
     # The length of 8192 tokens is in the title of the report only. At that commit a pipeline had
-    # as many micro-batches as stages, unless told otherwise.
+    # as many micro-batches as stages, unless configured otherwise.
     sequence = given.get("seq", 8192)
     chunks = 2 if "Interleaved" in note else 1
     pp, dp = given["pp"], given["dp"]
@@ -251,9 +251,9 @@ def _sweep(row, given):
     # copied of 512 GPUs only): GB/s of the eight ports of a node together, so Gbit/s of each.
     reached = given.get("all_reduce_gb_s", 400 * NETWORK)
     cluster = Cluster(given["gpus"], 8, "H100", reached / NETWORK, "nanotron")
-    # The source's status of a run is Success, OOM, or Other: an error that is no OOM.
+    # The source's status of a run is Success, OOM, or Other: an error that is not an OOM.
     failed = "FAILED" in row["note"]
-    # A few runs had another batch than the 256 sequences of all others: their names say so.
+    # A few runs had a batch other than the usual 256 sequences: their names say so.
     count = int(re.search(r"grad accumulation (\d+)", row["note"])[1])
     batch = plan.dp * plan.microbatch * count
     return Run(

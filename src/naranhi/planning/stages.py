@@ -1,7 +1,7 @@
 """Which layers are on which stage.
 
 The embedding is on the first virtual stage, the output layer and the loss on `head`, which is the
-last one unless an engine cuts in another way.
+last one unless an engine cuts differently.
 """
 
 from functools import lru_cache
@@ -35,16 +35,16 @@ class Cut(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def cut(model: Model, stages: int, how: str = "uniform") -> Cut:
-    """Return how a model is cut.
+    """Cut a model into virtual stages.
 
     Args:
         model: The model.
         stages: The number of virtual stages.
-        how: "uniform" for equally many layers; where they do not divide, the stages at both ends,
-            which have the embedding and the output layer besides, have one less. "last" for the
-            same with one more layer in each of the last stages. "cumulative" for nanotron's rule:
-            go to the next stage after the module by which the cumulated operations, the output
-            layer's included, reach this stage's share of them.
+        how: "uniform" for equally many layers; if they do not divide, middle stages get the extra
+            layers first, because the ends also have the embedding and the output layer. "last" for
+            the same with the extra layers in the last stages. "cumulative" for nanotron's rule:
+            go to the next stage after the module with which the cumulative operations, including
+            the output layer's, reach this stage's share.
     """
     if how != "cumulative":
         each, more = divmod(model.layers, stages)

@@ -1,4 +1,4 @@
-"""Write a plan as torchtitan wants it."""
+"""Write a plan as a configuration of torchtitan."""
 
 from naranhi.planning.model import Model
 from naranhi.planning.plan import Plan
@@ -18,8 +18,9 @@ def torchtitan(model: Model, plan: Plan, sequence_length: int, global_batch: int
     """Return the sections of a torchtitan configuration, in TOML.
 
     Raises:
-        ValueError: If torchtitan has no name for the schedule, cannot cut the model so, or refuses
-            the precision, the sharding or tied embeddings beside these degrees.
+        ValueError: If torchtitan has no name for the schedule, cannot cut the model or the sequence
+            as the plan does, or lacks the precision, the sharding or tied embeddings with these
+            degrees.
 
     Source: torchtitan 0.2, `torchtitan/config/job_config.py` and `torchtitan/distributed`.
     """
@@ -153,8 +154,8 @@ def _experts(plan, sharded):
 def _stages(model, plan):
     """Return the lines of [parallelism] that cut the layers into the plan's stages, as `cut` does.
 
-    It counts the embedding and the output as that many layers, and gives what does not divide to
-    the first stages (`generate_llm_fqn_per_model_part`).
+    torchtitan counts the embedding and the output as that many layers, and gives the extra layers
+    to the first stages (`generate_llm_fqn_per_model_part`).
     """
     stages = plan.pp * plan.chunks
     more = model.layers % stages
@@ -164,7 +165,7 @@ def _stages(model, plan):
         f"pipeline_parallel_first_stage_less_layers = {first}",
         f"pipeline_parallel_last_stage_less_layers = {last}",
     ]
-    if plan.chunks <= 2:  # it makes so many by itself, as the schedule says
+    if plan.chunks <= 2:  # torchtitan makes this many by default
         return lines
     counted = model.layers + first + last
     each = -(-counted // stages)

@@ -16,9 +16,9 @@ class Format(NamedTuple):
     Attributes:
         exponent_bits: the number of bits of the exponent.
         mantissa_bits: the number of bits of the mantissa, without the leading 1 that is not stored.
-        bias: what is subtracted from the exponent's bits.
+        bias: the number that is subtracted from the exponent's bits.
         largest: the largest finite value.
-        smallest_normal: the smallest positive value that has all digits.
+        smallest_normal: the smallest positive value with a full mantissa.
         smallest: the smallest positive value; it is subnormal and has one digit left.
         eps: the distance from 1 to the next larger value.
     """
@@ -90,7 +90,7 @@ def decompose(value: float, dtype: torch.dtype) -> Fields:
     """Round a value to a dtype, and return the sign, exponent and mantissa that are stored.
 
     Args:
-        value: any number; it is rounded to the nearest number of the dtype, of two to the even one.
+        value: any number; it is rounded to the nearest number of the dtype, and a tie to even.
         dtype: a floating-point dtype.
 
     Raises:
@@ -106,7 +106,7 @@ def decompose(value: float, dtype: torch.dtype) -> Fields:
 
 
 def _nearest(value, layout):
-    """Round in one step: torch rounds float64 to float32 first, and that once more."""
+    """Round in one step: torch rounds float64 to float32 first, and then rounds again."""
     # NaN, infinity, or what becomes the format's largest
     if not (math.isfinite(value) and abs(value) <= 2 * layout.largest):
         return value

@@ -16,8 +16,8 @@ class LossScaler:
 
     Args:
         scale: the factor to start with.
-        growth: by what it is multiplied after `interval` steps without an overflow.
-        backoff: by what it is multiplied after a step with one.
+        growth: the multiplier of the factor after `interval` steps without an overflow, above 1.
+        backoff: the multiplier of the factor after a step with an overflow, between 0 and 1.
         interval: the number of steps without an overflow after which the factor grows.
 
     Attributes:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# Operations that return memory as it was: its values mean nothing yet.
+# Operations that return uninitialized memory, whose values mean nothing.
 UNINITIALIZED = {
     f"aten.{name}"
     for name in (
@@ -89,8 +89,8 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if self.first or str(func.overloadpacket) in UNINITIALIZED:
             return func(*args, **(kwargs or {}))
-        # Of what it reads, which is not what it only writes to; and not after: in place, the output
-        # overwrites an input.
+        # Inputs that are read, without those that are only written; before the call, because an
+        # in-place operation overwrites an input.
         arguments = func._schema.arguments
         given = dict(zip((one.name for one in arguments), args, strict=False)) | (kwargs or {})
         written = {one.name for one in arguments if _is_written(one) and one.name in given}
@@ -98,7 +98,7 @@ class _Watch(TorchDispatchMode):
         only_written = written if str(func.overloadpacket) in OVERWRITING else outs
         before = _largest([value for name, value in given.items() if name not in only_written])
         output = func(*args, **(kwargs or {}))
-        # Some return nothing, such as those on lists of tensors in place.
+        # Some operations return None, such as in-place ones on lists of tensors.
         after = _largest([given[name] for name in written] if output is None else output)
         if all(map(isfinite, before)) and not all(map(isfinite, after)):
             kind = "nan" if any(map(isnan, after)) else "inf"
@@ -121,7 +121,7 @@ def _largest(tree):
 
 
 def _values(tensor):
-    """Return the values of a sparse tensor, of which those that it leaves out are 0."""
+    """Return the stored values of a tensor; those that a sparse tensor leaves out are 0."""
     if tensor.layout is torch.sparse_coo:
         return tensor._values()
     return tensor if tensor.layout is torch.strided else tensor.values()

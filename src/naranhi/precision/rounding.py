@@ -17,7 +17,7 @@ def stochastic_round(
     represent stays as it is; so do infinity and NaN.
 
     bf16 is the upper half of the bits of fp32. Adding a random number to the lower half carries
-    into the upper half with exactly the chance that is wanted.
+    into the upper half with exactly this probability.
 
     Args:
         tensor: fp32, any shape.

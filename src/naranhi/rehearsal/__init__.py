@@ -4,9 +4,9 @@
     forecast = planning.predict(model, machine, plan, sequence_length, global_batch)
     seconds = rehearse(model, plan, sequence_length, global_batch, pace=pace, network=network)
 
-The layers compute and wait (`models.Paced`), so do the links within and between two groups of ranks
-(`distributed.links`), and everything else is what trains: `Pipeline`, the functions of tensor
-parallelism, ring attention, the all-reduce of gradients. Call each function on every rank.
+The layers compute and wait (`models.Paced`), the links within and between two groups of ranks are
+paced, too (`distributed.links`), and all else is as in training: `Pipeline`, the functions of
+tensor parallelism, ring attention, the all-reduce of gradients. Call each function on every rank.
 """
 
 from naranhi.rehearsal.fitting import fit

@@ -1,4 +1,4 @@
-"""What a layer, a message and an action cost here, measured: a `planning.Machine`."""
+"""Measure what a layer, a message and an action cost here, as a `planning.Machine`."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from naranhi.rehearsal.meshes import Groups
 from naranhi.rehearsal.network import Network, meet, slowest
 from naranhi.rehearsal.steps import squares
 
-PARTS = 1 / 8, 1.0  # of a layer, whose times make a line
+PARTS = 1 / 8, 1.0  # fractions of a layer, whose times give a line
 MESSAGES = 15  # of each size, one after the other
-SIZES = 2**12, 2**18  # bytes of messages, whose times make a line
+SIZES = 2**12, 2**18  # bytes of messages, whose times give a line
 
 
 def fit(
     model: Model, sequence_length: int, *, pace: Pace, network: Network, repeats: int = 7
 ) -> Machine:
-    """Measure what this machine's ranks do, all at once, and return it for `predict`.
+    """Measure this machine with all ranks at once, and return it for `predict`.
 
-    No mesh is run: a layer on each rank by itself, messages between pairs, and a pipeline of one
-    stage. Of layers the fastest counts, as whatever else runs here only adds time.
+    No mesh is run, only a layer on each rank by itself, messages between pairs, and a pipeline of
+    one stage. The fastest time of a layer counts, because anything else that runs only adds time.
 
     Args:
         model: The model whose layers are to be cut.
         sequence_length: Tokens of a sequence.
-        pace: Of a whole layer.
-        network: Between the two halves of the ranks.
-        repeats: How often a layer is run.
+        pace: The pace of a whole layer.
+        network: The links within and between the two halves of the ranks.
+        repeats: How often a layer is timed.
     """
     ranks = dist.get_world_size()
     alone = _alone()
@@ -71,13 +71,13 @@ def _alone():
 
 
 def _layer(model, sequence_length, groups, pace, part, repeats):
-    """Return the seconds of the forward and the backward of that part of a layer."""
+    """Return the seconds of the forward and the backward of a fraction `part` of a layer."""
     slower = Pace(pace.forward * part, pace.backward * part, pace.attention)
     layer = RehearsalLayer(model.hidden, model.heads, groups, pace=slower)
     x = torch.randn(1, sequence_length, model.hidden, requires_grad=True)
     times = []
     meet()
-    for _ in range(1 + repeats):  # of which the first makes a device's handles and the like
+    for _ in range(1 + repeats):  # the first, left out below, makes device handles
         start = perf_counter()
         output = layer(x)
         middle = perf_counter()
@@ -104,8 +104,8 @@ def _step(model, sequence_length, groups, pace, repeats):
 def peers(rank: int, ranks: int) -> tuple[int, int | None]:
     """Return with whom a rank exchanges messages across the halves, and within its half.
 
-    The last rank of a half of odd size is left over within it: None. Of two ranks both peers are
-    the other one, over the slow link.
+    In a half of odd size, the last rank has no peer within it: None. With two ranks, both peers are
+    the other rank, over the slow link.
     """
     half = ranks // 2
     far = (rank + half) % ranks
@@ -117,10 +117,10 @@ def peers(rank: int, ranks: int) -> tuple[int, int | None]:
 
 
 def _message(size, peer, group):
-    """Return the seconds of messages of all ranks at once, each to its peer, if it has one.
+    """Return the seconds of a message, while all ranks that have a peer exchange messages.
 
-    It is the median of messages one after the other, on the rank whose messages take longest,
-    because ranks may share a link.
+    This is the median over successive messages, on the rank whose messages take longest, because
+    ranks may share a link.
     """
     sent, received, times = torch.zeros(size // 4), torch.empty(size // 4), []
     dist.barrier(group)

@@ -1,4 +1,4 @@
-"""A Transformer layer that is cut over tensor and context parallel ranks, as slow as it is told.
+"""A Transformer layer that is cut over tensor and context parallel ranks, at a given pace.
 
 Its arithmetic is real, and so are its messages; a rank that has a quarter of a layer waits for a
 quarter of the layer's time.
@@ -25,7 +25,7 @@ class Pace(NamedTuple):
     Attributes:
         forward: Of a forward.
         backward: Of a backward.
-        attention: The part of both that is attention.
+        attention: The fraction of both that is attention.
     """
 
     forward: float
@@ -44,7 +44,7 @@ class RehearsalLayer(nn.Module):
         hidden: The hidden size.
         heads: The attention heads of the whole layer.
         groups: This rank's groups.
-        pace: Of the whole layer, for one sequence.
+        pace: The pace of the whole layer, for one sequence.
         microbatch: Sequences of a micro-batch.
     """
 

@@ -28,8 +28,8 @@ class Network(NamedTuple):
     def paced(self) -> Iterator[None]:
         """Delay this rank's messages. Enter it on every rank.
 
-        Torch sends what an all-reduce sends by itself, where no link delays it. So sums are taken
-        by `collectives.all_reduce`, which does the same by send and receive.
+        torch's all-reduce sends its messages itself, so no link delays them. Sums of floats
+        therefore use `collectives.all_reduce`, which does the same by send and receive.
         """
         torchs = dist.all_reduce
 
@@ -49,7 +49,7 @@ class Network(NamedTuple):
 
     @staticmethod
     def halves() -> tuple[range, range]:
-        """Return the ranks of this rank's half, and of the other.
+        """Return the ranks of this rank's half, and those of the other half.
 
         Raises:
             ValueError: If the ranks cannot be halved.
@@ -78,7 +78,7 @@ def meet(group: dist.ProcessGroup | None = None) -> None:
 
 
 def slowest(seconds: list[float]) -> list[float]:
-    """Return each of these times of the rank that took longest."""
+    """Return, for each of these times, the longest of any rank."""
     times = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(times, op=dist.ReduceOp.MAX)
     return times.tolist()

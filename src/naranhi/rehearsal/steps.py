@@ -28,20 +28,20 @@ def rehearse(
 ) -> float:
     """Run training steps of a plan, without an optimizer, and return the seconds of the fastest.
 
-    A step counts from when all ranks begin until the last one has its gradients.
+    A step lasts from when all ranks begin until the last rank has its gradients.
 
     Args:
         model: Its layers are run, without embedding and output layer.
         plan: The plan, for all ranks of the world.
         sequence_length: Tokens of a sequence.
         global_batch: Sequences of a step.
-        pace: Of a whole layer.
-        network: Between the two halves of the ranks.
-        repeats: How many steps.
+        pace: The pace of a whole layer.
+        network: The links within and between the two halves of the ranks.
+        repeats: How many steps are timed.
 
     Raises:
         PlanError: If the batch does not divide.
-        ValueError: If the plan is for another number of ranks.
+        ValueError: If the plan is for another number of ranks, or their number is odd.
     """
     count = plan.microbatches(global_batch)
     groups = Groups.of(plan)
@@ -82,7 +82,7 @@ def _step(pipeline, inputs, sequence_length):
 
 
 def _at_full_speed(layers):
-    """Take the pace from all layers; return it by layer."""
+    """Set the pace of all layers to 0 s, and return the previous pace by layer."""
     paced = [layer for layer in nn.ModuleList(layers).modules() if isinstance(layer, Paced)]
     paces = {layer: layer.times for layer in paced}
     for layer in paced:

@@ -34,7 +34,7 @@ TORCH = {
 
 
 def get(name: str) -> Callable[..., Schedule]:
-    """Return the function that makes a schedule, by its name here or in torch, in any case.
+    """Return the function that makes a schedule, by its name here or in torch, ignoring case.
 
     For example, `get("1F1B")` is `one_f_one_b`.
 

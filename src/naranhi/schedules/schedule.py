@@ -56,8 +56,8 @@ class Action(NamedTuple):
     2F5@1   a forward that reads version 1 of its stage's weights; so does its backward
     ======  =====================================================================================
 
-    2UNSHARD, 2RESHARD and 2REDUCE_GRAD, also kinds, are what `SHARDING` does to stage 2 where ranks
-    have shards of it: gather its weights, free them, reduce its gradients (microbatch is None).
+    2UNSHARD, 2RESHARD and 2REDUCE_GRAD, of the kinds in `SHARDING`, gather the weights of stage 2,
+    free them, and reduce its gradients, where ranks have shards of it (microbatch is None).
 
     A stage's weights begin as version 0. With a flush they stay version 0 for the whole schedule.
     """
@@ -128,7 +128,7 @@ class Overlap(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What one stage sends to the next (an activation) or to the previous one (a gradient)."""
+    """An activation that a stage sends to the next, or a gradient that it sends to the previous."""
 
     from_stage: int
     to_stage: int

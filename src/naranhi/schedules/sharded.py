@@ -6,9 +6,9 @@ from naranhi.schedules.schedule import SHARDING, Schedule, ScheduleError
 def check_sharding(schedule: Schedule) -> None:
     """Raise ScheduleError unless stages are gathered where they run and gradients are reduced.
 
-    If any stage is gathered by an action, every stage is gathered whenever it runs, also for a W,
-    and freed in the end. If a schedule has any action of ZeRO, every gradient is reduced, once, and
-    no reduction comes without one.
+    If any stage is gathered by an action, every stage must be gathered whenever it runs, also for a
+    W, and freed in the end. If a schedule has any action of ZeRO, every gradient must be reduced,
+    once, and no reduction may come without a gradient.
     """
     kinds = {action.kind for row in schedule for action in row}
     if not kinds & set(SHARDING):

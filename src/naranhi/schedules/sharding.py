@@ -75,7 +75,7 @@ def with_sharding(
 
 
 def _gathered(units: tuple[Unit, ...], keep: int | None) -> Iterator[Unit]:
-    """Yield a row with an UNSHARD before a stage is needed, and a RESHARD where it is dropped."""
+    """Yield a row with an UNSHARD before a stage is needed, and a RESHARD where it is freed."""
     soon, order = [], []  # before each unit: the stages that are still needed, the next one first
     for unit in reversed(units):
         order = list(dict.fromkeys([*(action.stage for action in unit), *order]))

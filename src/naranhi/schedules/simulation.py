@@ -1,8 +1,8 @@
 """Compute when each action of a schedule runs, given how long each action takes.
 
 A rank runs one action at a time, in its schedule's order, and starts each as soon as the message
-that it needs has arrived. What `SHARDING` sends between ranks with shards of a stage goes over a
-link of its own, behind the rank's actions. All times are in one unit of your choice. Numbers of any
+that it needs has arrived. The messages of an UNSHARD or a REDUCE_GRAD go over a
+separate link, behind the rank's actions. All times are in one unit of your choice. Numbers of any
 type work: with `fractions.Fraction` the results are exact.
 """
 
@@ -46,7 +46,7 @@ def simulate(
             form, by the stage of the forward: both start together, when the messages of both are
             there, and end together. By default one runs after the other.
         unshard: The time of an UNSHARD, in the same form. It starts when the action before it has
-            ended and the rank's last UNSHARD or REDUCE_GRAD is over. The rank goes on meanwhile,
+            ended and the rank's last UNSHARD or REDUCE_GRAD is over. Meanwhile the rank continues,
             until an action needs the stage. A RESHARD takes no time.
         reduce_grad: The time of a REDUCE_GRAD, in the same form, which starts in the same way. No
             action waits for it.

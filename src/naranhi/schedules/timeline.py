@@ -78,7 +78,7 @@ class Timeline:
     def cost(self) -> float:
         """The longest time, over the ranks, from a rank's first action to the end of its last.
 
-        The transfers of a rank belong to it.
+        A rank's transfers count among its actions.
         """
         return max(max(span.end for span in spans) - spans[0].start for spans in self.rows)
 
@@ -115,7 +115,7 @@ def _busy(spans):
 
 
 def total(times: Iterable[float]) -> float:
-    """Return the sum, rounded alike by every Python: from 3.12 on `sum` rounds otherwise."""
+    """Return the sum, rounded alike by every Python: from 3.12 on, `sum` rounds differently."""
     return reduce(add, times, 0)
 
 

@@ -16,8 +16,8 @@ from naranhi.schedules.validate import units_in_order
 def write_csv(schedule: Schedule, path: str | PathLike[str]) -> None:
     """Write a file that torch's pipeline runtime loads: one row per rank.
 
-    Its format is "compute_only", in which torch adds what else there is to do. With actions of ZeRO
-    (`with_sharding`) it is "compute_comms", which has them and all sends and receives.
+    The format is "compute_only", to which torch adds all other actions. With actions of ZeRO
+    (`with_sharding`) it is "compute_comms", which has these actions and all sends and receives.
 
     Raises:
         ScheduleError: If the schedule updates weights or reads a later version of them, because
@@ -37,8 +37,8 @@ def write_csv(schedule: Schedule, path: str | PathLike[str]) -> None:
 def _with_messages(schedule):
     """Return the rows as names, with a send after each action and a receive before another's.
 
-    Between two ranks, torch has one order of all messages. The receives are posted in the order in
-    which the messages are sent, if one process runs all ranks.
+    Between two ranks, torch has one order of all messages. The receives are in the order in which
+    one process that runs all ranks would send the messages.
     """
     rows = [[] for _ in schedule]
     for rank, unit in units_in_order(schedule):
@@ -57,7 +57,7 @@ def _with_messages(schedule):
 def read_csv(path: str | PathLike[str] | Iterable[str], sharding: bool = False) -> Schedule:
     """Return the schedule in a file that torch wrote, in either of its formats, unchecked.
 
-    What follows from a schedule anyway is left out: idle steps, sends and receives. A forward and a
+    Idle steps, sends and receives are left out: they follow from a schedule. A forward and a
     backward that torch runs as one action are read as a pair (`Overlap`).
 
     Args:

@@ -11,11 +11,11 @@ LARGEST = 1e18  # microseconds; an int may be too large even to be compared as a
 def read_trace(text: str) -> Timeline:
     """Return the Timeline in the text of a trace, in seconds: threads are ranks, events actions.
 
-    Times are read to the nanosecond, so that two actions of which one begins when the other ends do
-    not overlap by a rounding. Events that are no complete events (names of threads) are left out.
+    Times are rounded to the nanosecond, so that an action that begins when another ends does not
+    overlap it by a rounding error. Events of a type other than X (names of threads) are left out.
 
     Raises:
-        ValueError: If the text is not such a trace, or has an event that is no action.
+        ValueError: If the text is not such a trace, or has an event that is not an action.
     """
     try:
         trace = json.loads(text)

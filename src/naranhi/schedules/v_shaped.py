@@ -96,7 +96,7 @@ def dualpipe_v(stages: int, microbatches: int) -> Schedule:
 def numbered(names: list[str], *stages: int) -> list[Action | Overlap]:
     """Return the actions of names such as "F0", a kind and a chunk, or of pairs such as "F0 B1".
 
-    The n-th F of a chunk is the forward of micro-batch n; so are I and W, and a B is both.
+    The n-th F, I or W of a chunk is that of micro-batch n; a B counts as an I and a W.
 
     Args:
         names: The names, in order.

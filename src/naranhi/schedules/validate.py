@@ -175,7 +175,7 @@ def in_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
 
 
 def units_in_order(schedule: Schedule) -> Iterator[tuple[int, tuple[Action, ...]]]:
-    """Do as `in_order`, for what ranks run in one turn: an action, or the two of a pair.
+    """Yield (rank, unit) as `in_order` yields (rank, action); a unit is an action or a pair.
 
     A pair comes after what both of its actions need.
     """

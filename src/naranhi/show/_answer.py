@@ -15,7 +15,7 @@ NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 
 def answer(name: str, *, formula: Any = None, measured: Any = None) -> None:
-    """Show what a formula and the ranks answer to the question that has this name.
+    """Show the answers of a formula and of the ranks to the question with this name.
 
     The page sets both beside the reader's guess, so they are in the unit of the question.
 

@@ -56,7 +56,7 @@ def axes(
 
 
 def style(ax: Axes) -> None:
-    """Remove what shows no data, and take the colours of the rest from the page."""
+    """Remove lines that show no data, and draw the rest in the page's colours."""
     ax.spines[["top", "right"]].set_visible(False)
     ax.spines[["left", "bottom"]].set_color(FAINT)
     ax.tick_params(which="both", color=FAINT, labelcolor=INK, labelsize=9)

@@ -4,9 +4,9 @@ from matplotlib.colors import to_rgb
 
 from naranhi.show._figure import INK
 
-# What the site's pages are, and what they write with (book/_static/naranhi.css).
+# The background and the text colour of the site's pages (book/_static/naranhi.css).
 PAGES = (("#fdfdfc", "#1f2328"), ("#13171b", "#d6dce2"))
-DARK = "#010101"  # not black, for which `_figure` writes the page's own colour
+DARK = "#010101"  # not black, which `_figure` replaces by the page's text colour
 
 
 def luminance(color: str | tuple[float, ...]) -> float:
@@ -22,17 +22,17 @@ def contrast(one: str | tuple[float, ...], other: str | tuple[float, ...]) -> fl
 
 
 def text_on(color: str, opacity: float = 1) -> str:
-    """Return white, dark or `INK`, whichever is read best on a box where it is read worst.
+    """Return white, `DARK` or `INK`: the most readable on a box, on the page where it is least so.
 
     Args:
         color: of the box.
-        opacity: of the box; below 1 the page shines through.
+        opacity: of the box; below 1 the page shows through.
     """
     return max(("white", DARK, INK), key=lambda text: readability(text, color, opacity))
 
 
 def readability(text: str, color: str, opacity: float = 1) -> float:
-    """Return the contrast of text on a box, on the page where that is less."""
+    """Return the contrast of text on a box, on the page where the contrast is lower."""
     contrasts = []
     for page, ink in PAGES:
         mixed = zip(to_rgb(color), to_rgb(page), strict=True)

@@ -57,7 +57,7 @@ def svg(fig: Figure, alt: str) -> str:
 def svg_file(fig: Figure, alt: str) -> str:
     """Return the figure as an SVG file, which follows the reader's light or dark mode."""
     root, width, height = svg_root(fig, alt)
-    look = f"{ROOT_COLOR};font-family:system-ui,sans-serif"  # no page around it has a font
+    look = f"{ROOT_COLOR};font-family:system-ui,sans-serif"  # a file has no page with a font
     root.attrib |= {"width": f"{width:.0f}", "height": f"{height:.0f}", "style": look}
     style = ElementTree.Element(f"{{{SVG}}}style")
     style.text = (
@@ -128,7 +128,7 @@ def _top(cluster):
 
 
 def _prune(element):
-    """Remove what draws nothing: metadata, and paths with neither line nor filling."""
+    """Remove what draws nothing: metadata, and paths with neither stroke nor fill."""
     for child in list(element):
         name = child.tag.rpartition("}")[2]
         style = child.get("style", "")
@@ -170,7 +170,7 @@ def _shorten(root):
 
 
 def _shorten_text(element):
-    """Leave the choice of the font to the page, and remove what is the default."""
+    """Leave the choice of the font to the page, and remove default values."""
     if not (element.text or "").strip() and len(element):
         element.text = None
     style = re.sub(r"font-family: [^;]*;? ?|text-anchor: start;? ?", "", element.get("style", ""))

@@ -45,7 +45,7 @@ def journey(timeline: Timeline, seconds: float = 9.0) -> None:
         seconds: the duration of a round; a checkbox pauses it.
 
     Raises:
-        ValueError: the timeline is of anything else, or `seconds` is not positive.
+        ValueError: `timeline` is not such a timeline, or `seconds` is not positive.
     """
     spans = sorted(
         (span.start, span.end, rank, span.action.kind)

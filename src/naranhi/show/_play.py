@@ -56,7 +56,7 @@ def _moving(fig, alt, seconds):
     clip = next(root.iter(f"{{{SVG}}}clipPath"))
     window = clip[0]
     picture = clip.get("id").partition("-")[0]
-    # At another pace it has another name, or one style would set both.
+    # The name depends on the pace, or one style would set two pictures.
     name = "n" + hashlib.sha256(f"{picture}{seconds:g}".encode()).hexdigest()[:8]
     left, top, wide, high = (float(window.get(key)) for key in ("x", "y", "width", "height"))
     window.set("class", "window")

@@ -100,7 +100,7 @@ def _name(item):
 
 def _display(parts, lexer):
     """Display [(heading, text), ...], highlighted."""
-    # JupyterLab would wrap long lines, and lose the indentation, which has a meaning.
+    # JupyterLab would wrap long lines, and lose the indentation, which carries meaning.
     formatter = HtmlFormatter(prestyles="white-space:pre;overflow-x:auto")
     blocks = "".join(
         f'<div class="naranhi-file" style="margin:.6em 0 .2em;font-size:.9em"><code>'

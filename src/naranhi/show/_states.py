@@ -1,4 +1,4 @@
-"""Draw the states that something went through, and what led from each to the next."""
+"""Draw the states that something went through, and the events that led from each to the next."""
 
 from __future__ import annotations
 

@@ -76,9 +76,9 @@ def table(
     """Show a table, as HTML and as plain text.
 
     Args:
-        rows: a sequence per row, or a dict by column name. Numbers are written with three digits,
-            None as a dash, anything else as its str. A column of numbers only (with or without
-            units) is aligned to the right.
+        rows: a sequence per row, or a dict by column name. Floats are written with three digits,
+            integers in full, None as a dash, anything else as its str. A column of numbers only
+            (with or without units) is aligned to the right.
         columns: the headings.
         caption: a line above the table.
         measured: True if the table holds a measurement, which differs from one run to the next.

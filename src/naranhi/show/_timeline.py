@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from naranhi.schedules import Timeline
 
 FULL, UPPER, LOWER = (0.08, 0.84), (0.08, 0.41), (0.51, 0.41)  # parts of a row: from, height
-WORK, TRANSFER = (0.08, 0.6), (0.72, 0.2)  # where a row also has what is sent behind its work
+WORK, TRANSFER = (0.08, 0.6), (0.72, 0.2)  # if a row also has transfers behind its work
 ROW = 0.32  # inches
 DIGIT = 0.085  # inches, the width of a digit of a micro-batch's number
 
@@ -34,8 +34,8 @@ def timeline(timeline: Timeline, measured: bool = False, end: float | None = Non
     The number in a box, if there is room, is the micro-batch's. If a rank has several chunks of the
     model, the boxes of the first chunk are opaque; those of later chunks are paler and framed. A
     forward and a backward that ran at the same time share their row: two boxes of half the height.
-    What is gathered and reduced behind a rank's work is drawn below it, with a stroke where a stage
-    is freed.
+    Gathers and reductions behind a rank's work are drawn below it, with a stroke where a stage is
+    freed.
 
     Args:
         timeline: the timeline to draw.
@@ -110,7 +110,7 @@ def draw_timeline(timeline: Timeline, measured: bool = False, end: float | None 
 def _fill(chunk, chunks):
     """Return the opacity of the boxes of a rank's chunk: 1 for the first, then from 0.6 to 0.25.
 
-    In between there is no text that can be read on a forward on both pages.
+    Between 0.6 and 1 no text colour is readable on a forward on both pages.
     """
     later = chunks - 1
     return 1.0 if chunk == 0 else 0.25 + 0.35 * (later - chunk) / max(1, later - 1)
@@ -160,7 +160,7 @@ def draw_box(
         ax: the axes.
         row: the box's row.
         color: of the box.
-        number: what is written in it, or None.
+        number: the number to write in it, or None.
         start: where it begins, in units of time.
         duration: how long it is, in units of time.
         wide: about an inch, in units of time.

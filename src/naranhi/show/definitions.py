@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 
 class Block(NamedTuple):
-    """Hold a block of data by name: `terms` are its (position, rank) pairs; A0 is (0, 0)."""
+    """A named block of data: `terms` are its (position, rank) pairs; that of A0 is (0, 0)."""
 
     terms: tuple[tuple[int, int], ...]
 
@@ -103,7 +103,7 @@ def example(name: str, ranks: int, root: int = 0) -> list[list[Block]]:
 
 
 class Step(NamedTuple):
-    """Hold `held[rank][position]` after a step of the ring, and the position each rank received."""
+    """The state after a ring step: `held[rank][position]`, and the position each rank received."""
 
     phase: str
     held: list[list[Block]]

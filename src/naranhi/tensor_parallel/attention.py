@@ -30,8 +30,8 @@ class ParallelAttention(SharesGroups, nn.Module):
         group: the process group; None for the default one.
 
     Raises:
-        ValueError: the ranks do not divide the heads, the layer attends between two sequences or
-            has mixed precision of its own (`reorder_and_upcast_attn`), or hooks would be lost.
+        ValueError: the ranks do not divide the heads, the layer has cross attention or
+            `reorder_and_upcast_attn`, hooks would be lost, or forward gets a cache or a wrong mask.
         TypeError: another kind of layer, including a subclass.
     """
 

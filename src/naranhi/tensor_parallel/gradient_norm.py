@@ -74,7 +74,7 @@ def clip_grad_norm_(
 
 def split_over(model: nn.Module) -> dict[nn.Parameter, dist.ProcessGroup]:
     """Return the sharded parameters, each with the group whose ranks hold its shards."""
-    # None would mean "on no other rank" here. The module keeps it: a group cannot be copied.
+    # Modules keep None, as groups cannot be copied; here it would mean "on no other rank".
     return {
         parameter: group or dist.group.WORLD for parameter, (_, group) in splits_of(model).items()
     }
@@ -115,7 +115,7 @@ def norm_power(
 
     It is the sum of |x| ** norm_type over all elements x, and contributions are summed. For
     norm_type inf it is the largest |x|, and the largest contribution counts. Dtypes may be mixed,
-    and complex. float64, because the square of a norm in float32 may exceed float32.
+    and complex. The result is float64: the square of a float32 norm may exceed float32.
 
     Args:
         tensors: tensors of any shape.

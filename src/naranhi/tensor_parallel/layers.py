@@ -9,8 +9,8 @@ Each is built from an unsplit layer, of which it keeps this rank's shard: an `nn
 `Conv1D`, whose weight is (inputs, outputs). `group` is the process group, None for the default one.
 
 With `sequence`, activations outside are split along the sequence, (batch, sequence / ranks, hidden)
-on each rank. The all-reduces then become pairs of reduce-scatter and all-gather, which move as many
-bytes.
+on each rank. The all-reduces then become pairs of reduce-scatter and all-gather, with the same
+number of bytes.
 
 A backward that is split in two (`split_backward`) runs through a layer twice. With `sequence`, the
 layer's backward then communicates twice; without `sequence`, once, with the inputs' gradients.
@@ -97,7 +97,7 @@ class ColumnParallelLinear(ShardedModule):
         return function.apply(*tensors, self.transposed, self.group)
 
     def as_splittable(self) -> nn.Module:
-        """Make this layer, in place, one whose backward can be split in two, and return it."""
+        """Make this layer's backward splittable in two, in place, and return the layer."""
         # With `sequence`, a gather outside the layer would keep the whole input until the weights'
         # gradients.
         self.sends = self.sequence

@@ -86,7 +86,7 @@ def scatter_to_group(
     """Return this rank's part of x along `dim`; the backward all-gathers.
 
     Raises:
-        ValueError: the ranks do not divide x along `dim` into parts of one size.
+        ValueError: the ranks do not divide x along `dim` into parts of equal size.
     """
     return _Scatter.apply(x, group, dim)
 
@@ -142,7 +142,7 @@ def reduce_scatter_to_sequence(
     """Return this rank's part, along `dim`, of the sum of the ranks' x; the backward all-gathers.
 
     Raises:
-        ValueError: the ranks do not divide x along `dim` into parts of one size; raised before
+        ValueError: the ranks do not divide x along `dim` into parts of equal size; raised before
             anything is sent.
     """
     return _ReduceScatterSequence.apply(x, group, dim)
@@ -201,7 +201,7 @@ def start_reduce_scatter(
         reduce-scatter has finished when `start_reduce_scatter` returns.
 
     Raises:
-        ValueError: the ranks do not divide x along `dim` into parts of one size.
+        ValueError: the ranks do not divide x along `dim` into parts of equal size.
     """
     pieces = parts(x, group, dim)
     if stays(x, group):
@@ -219,7 +219,7 @@ def parts(x: torch.Tensor, group: dist.ProcessGroup | None, dim: int) -> tuple[t
     """Split x along `dim` into one view for each rank.
 
     Raises:
-        ValueError: the views would not be of one size.
+        ValueError: the ranks do not divide x along `dim`.
     """
     ranks = dist.get_world_size(group)
     if x.shape[dim] % ranks:

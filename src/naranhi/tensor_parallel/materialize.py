@@ -19,14 +19,14 @@ def materialize(
     *,
     shards: Collection[str] = (),
 ) -> None:
-    """Give parameters on the meta device values: copies of this rank's shards of whole tensors.
+    """Give values to parameters on the meta device: copies of this rank's shards of whole tensors.
 
-    A parameter that several layers share stays one. One that has values already keeps them.
+    A parameter that several layers share stays shared. A parameter with values keeps them.
 
     Args:
         model: a module, or a list of layers, split by `parallelize` or not.
         state: {name: whole tensor}, of some of the parameters.
-        shards: the names of those tensors that are no whole ones, but already this rank's shards.
+        shards: the names of the tensors in `state` that are already this rank's shards.
 
     Raises:
         ValueError: a name is unknown, or a tensor has a shape different from the unsplit model's;

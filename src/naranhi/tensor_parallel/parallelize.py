@@ -59,8 +59,8 @@ def parallelize(
 ) -> nn.Module | list[nn.Module]:
     """Split a model's layers over the ranks of a group, in place, and return the model.
 
-    `copy.deepcopy` of the model works in the same group. It cannot be pickled (`torch.save` of the
-    whole model) unless `group` is None.
+    `copy.deepcopy` of the model works in the same group. The model cannot be pickled (`torch.save`
+    of the whole model) unless `group` is None.
 
     Some mistakes are not detected:
 
@@ -71,13 +71,13 @@ def parallelize(
       unless the plan names it as `SequenceParallel()`.
     - A dropout between a column-parallel and a row-parallel layer draws the same mask on every
       rank, unless it is a `random.ShardedDropout`.
-    - A rank that catches an error between two messages and goes on with another step sums with
-      other tensors of the others: an error on one rank ends the training of its group.
+    - A rank that catches an error between two messages and goes on with another step has its
+      tensors summed with wrong ones: let an error on one rank end the training of its group.
     - `state_dict()` returns this rank's shards as plain tensors. `torch.distributed.checkpoint`
       takes them for copies, and saves those of one rank: use `checkpoint.Checkpoints`, or
       `full_state_dict`.
     - `torch.amp.GradScaler` decides on each rank by itself, by the shards of that rank, whether to
-      skip a step, so that the copies of what is not split drift apart: take bf16, or
+      skip a step, so that the copies of unsplit parameters drift apart: use bf16, or
       `precision.LossScaler` with its `finite` all-reduced.
     - With `sequence`, parameters need hooks on every rank of the group or on none, because the
       gradient of a parameter with hooks is summed in the backward.
@@ -87,11 +87,11 @@ def parallelize(
     - An attention reads its number of heads from what the layers return, not from a constant, and
       a layer whose outputs are several matrices (queries, keys and values together) has to be named
       as `Column(parts=...)`: otherwise heads or matrices are mixed, and only numbers show it.
-    - `torch.nn.utils.clip_grad_norm_` takes each rank's norm for the whole one, so that copies of
-      what is not split drift apart: clip by `tensor_parallel.clip_grad_norm_`.
+    - `torch.nn.utils.clip_grad_norm_` takes each rank's norm for the whole norm, so that copies
+      of unsplit parameters drift apart: clip by `tensor_parallel.clip_grad_norm_`.
     - torch's `DistributedDataParallel` and `fully_shard` over ranks that hold different shards
-      overwrite them with the first rank's (`data_parallel.DDP` and `zero.Zero` refuse that): give
-      them the ranks with the same shards, `Mesh.data`.
+      overwrite them with the first rank's (`data_parallel.DDP` and `zero.Zero` refuse that): pass
+      the group of ranks with the same shards, `Mesh.data`.
     - Optimizers that work on a matrix as a whole (Muon, Adafactor) see a shard of it.
 
     Args:

@@ -1,4 +1,4 @@
-"""How a layer can be split, and the plans that say it of the layers of a model by their names."""
+"""The ways to split a layer, and the plans that assign them to a model's layers by name."""
 
 from __future__ import annotations
 
@@ -80,24 +80,24 @@ class GroupedHeads:
     from what qkv returns how many groups this rank has.
 
     Args:
-        norms: whether it normalizes heads of queries and keys; then these norms need entries, too.
+        norms: whether it normalizes heads of queries and keys; if so, the norms need entries, too.
     """
 
     norms: bool = False
 
     @property
     def needs(self) -> tuple[tuple[str, Column | Row | PartialGradient], ...]:
-        """Return the entries that its layers need."""
+        """Return the plan entries that the layers inside the attention need."""
         norms = tuple((f"{kind}_norm", PartialGradient()) for kind in "qk" if self.norms)
         return (("qkv", Column()), ("proj", Row()), *norms)
 
     def cut(
         self, layer: nn.Module, group: dist.ProcessGroup | None, sequence: bool
     ) -> RotaryAttention:
-        """Return the layer.
+        """Check the attention, and return it unchanged.
 
         Raises:
-            ValueError: the ranks do not divide the heads of keys and values.
+            ValueError: the ranks do not divide the key-value heads, or `norms` does not fit.
             TypeError: another kind of layer, including a subclass.
         """
         require_grouped_heads(layer, dist.get_world_size(group), self.norms)
@@ -108,13 +108,13 @@ class GroupedHeads:
 class Vocabulary:
     """Split an embedding, or a head, by its vocabulary.
 
-    A head then returns the logits of its rank's tokens: compute the loss of them by
+    A head then returns the logits of this rank's part of the vocabulary: compute the loss by
     `vocabulary_cross_entropy`. `F.cross_entropy` would be wrong, or say "Target ... is out of
     bounds".
 
     Args:
         gather_output: whether a head returns the logits of the whole vocabulary on every rank, as
-            generation needs them, instead of the logits of the rank's own tokens.
+            generation needs, instead of those of this rank's part.
     """
 
     gather_output: bool = False
@@ -122,7 +122,7 @@ class Vocabulary:
     def cut(
         self, layer: nn.Module, group: dist.ProcessGroup | None, sequence: bool
     ) -> VocabularyParallelEmbedding | VocabularyParallelHead:
-        """Return the embedding, or the head, of this rank's tokens of the vocabulary.
+        """Return the embedding, or the head, of this rank's part of the vocabulary.
 
         Raises:
             ValueError: `gather_output` for an embedding.
@@ -144,7 +144,7 @@ class SequenceParallel:
     """
 
     def cut(self, layer: nn.Module, group: dist.ProcessGroup | None, sequence: bool) -> nn.Module:
-        """Return the layer for this rank's part of the sequence; without `sequence`, the layer.
+        """Return the layer for this rank's tokens; without `sequence`, return the layer unchanged.
 
         Raises:
             ValueError: with `sequence`, a layer made of layers, each of which needs a plan entry of
@@ -166,14 +166,14 @@ class SequenceParallel:
 class PartialGradient:
     """Run a norm of queries or keys, or an activation with weights, on this rank's heads or units.
 
-    Every rank holds such a layer whole, between one split by `Column` and one split by `Row`, and
-    its backward gives a part of its gradient. `sum_sequence_gradients` sums the parts, with
+    Every rank holds such a layer whole, between layers split by `Column` and by `Row`, so each
+    rank's backward computes a part of the gradient. `sum_sequence_gradients` sums the parts, with
     sequence parallelism and without. (Megatron-LM does so for `--qk-layernorm`.) A norm over all
-    heads together is no such layer: it needs what other ranks have.
+    heads together is not such a layer: it needs the heads of other ranks.
     """
 
     def cut(self, layer: nn.Module, group: dist.ProcessGroup | None, sequence: bool) -> nn.Module:
-        """Return the layer, marked.
+        """Return a copy of the layer, marked for `sum_sequence_gradients`.
 
         Raises:
             ValueError: a layer made of layers, each of which needs a plan entry of its own.
@@ -244,7 +244,7 @@ def llama_plan(
     Args:
         gather_output: for the head, see `Vocabulary`.
         head_norms: whether the attention normalizes heads of queries and keys, as in Qwen3.
-        mlp: whether some block has an MLP, and not a mixture of experts.
+        mlp: whether some block has an MLP instead of a mixture of experts.
     """
     mlps = {"*.mlp.gate_up": Column(parts=2), "*.mlp.down": Row()} if mlp else {}
     norms = {"*.attn.[qk]_norm": PartialGradient()} if head_norms else {}

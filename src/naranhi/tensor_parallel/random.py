@@ -2,7 +2,7 @@
 
 Outside, every rank of the group has the same activations, and needs the same dropout mask, or the
 ranks' copies diverge. Inside, each rank has a different part of the activations, and needs a
-different mask, or two heads, or two positions, would share one.
+different mask; otherwise two heads, or two positions, would share one.
 
 Both kinds come from torch's own generators, which have the same state on all ranks if they were
 seeded alike. On entering the region, each rank draws one number (the same on every rank), adds its

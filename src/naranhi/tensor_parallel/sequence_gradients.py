@@ -60,7 +60,7 @@ class _Group(SharesGroups):
 
 
 def sum_before_other_hooks(model: nn.Module | list[nn.Module]) -> None:
-    """Make each backward sum these gradients over the group before any other hook sees them.
+    """Make backwards sum `sequence_parameters`' gradients over the group before other hooks run.
 
     `parallelize` calls it, and so does `Zero`, because a parameter may have been unfrozen, replaced
     (`load_state_dict(assign=True)`) or copied since, which leaves it without this hook.
@@ -101,8 +101,8 @@ def sum_sequence_gradients(model: nn.Module | list[nn.Module]) -> None:
 def sum_before_reduction(model: nn.Module) -> None:
     """Do as `sum_sequence_gradients`, for a caller that takes the gradients from the parameters.
 
-    `ZeroStages` calls it, which has no hooks at parameters: so no backward sums. That none has a
-    gradient is no error here.
+    `ZeroStages`, which calls this, puts no hooks on parameters, so no backward sums. Here it is not
+    an error if no parameter has a gradient.
 
     Args:
         model: the layers of a stage.
@@ -111,7 +111,7 @@ def sum_before_reduction(model: nn.Module) -> None:
 
 
 def _left_to_sum(model):
-    """Return {name: (parameter, group)} of those that no backward sums."""
+    """Return {name: (parameter, group)} of parameters whose gradients no backward sums."""
     params, late = {}, []
     for name, (param, group) in sequence_parameters(model).items():
         sum_of = _sum_of(param)
@@ -145,7 +145,7 @@ def _sum(params):
 
 
 def _refuse_second_sums(sums):
-    """Raise RuntimeError if a gradient has what was summed in an earlier call."""
+    """Raise RuntimeError if a gradient includes a sum of an earlier call."""
     again = {name: flag for name, of in sums.items() if (flag := of.has_summed()) is not None}
     # The CPU waits for a GPU only if gradients are set to zero and not to None, or summed twice.
     if wrong := [name for name, flag in again.items() if flag]:
@@ -159,8 +159,8 @@ def _refuse_second_sums(sums):
 def _sum_bucket(bucket, group):
     """Sum the gradients of parameters; one that some ranks lack is zero there.
 
-    With each gradient travels a flag that this rank has it. One that all ranks lack stays None, so
-    that an optimizer leaves the parameter alone, as in one process.
+    Each gradient travels with a flag: does this rank have it? A gradient that all ranks lack stays
+    None, so that an optimizer leaves the parameter alone, as in one process.
     """
     missing = [number for number, param in enumerate(bucket) if param.grad is None]
     flags = bucket[0].new_ones(len(bucket))
@@ -207,9 +207,9 @@ class _Sum:
         return start_reduce(grad.clone(memory_format=torch.contiguous_format), self.group)()
 
     def has_summed(self):
-        """Return whether `param.grad` has what was summed before, as a tensor, or None for no.
+        """Return whether `param.grad` includes an earlier sum, as a bool tensor; None for no.
 
-        It is the tensor that was summed, and `zero_grad(set_to_none=False)` has not zeroed it.
+        It does if it is the tensor that was summed, not zeroed by `zero_grad(set_to_none=False)`.
         """
         grad = self.param.grad
         if grad is None or self.summed() is not grad:

@@ -106,7 +106,7 @@ def splits_of(model: nn.Module) -> dict[nn.Parameter, tuple[Split, dist.ProcessG
 def _splits(model):
     """Return {name in the state_dict: (Split, group)} of all sharded parameters."""
     split_of = splits_of(model)
-    state = model.state_dict(keep_vars=True).items()  # in which extra state is no tensor
+    state = model.state_dict(keep_vars=True).items()  # extra state may not be a tensor
     tensors = {name: value for name, value in state if isinstance(value, torch.Tensor)}
     return {name: split_of[param] for name, param in tensors.items() if param in split_of}
 
@@ -174,12 +174,12 @@ def require_shape(
     part: torch.Tensor,
     split: tuple[Split, dist.ProcessGroup | None] | None,
 ) -> None:
-    """Raise ValueError unless a tensor has the shape of what this rank has a part of.
+    """Raise ValueError unless a tensor has the shape of the whole parameter.
 
     Args:
-        name: its name, for the error.
+        name: the parameter's name, for the error.
         whole: the tensor.
-        part: this rank's shard, or all of it.
+        part: this rank's shard of the parameter, or all of it.
         split: as `splits_of` has it, or None.
     """
     wanted = list(part.shape)

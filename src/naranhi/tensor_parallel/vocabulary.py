@@ -90,8 +90,8 @@ class VocabularyParallelHead(ColumnParallelLinear):
     The head maps (..., hidden) to (..., vocabulary / ranks, rounded up). The logits of the padding
     are -inf.
 
-    With `gather_output` every rank gets all logits, (..., vocabulary), as sampling and a loss other
-    than ours need them. Every rank must then compute the same from them: a rank's gradients are
+    With `gather_output` every rank gets all logits, (..., vocabulary), as sampling or a
+    different loss needs. Every rank must then compute the same from them: a rank's gradients are
     those of one loss, not a partial sum.
 
     Args:
@@ -118,7 +118,7 @@ class VocabularyParallelHead(ColumnParallelLinear):
         words, each = self.splits["weight"].size, self.weight.shape[0]
         own = min(max(words - each * self.rank, 0), each)
         # Added like a bias, so the product needs no second pass over the logits.
-        # It has values, even if the weight is on the meta device and has none.
+        # The mask has values even if the weight, on the meta device, has none.
         device = "cpu" if self.weight.is_meta else None
         zeros = self.weight.detach().new_zeros(own, device=device)
         mask = F.pad(zeros, (0, each - own), value=-math.inf)
@@ -128,7 +128,7 @@ class VocabularyParallelHead(ColumnParallelLinear):
         """Return the logits of this rank's vocabulary, or with `gather_output` all logits."""
         bias = self.bias
         if self.mask is not None:
-            mask = self.mask.to(self.weight.dtype)  # ZeRO may compute in another
+            mask = self.mask.to(self.weight.dtype)  # ZeRO may compute in another dtype
             bias = mask if bias is None else bias + mask
         logits = self.product(x, bias)
         if self.gather_output:
@@ -137,7 +137,7 @@ class VocabularyParallelHead(ColumnParallelLinear):
 
 
 def refuse_partial_logits(model: nn.Module) -> None:
-    """Make those methods of a model raise ValueError that would take a rank's logits for all.
+    """Make methods that would take this rank's logits for all logits raise ValueError.
 
     These are the methods `generate` and `loss_function` of `transformers`' models: each rank would
     choose among its own part of the vocabulary, so the ranks would continue with different tokens.

@@ -1,4 +1,4 @@
-"""What a training consists of: a mesh, a model, data; and this rank's share of a batch."""
+"""The parts of a training run: mesh, model and data; and this rank's share of a batch."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from naranhi.train.usage import UsageError
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-MULTIPLE = 8  # lengths are multiples of it at least: the stages do a dry run for each length
-ORDER = "head_tail"  # of the positions on context ranks: as much attention on each
+MULTIPLE = 8  # padded lengths are multiples of it: the stages do a dry run for each length
+ORDER = "head_tail"  # of positions on context ranks: balances the attention
 GPT2_COMPUTES = (
     "n_head",
     "activation_function",
@@ -81,17 +81,17 @@ def require_sequences(options: argparse.Namespace) -> None:
 
 
 def multiple_of(options: argparse.Namespace) -> int:
-    """Return what the lengths of padded sequences are multiples of.
+    """Return the number that padded sequence lengths are multiples of.
 
-    It is `MULTIPLE`, or more where the ranks do not divide that: a context rank has a head and a
-    tail of each sequence, and the ranks of a tensor group may divide what it has.
+    It is the smallest multiple of `MULTIPLE` that the ranks divide: a context rank has a head and a
+    tail of each sequence, and the ranks of a tensor group may split this part further.
     """
     divided = options.tp if options.sequence_parallel or options.experts else 1
     return lcm(MULTIPLE, 2 * options.cp if options.cp > 1 else 1, options.cp * divided)
 
 
 def require_experts(options: argparse.Namespace) -> None:
-    """Raise UsageError if there cannot be such experts."""
+    """Raise UsageError if the options about experts do not fit together."""
     experts, top_k = options.experts, options.top_k
     if experts is None:
         if top_k is not None:
@@ -107,12 +107,12 @@ def require_experts(options: argparse.Namespace) -> None:
 
 
 def with_own_experts(options: argparse.Namespace) -> argparse.Namespace:
-    """Return the options, with the experts of a model that is a mixture as if they were given.
+    """Return the options; if the model is a mixture, with its number of experts, and `mixture` set.
 
     Raises:
-        UsageError: they are given as well, or cannot be; or two models are named.
-        OSError: the model's configuration is neither here nor can be fetched.
-        ValueError: it cannot be read.
+        UsageError: two models are named, --experts or --top-k is given too, or experts are too few.
+        OSError: the model's configuration is not cached and cannot be fetched.
+        ValueError: the configuration cannot be read.
     """
     if options.config is not None and options.model is not None:
         raise UsageError("--config is for random weights, and --model for trained ones: give one")
@@ -135,7 +135,7 @@ def with_own_experts(options: argparse.Namespace) -> argparse.Namespace:
 
 
 def require_sharding(options: argparse.Namespace) -> None:
-    """Raise UsageError if there is nothing to shard over, or what cannot be exported."""
+    """Raise UsageError if there is nothing to shard over, or the model cannot be exported."""
     if options.zero and options.dp * options.cp * options.ep == 1:
         raise UsageError(
             f"--zero {options.zero} goes with --dp, --cp or --ep of 2 or more: it shards over the "
@@ -155,12 +155,12 @@ def require_untied(options: argparse.Namespace, schedule: Schedule, tied: bool) 
 
 
 def default_top_k(experts: int) -> int:
-    """Return how many of so many experts a token goes to without `--top-k`."""
+    """Return how many of `experts` experts a token is routed to without `--top-k`."""
     return min(2, experts)
 
 
 def computed_as(config: PreTrainedConfig) -> str:
-    """Return what a model of the same kind and shapes may compute otherwise, in words."""
+    """Return the settings that change a model's computation but not its shapes, as text."""
     names = GPT2_COMPUTES if config.model_type == "gpt2" else LLAMA_COMPUTES
     said = {name: getattr(config, name) for name in names if hasattr(config, name)}
     in_order = {n: dict(sorted(v.items())) if isinstance(v, dict) else v for n, v in said.items()}
@@ -224,7 +224,7 @@ def build_model_and_data(
 
 
 def require_own_log(options: argparse.Namespace) -> None:
-    """Raise UsageError if the log would take the place of a file that the training reads."""
+    """Raise UsageError if the log would overwrite a file that the training reads."""
     if options.log is None or not Path(options.log).exists():
         return
     for option in ("corpus", "model", "config"):
@@ -235,9 +235,9 @@ def require_own_log(options: argparse.Namespace) -> None:
 
 
 def tokenizer_of(options: argparse.Namespace) -> str | None:
-    """Return the name or the folder of the model's tokenizer; None for the book's own.
+    """Return the name or the folder of the model's tokenizer; None for the book's.
 
-    A configuration alone has none: then it is the one beside it in the folder, if there is one.
+    A configuration file has no tokenizer: use the one in the same folder, if there is one.
     """
     if options.config is None:
         return options.model
@@ -250,10 +250,10 @@ def tokenizer_of(options: argparse.Namespace) -> str | None:
 
 
 def share_of(batch: data.Batch, options: argparse.Namespace, mesh: Mesh) -> tuple[Any, Any]:
-    """Return inputs and targets of this rank: its rows of each micro-batch, its positions.
+    """Return this rank's inputs and targets: its rows of micro-batches; of targets its positions.
 
-    The ranks that share a batch share each micro-batch of one process, and not every one other
-    micro-batches: experts are balanced within a micro-batch.
+    The ranks that share a batch split each micro-batch of one process, instead of taking different
+    micro-batches, because experts are balanced within a micro-batch.
     """
     several = mesh.sizes.data * mesh.sizes.expert
     own = mesh.place.data * mesh.sizes.expert + mesh.place.expert

@@ -30,7 +30,7 @@ LOST = re.compile("closed by peer|reset by peer|[Bb]roken pipe|[Tt]imed out|[Tt]
 
 
 def say_aloud(line: str) -> None:
-    """Print a line at once, even if standard output is buffered; once nobody reads it, none."""
+    """Print a line at once, even if stdout is buffered; print nothing once its reader is gone."""
     try:
         print(line, flush=True)
     except BrokenPipeError:  # as behind `| head`: the training goes on
@@ -97,7 +97,7 @@ def losses(arguments: str = "") -> list[float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Do on this rank what `python -m naranhi.train` does on each rank."""
+    """Run this rank's part of `python -m naranhi.train`."""
     wrong = None
     try:
         options = parse(arguments)
@@ -140,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def part(others: peers.Peers) -> None:
-    """Stop watching when all have come to the end; none ends before all have stopped."""
+    """Stop watching once all ranks reach the end; no rank exits before all have stopped."""
     dist.barrier()
     others.close()
     dist.barrier()
@@ -152,7 +152,7 @@ def end(sentence: str, others: peers.Peers) -> NoReturn:
     The rank first waits `LAUNCHER` seconds, so that a launcher that sees the cause in time kills
     it.
     """
-    # In one write, or what several ranks say runs together: torchrun starts Python unbuffered.
+    # One write, or lines of several ranks would mix: torchrun starts Python unbuffered.
     sys.stderr.write(f"naranhi.train: {sentence}\n")
     sys.stderr.flush()
     others.kill_stopped()

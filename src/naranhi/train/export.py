@@ -23,13 +23,13 @@ from naranhi.train.usage import UsageError, naming, raise_on_all
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-LENGTH = 10**9  # of a tokenizer that has none
+LENGTH = 10**9  # tokens; a tokenizer without a limit says more
 
 
 def require_new(options: argparse.Namespace) -> None:
     """Raise UsageError on rank 0 unless the folder of `--export` can be written there.
 
-    So a mistake is told before the training. The folders above are made.
+    So a mistake is reported before the training. Parent folders are created.
     """
     if dist.get_rank() == 0:
         naming("--export", lambda: _require_new(options))
@@ -64,7 +64,7 @@ def export(
         options: those of the training.
 
     Raises:
-        UsageError: on every rank: the folder has something in it, or cannot be written.
+        UsageError: on every rank: the folder is not empty, or cannot be written.
     """
     state, folder = consolidated_state_dict(pipeline), _real(options.export)
 
@@ -82,7 +82,7 @@ def export(
 
 
 def _describe(model, tokenizer, options):
-    """Give the model what a training leaves alone: the dropout and the generation of its source."""
+    """Restore settings of the model's source that training does not use: dropout, generation."""
     from transformers import GenerationConfig
 
     name = options.model
@@ -101,14 +101,14 @@ def _describe(model, tokenizer, options):
         return
     try:
         model.generation_config = GenerationConfig.from_pretrained(name)
-    except OSError:  # it has none
+    except OSError:  # the source has no generation config
         model.generation_config = GenerationConfig.from_model_config(model.config)
 
 
 def _or_nothing(write: Callable[[Path], None], folder, options):
-    """Call `write(path of a new folder)`; if that fails, nothing is left, and UsageError is raised.
+    """Call `write(path of a new folder)`; on failure remove the folder and raise UsageError.
 
-    Several libraries write, and raise errors of their own.
+    Several libraries write, and each raises different kinds of errors.
     """
     part = naming("--export", lambda: _beside(folder))
     try:

@@ -20,8 +20,7 @@ class Log:
 
     Args:
         path: the file, replaced if it exists; None for a log that is not written.
-        start: the step of the next line: the lines of earlier steps stay, for a training that goes
-            on.
+        start: the step of the next line; the lines of earlier steps stay, for a resumed training.
 
     Raises:
         OSError: the file cannot be opened.
@@ -40,7 +39,7 @@ class Log:
             self.file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
             if stat.S_ISREG(os.fstat(self.file).st_mode):
                 os.ftruncate(self.file, self.size)
-                os.lseek(self.file, 0, os.SEEK_END)  # a pipe has no place to go to
+                os.lseek(self.file, 0, os.SEEK_END)  # a pipe cannot seek
 
     def write(self, **entries: Any) -> None:
         """Add a line."""
@@ -80,7 +79,7 @@ class Log:
 
 
 def _size_before(path, start):
-    """Return the bytes of the lines, from the first on, that are whole and of steps before one."""
+    """Return the size in bytes of the leading lines that are whole and of steps before `start`."""
     size = 0
     for line in path.read_bytes().splitlines(keepends=True):
         try:

@@ -1,4 +1,4 @@
-"""The options of a training."""
+"""The options of a training run."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class _Renamed(argparse.Action):
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the options of a training.
+    """Parse the options of a training run.
 
     Args:
         arguments: the command-line arguments; None for those of this process.

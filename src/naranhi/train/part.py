@@ -45,19 +45,19 @@ def own_layers(layers: int, schedule: Schedule, balance: list[int], rank: int) -
 def divide(
     model: models.DeferredLM, own: list[int], options: argparse.Namespace, mesh: Mesh
 ) -> Callable[..., torch.Tensor]:
-    """Cut the layers, which have no values yet, over the tensor group and the context group.
+    """Split the layers, which have no values yet, over the tensor group and the context group.
 
-    Experts come first: those of a mixture, or those that a GPT-2 gets, in this rank's layers, with
-    values, which the ranks of its stage draw from the same seed.
+    Experts come first: those of a mixture, or those added to a GPT-2 in this rank's layers; added
+    ones have values at once, which the ranks of the stage draw from the same seed.
 
     Args:
-        model: the model; what is cut takes the places of its layers in the list.
+        model: the model, in whose list of layers the split ones replace the others.
         own: the indices of this rank's layers.
         options: those of the training.
         mesh: the mesh.
 
     Returns:
-        The loss of what the last layer returns.
+        The loss function for the output of the last layer.
     """
     layers, loss = model.layers, models.loss
     shared = {
@@ -94,8 +94,8 @@ def divide(
 def mixture_coefficient(model: models.DeferredLM) -> float:
     """Return the coefficient of each block's auxiliary loss, from that of the whole model.
 
-    The model's configuration has one for the loss of all blocks together: see `divide_experts`.
-    It always counts here, and in transformers if `output_router_logits` is set.
+    The configuration has one coefficient for all blocks together: see `divide_experts`. The loss
+    always counts here, but in transformers only if `output_router_logits` is set.
     """
     blocks = sum(layer.sparse for layer in model.layers[1:-1])
     return model.config.router_aux_loss_coef * model.config.num_experts_per_tok / max(blocks, 1)
@@ -104,7 +104,7 @@ def mixture_coefficient(model: models.DeferredLM) -> float:
 def fill(
     model: models.DeferredLM, own: list[int], seed: int, device: torch.device | str
 ) -> dict[str, str]:
-    """Give this rank's layers their values, one layer at a time: all of it, but only own experts.
+    """Fill this rank's layers with values, one layer at a time; of experts, only its own.
 
     Args:
         model: the model, whose layers are divided.
@@ -119,12 +119,12 @@ def fill(
     digests = {}
     for number in own:
         shards, experts = _experts_of(model.layers[number], number)
-        # As the experts of a mixture have been divided; those of other ranks are not read at all.
+        # Divided like the experts of a mixture; other ranks' experts are not read at all.
         values = divided_state(model.values(number, seed, experts))
         for name, tensor in values.items():
             digests[f"{name} {experts if name in shards else ''}"] = fingerprint(tensor)
         there = dict(nn.ModuleList(model.layers).named_parameters(remove_duplicate=False))
-        # Where a GPT-2 has got experts, its MLP is gone.
+        # Where experts were added to a GPT-2, its MLP is gone.
         values = {name: tensor for name, tensor in values.items() if name in there}
         materialize(model.layers, values, shards=shards)
         del values  # before the next ones are made

@@ -15,10 +15,10 @@ from naranhi.pipeline import Pipeline
 from naranhi.train.build import default_top_k
 from naranhi.train.usage import UsageError, naming, raise_on_all
 
-# The options that have to be as they were, when a run goes on.
+# The options that must not change when a run is resumed.
 RESUMED = "batch", "seed", "clip", "dropout", "untied", "bf16", "experts", "top_k"
-MODEL = "model"  # what its weights do not show, in `settings`
-PADDING = "padding token"  # with experts
+MODEL = "model"  # in `settings`: how it computes, which weights do not show
+PADDING = "padding token"  # in `settings`, with experts
 
 
 class Saves:
@@ -26,7 +26,7 @@ class Saves:
 
     Args:
         options: as `naranhi.train.parse` returns them.
-        settings: {option: value} of what a run that is resumed must have as it was.
+        settings: {option: value} of everything that a resumed run must not change.
 
     Raises:
         UsageError: on every rank: another run saves into the folder, or it has checkpoints and this
@@ -95,13 +95,13 @@ class Saves:
                 f"step {saved.step} in {self.folder} was not saved by naranhi.train: resume it "
                 "with the program that saved it, or begin a run in another folder"
             )
-        # What older runs did not note.
+        # Settings that older runs did not save.
         unnoted = {name: self.settings.get(name) for name in (MODEL, PADDING)} | {"--bf16": False}
         settings = unnoted | settings
         for name, own in self.settings.items():
             was = settings.get(name)
             if name == "--top-k" and was is None and settings.get("--experts"):
-                was = default_top_k(settings["--experts"])  # as older runs noted it
+                was = default_top_k(settings["--experts"])  # as older runs saved it
             if was != own:
                 raise UsageError(
                     f"{self.folder} was saved with another {name} ({was}, now {own}): resume with "
@@ -113,7 +113,7 @@ class Saves:
         )
 
     def advice(self) -> str:
-        """Return what may help if numbers of this run are not finite."""
+        """Return advice, as text, for a run whose loss, gradients or state are not finite."""
         if not self.start and self._begun is None:
             return "a lower --lr may help"
         return (
@@ -125,7 +125,7 @@ class Saves:
     def after(
         self, steps: int, last: bool, pipeline: Pipeline, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Save, if it is time to.
+        """Save, if a checkpoint is due after this step.
 
         Args:
             steps: how many steps are done.
@@ -139,14 +139,14 @@ class Saves:
             LostRankError: a rank was lost.
         """
         if self._checkpoints is not None and (steps % self.every == 0 or last):
-            failing = self._begun  # until it is known how that save, in the background, has ended
+            failing = self._begun  # until wait() returns, an error is the earlier save's
             try:
                 self._checkpoints.wait()
                 failing = steps
                 raise_on_all(lambda: self._require_finite(steps, optimizer))
                 self._begun = steps
                 self._checkpoints.save_async(steps, pipeline, optimizer, settings=self.settings)
-            except LostRankError:  # this rank alone may know it, so nobody can be told
+            except LostRankError:  # only this rank may know it: it cannot be raised on all
                 raise
             except CheckpointError as error:
                 raise UsageError(f"step {failing} is not saved: {error}") from None

@@ -1,4 +1,4 @@
-"""The schedule of a training: which ones there are, and the one that options ask for."""
+"""The schedules that training can use, and the one that the options select."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from naranhi import schedules
 
-CHUNKS = 2  # stages of each rank, for a schedule that takes any number, unless `--chunks` says it
+CHUNKS = 2  # stages of each rank without `--chunks`, for a schedule that takes any number
 TAKES = ["stages", "microbatches"], ["stages", "microbatches", "chunks"]
 
 
@@ -32,7 +32,7 @@ def takes_chunks(name: str) -> bool:
 
 
 def schedule_type(name: str) -> str:
-    """Return the function's name for a schedule, which may be named as torch does."""
+    """Return the name of a schedule's function, given that name or torch's for the schedule."""
     try:
         return schedules.get(name).__name__
     except ValueError:
@@ -40,10 +40,10 @@ def schedule_type(name: str) -> str:
 
 
 def make_schedule(options: argparse.Namespace, stages: int) -> schedules.Schedule:
-    """Return the schedule for pipelines of so many ranks, with the actions of `--zero`.
+    """Return the schedule for pipelines of `stages` ranks, with the actions of `--zero`.
 
     Raises:
-        ValueError: there is none for these numbers of ranks, micro-batches and chunks.
+        ValueError: no such schedule exists for these numbers of ranks, micro-batches and chunks.
     """
     chunks = {"chunks": options.chunks or CHUNKS} if takes_chunks(options.schedule) else {}
     make = getattr(schedules, options.schedule)
@@ -51,8 +51,8 @@ def make_schedule(options: argparse.Namespace, stages: int) -> schedules.Schedul
     if not options.zero:
         return schedule
     # Note [ZeRO-1 in a pipeline]
-    # Gradients that are reduced once, into shards, are stage 2 of ZeRO for a schedule. But whole
-    # ones are kept until then, which is what stage 1 costs.
+    # To a schedule, gradients that are reduced once, into shards, are stage 2 of ZeRO. But they are
+    # kept whole until then, which costs the memory of stage 1.
     return schedules.with_sharding(schedule, max(options.zero, 2), reduce_each=options.zero == 2)
 
 

@@ -1,8 +1,8 @@
 """Train a language model on a mesh of ranks: up to five parallelisms in one step.
 
-Every rank builds the same model, without values, and iterates over the same batches. It draws, or
-reads, its stage of the model only, and keeps its shard of that, and its experts; and it uses only
-its rows of each batch, and its positions of those. A step:
+Every rank builds the same model, without values, and iterates over the same batches. It draws or
+reads the values of its stage only, and keeps its shard of them and its experts. Of each batch it
+uses only its rows, and its positions in these. A step:
 
     forwards and backwards         follow the schedule, along the pipeline; in each, a tensor group
                                    reduces activations, a context group passes on keys and values,
@@ -18,7 +18,7 @@ its rows of each batch, and its positions of those. A step:
     the optimizer's step           updates on each rank the parameters that it keeps
 
 So the result is that of one process, whatever the mesh, except for the rounding of sums. The loss
-of a step leaves the auxiliary loss of experts out; their gradients have it.
+of a step does not include the auxiliary loss of experts; the gradients do.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Step(NamedTuple):
 
 
 class Training:
-    """A training, which runs its steps when iterated over, once, and yields a `Step` for each.
+    """A training run: iterating over it, once, runs the steps and yields a `Step` for each.
 
         with Training(train.parse(["--dp", "2"])) as training:
             losses = [step.loss for step in training]
@@ -120,13 +120,13 @@ class Training:
         )
         self.options = options = raise_on_all(partial(with_own_experts, options))
         self.mesh = raise_on_all(partial(make_mesh, options))
-        with ExitStack() as undo:  # or the groups of what is refused would stay
+        with ExitStack() as undo:  # or the groups would stay after an error
             undo.callback(self.close)
             self._prepare()
             undo.pop_all()
 
     def _prepare(self):
-        """Make all but the mesh: model, pipeline, optimizer and data, and resume."""
+        """Make everything except the mesh (model, pipeline, optimizer, data), and resume."""
         options = self.options
         model, sequences, pad, self.about = raise_on_all(lambda: build_model_and_data(options))
         computed, self._config = computed_as(model.config), model.config
@@ -211,7 +211,7 @@ class Training:
             if not math.isfinite(loss):
                 raise UsageError(f"the loss of step {step} is {loss}: {self._saves.advice()}")
             yield Step(step, loss, batch.count, batch.padding, round(perf_counter() - start, 6))
-            # Now the step is in the log: a run that goes on from here has its line.
+            # Now the step is in the log: a run that resumes from this checkpoint has its line.
             self._saves.after(step + 1, step + 1 == steps, self.pipeline, self.optimizer)
 
     def _step(self, batch):
@@ -240,7 +240,7 @@ class Training:
         """Write the whole model and its tokenizer into the folder of `--export`, on rank 0.
 
         Raises:
-            UsageError: on every rank: the folder has something in it, or cannot be written.
+            UsageError: on every rank: the folder is not empty, or cannot be written.
         """
         export(self.pipeline, self._config, self._tied, self.options)
 
@@ -249,7 +249,7 @@ class Training:
 
         It does not wait for a checkpoint in the background; leaving a `with` block does.
         """
-        if hasattr(self, "pipeline"):  # or it was refused
+        if hasattr(self, "pipeline"):  # not if construction failed early
             self.pipeline.close()
         self.mesh.close()
 

@@ -1,4 +1,4 @@
-"""What a user can correct, raised on every rank."""
+"""Errors that a user can correct, raised on every rank."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from naranhi.checkpoint import CheckpointError
 
 
 class UsageError(Exception):
-    """A user's error. `raise_on_all` puts one distinct message on a line."""
+    """A user's error. `raise_on_all` joins the ranks' distinct messages, one per line."""
 
 
 def naming(option: str, function: Callable[[], Any]) -> Any:
-    """Return what `function()` returns, with files that an option names.
+    """Return the result of `function()`, which uses files that an option names.
 
     Raises:
         UsageError: for an OSError or a CheckpointError, with the option's name.
@@ -26,7 +26,7 @@ def naming(option: str, function: Callable[[], Any]) -> Any:
 
 
 def raise_on_all(function: Callable[[], Any]) -> Any:
-    """Return what `function()` returns; raise on every rank what a user can correct on any.
+    """Return the result of `function()`; raise a user's error of any rank on every rank.
 
     Raises:
         UsageError: see `distributed.raise_on_all`; for UsageError, OSError and ValueError.

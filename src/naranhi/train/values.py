@@ -1,4 +1,4 @@
-"""What the texts of options mean; argparse tells what a text is not."""
+"""Parse the values of options; argparse reports the values that are not valid."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import argparse
 from collections.abc import Callable
 from math import isfinite
 
-MOST = 2**31 - 1  # of anything that is counted
+MOST = 2**31 - 1  # the largest count
 LARGEST = 3e38  # in fp32
 FASTEST = 1e37  # a learning rate, which Adam divides by 1 - 0.9
 
 
 def whole(least: int) -> Callable[[str], int]:
-    """Return what reads a whole number of at least `least`."""
+    """Return a function that reads a whole number of at least `least`."""
 
     def number(text):
         if not text.isdecimal() or int(text) < least:
@@ -51,7 +51,7 @@ def positive(text: str) -> float:
 
 
 def path(text: str) -> str:
-    """Read a path; an empty one, as of a variable that is not set, would be the current folder."""
+    """Read a path; reject an empty one (an unset variable), which would be the current folder."""
     if not text:
         raise argparse.ArgumentTypeError("it is empty, and has to name a path")
     return text

@@ -1,12 +1,12 @@
 """Run ranks from a notebook: a `World` of processes that live as long as the notebook.
 
-Its modules are imported on demand, because helper processes use those that need no torch.
+Its modules are imported on demand, because helper processes need only those without torch.
 """
 
 import importlib
 from typing import Any
 
-# In full, so that `book/execution.py` finds what a chapter depends on.
+# Full module names, so that `book/execution.py` finds the files that a chapter depends on.
 _HOME = {
     "RankError": "naranhi.world.errors",
     "RankInterrupt": "naranhi.world.errors",

@@ -1,7 +1,7 @@
 """Capture all output of a rank: Python, a library's C++, a child process, a thread of an old cell.
 
 Descriptors 1 and 2 of a rank lead to two files for as long as the rank lives. After each cell the
-rank sends the notebook what these files have gained. Output that comes after a cell is shown below
+rank sends the notebook these files' new content. Output that comes after a cell is shown below
 the next cell. If a rank died, the notebook reads the files itself (`last_words`, `unseen`).
 """
 

@@ -114,7 +114,7 @@ class Cell:
         return self._ranks.lifelines.stopped(self._ranks.members[rank].who)
 
     def _release(self, at_once=False):
-        """End the wait of the other ranks after a failure: their peer may never come."""
+        """End the wait of the other ranks after a failure: their peer may never send."""
         if not at_once and self._others_fail_as_well():
             return
         self.severed = True
@@ -125,7 +125,7 @@ class Cell:
         self.stuck = {rank: self._state(rank, silent) for rank in sorted(self.pending)}
         silent = self._tell(list(self.pending), lifeline.INTERRUPT, 1.0)
         self._collect(1.0, until_failure=False)
-        if set(self.pending) - set(silent):  # these have received it, and a busy machine is slow
+        if set(self.pending) - set(silent):  # they received the signal; a busy machine is slow
             self._collect(4.0, until_failure=False)
         self._ranks.lifelines.kill([self._ranks.members[rank].who for rank in self.pending])
 

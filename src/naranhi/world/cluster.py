@@ -59,7 +59,7 @@ def make(
     config = Config()
     config.ControllerLauncher.controller_cmd = controller_cmd
     config.EngineLauncher.engine_cmd = engine_cmd
-    # ipyparallel's 5 s are short for a busy machine.
+    # ipyparallel's 5 s are too short for a busy machine.
     config.EngineLauncher.engine_args = [*ENGINE_ARGS, f"--IPEngine.timeout={timeout}"]
     quiet = logging.getLogger("naranhi.ipyparallel")
     quiet.setLevel(logging.CRITICAL)
@@ -106,8 +106,8 @@ class environment:
     """Set environment variables for the processes started inside the block.
 
     Args:
-        values: the variables, None for one that is not to be set; their old values are restored at
-            the end of the block.
+        values: the variables, None to unset one; their old values are restored at the end of the
+            block.
     """
 
     def __init__(self, values: Mapping[str, str | None]):

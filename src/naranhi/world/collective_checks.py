@@ -4,8 +4,8 @@ torch has such checks (TORCH_DISTRIBUTED_DEBUG=DETAIL). With gloo they include s
 in the sequence number that must agree, so a rank that has sent one message more than another fails
 its next collective (torch 2.13). That does not work for a book on point-to-point communication.
 These checks do the same over the store and ignore sends and receives. A rank that starts a
-collective with `async_op=True` compares its call with those of the ranks that have come, and does
-not wait for the others. Groups made with `group_desc="unchecked"` are not checked; use such groups
+collective with `async_op=True` compares its call with those already made by other ranks, and does
+not wait for the rest. Groups made with `group_desc="unchecked"` are not checked; use such groups
 for timing.
 """
 
@@ -51,7 +51,7 @@ class CollectiveMismatch(RuntimeError):
     """The ranks called different collectives.
 
     Args:
-        calls: rank -> the collective that it called, for the ranks that have come.
+        calls: rank -> the collective that it called, for the ranks that have called one.
     """
 
     def __init__(self, calls: dict[int, str]):
@@ -75,7 +75,7 @@ class CollectiveTimeout(RuntimeError):
 class Checks:
     """Wrap the collectives of `torch.distributed` in this process with the checks.
 
-    A process makes this once: a cell may keep a wrapped collective under a name of its own.
+    Construct this once per process: a cell may keep a wrapped collective under another name.
 
     Args:
         store: the `store.Store` through which the ranks compare their calls.
@@ -91,7 +91,7 @@ class Checks:
                 setattr(dist, name, self._around(name, getattr(dist, name)))
 
     def renew(self, timeout: float) -> None:
-        """Start to count again, for a new process group.
+        """Restart the count of collectives, for a new process group.
 
         Args:
             timeout: seconds to wait for the other ranks.
@@ -103,17 +103,17 @@ class Checks:
 
         @functools.wraps(original)
         def collective(*args, **kwargs):
-            if torch.compiler.is_compiling():  # a graph has no place for a message to the store
+            if torch.compiler.is_compiling():  # a graph cannot contain a message to the store
                 return original(*args, **kwargs)
             try:
                 call = signature.bind(*args, **kwargs)
             except TypeError:
-                return original(*args, **kwargs)  # which says it in torch's own words
+                return original(*args, **kwargs)  # raises torch's own TypeError
             call.apply_defaults()
             arguments = call.arguments
             group = arguments.get("group") or dist.group.WORLD
             if self._concerns(group):
-                # The others may call theirs only when this rank has gone on and sent a message.
+                # Other ranks may call theirs only after this rank continues and sends a message.
                 seconds = 0.0 if arguments.get("async_op") else self.timeout
                 self._compare(group, _describe(name, arguments, group), seconds)
             return original(*args, **kwargs)
@@ -122,7 +122,7 @@ class Checks:
 
     @staticmethod
     def _concerns(group):
-        # None: the cell has destroyed the default group; torch's own error says so best.
+        # None: the cell has destroyed the default group; torch's own error is clearest.
         if not isinstance(group, dist.ProcessGroup):
             return False
         return group.group_desc != UNCHECKED and dist.get_rank(group) >= 0
@@ -156,7 +156,7 @@ def _describe(name, arguments, group):
 
 
 def _root(arguments, role, group):
-    """Return the root's rank in the world, which a call may name in two ways, or leave at 0."""
+    """Return the root's rank in the world; a call may name it in two ways, or leave it at 0."""
     number, ranks = arguments.get(f"group_{role}"), dist.get_process_group_ranks(group)
     if number is None:
         return arguments[role] or 0

@@ -9,15 +9,15 @@ import socket
 from naranhi.distributed import processes
 from naranhi.world import leftovers, lifeline, server
 
-PORTS = 15  # that ipyparallel's controller takes, with one broadcast scheduler
+PORTS = 15  # needed by ipyparallel's controller with one broadcast scheduler
 
 
 def reserve(number: int) -> list[socket.socket]:
     """Return sockets that hold free ports for listeners of this process.
 
     ipyparallel asks the kernel for free ports and binds them later; another process can take one
-    in between. While a socket is bound, the kernel gives its port to nobody who asks for any; a
-    listener that names the port can still have it, since both allow the address to be reused.
+    in between. While a socket is bound, the kernel does not assign its port to other processes; a
+    listener that asks for this port can still bind it, because both sockets set SO_REUSEADDR.
     """
     held = [socket.socket() for _ in range(number)]
     for one in held:
@@ -36,7 +36,7 @@ def main() -> None:
     from traitlets.config import Config
 
     config = Config()
-    config.Session.key = secrets.token_hex(32).encode()  # besides CURVE; otherwise all warn
+    config.Session.key = secrets.token_hex(32).encode()  # without a key every process warns
     held = reserve(PORTS)  # until this process ends
     config.IPController.ports = [one.getsockname()[1] for one in held]
     IPController.launch_instance(config=config)

@@ -70,7 +70,7 @@ def join(
         rank: this process's rank.
         world_size: the number of ranks.
         local_rank: the rank among the processes of this host; with NCCL the index of its GPU among
-            those it sees, for which programs take it.
+            the visible ones, as programs expect of LOCAL_RANK.
         threads: the number of threads that torch may use.
         epoch: the number of the process group, 1 for the World's first.
         backend: `"nccl"` or `"gloo"`.
@@ -269,9 +269,9 @@ def _sockets():
 
 
 def sever() -> None:
-    """Shut down every TCP connection made since the first group was, so that waits on them fail.
+    """Shut down every TCP connection made since the first `join`, so that waits on them fail.
 
-    Also the user's own: nobody can tell them apart. gloo cannot abort a collective that waits for a
+    That includes the user's: they look the same. gloo cannot abort a collective that waits for a
     peer (`ProcessGroup.abort` does nothing there in torch 2.13). Only the operating system can.
     """
     if _store is not None:
@@ -284,7 +284,7 @@ def sever() -> None:
                 listening = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
                 if internet and not listening:
                     connection.shutdown(socket.SHUT_RDWR)
-        except OSError:  # its owner or its peer has closed it, which is as good
+        except OSError:  # its owner or its peer has closed it already
             continue
     distributed = sys.modules.get("torch.distributed")
     joined = distributed is not None and distributed.is_initialized()

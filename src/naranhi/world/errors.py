@@ -1,4 +1,4 @@
-"""Turn what each rank suffered into one sentence: which rank failed, and why."""
+"""Turn the errors of all ranks into one sentence: which rank failed, and why."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def kind(error: dict[str, Any]) -> str:
 
 
 def _of_messages(error):
-    """Return whether messages between ranks failed: a cell's database may have timed out too."""
+    """Return whether messages between ranks failed, and not, say, a cell's database connection."""
     if error["type"] != "RuntimeError" or not error["frames"] or GLOO.match(error["message"]):
         return error["type"] in DISTRIBUTED
     return re.search("torch/distributed/|naranhi/collectives/", error["frames"][-1][0]) is not None
@@ -175,7 +175,7 @@ def _cause(errors, of, where, died, stuck, timeout, outcomes):
 def _late(errors, of, where, stuck, timeout, outcomes):
     """Describe which ranks were waited for.
 
-    A rank that waits for a plain message cannot say for whom, so then no rank that is done is
+    A rank that waits for a plain message cannot name its peer, so then no rank that has ended is
     blamed.
     """
     waiting = of["deadline"]

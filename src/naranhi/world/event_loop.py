@@ -1,4 +1,4 @@
-"""Support `await` in a cell of a rank: cells have their own event loop, besides the engine's.
+"""Support `await` in a cell of a rank: cells have an event loop separate from the engine's.
 
 The engine calls a cell from inside its own event loop, where no second loop may run. While a cell
 runs, the engine's loop is hidden. Tasks that a cell started continue when a later cell awaits.

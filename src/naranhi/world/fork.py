@@ -33,17 +33,17 @@ def main() -> None:
     # No thread may run yet: a forked child has only the thread that called fork.
     temporary = tempfile.gettempdir()
     before = {*os.listdir(temporary), os.path.basename(os.environ.get(CACHE, ""))}
-    gc.disable()  # a fifth of the time that the imports take, and they leave nothing to collect
+    gc.disable()  # it takes a fifth of the import time, and finds nothing to collect
     import ipyparallel.engine.app  # noqa: F401
-    import torch._dynamo  # as an optimizer does when it is made, which takes a second
+    import torch._dynamo  # an optimizer imports it when constructed, which takes a second
     import torch.distributed  # noqa: F401
     import transformers.models.gpt2.modeling_gpt2  # noqa: F401  (a second on every rank)
 
     cache = Path(os.environ.get(CACHE, ""))
-    if cache.name not in before:  # Dynamo has just made it, empty; what compiles makes it again
+    if cache.name not in before:  # Dynamo has just made it, empty; a compilation makes it again
         with suppress(OSError):
             cache.rmdir()
-    gc.freeze()  # a collection in a rank would look at it all, and copy the memory that is shared
+    gc.freeze()  # a collection in a rank would touch every object, and so copy the shared memory
     gc.enable()
     own, ranks = os.getpid(), set()
     for _ in range(int(sys.argv.pop(1))):

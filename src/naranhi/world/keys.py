@@ -1,7 +1,7 @@
 """Hold the keys that the ranks of a World share to form process groups and to compare their calls.
 
 torch's TCPStore accepts anyone who finds its port, and its FileStore serves one machine only. This
-store lives in the notebook, behind the World's secret. It also does what neither of them can: a
+store lives in the notebook, behind the World's secret. It also does two things that they cannot: a
 meeting sends every rank the calls of all others in one exchange, and the notebook can end a rank's
 wait for a key.
 """
@@ -22,7 +22,7 @@ class Keys:
     """Serve the store in the notebook, as a service of `server.Server`.
 
     A request is the name of a method below, without its underscore, and its arguments. The answer
-    is a pair: the keys or ranks missing at the deadline, and the result, of what is not missing.
+    is a pair: the keys or ranks still missing at the deadline, and the result for the rest.
     """
 
     def __init__(self):
@@ -66,7 +66,7 @@ class Keys:
             while (request := cut(received)) is not None:
                 name, *arguments = request
                 getattr(self, f"_{name}")(connection, *arguments)
-        except Exception:  # of one request, which must not end the thread that serves all ranks
+        except Exception:  # one bad request must not end the thread that serves all ranks
             _hang_up(connection)
 
     def tick(self) -> None:

@@ -39,7 +39,7 @@ class Launched:
 
     Args:
         size: the number of ranks.
-        backend: `"nccl"` or `"gloo"`; None means NCCL if each rank can have a GPU of its own.
+        backend: `"nccl"` or `"gloo"`; None means NCCL if there is a GPU for each rank.
         check: called while waiting; may raise to stop the start.
 
     Raises:
@@ -100,7 +100,7 @@ class Launched:
             self._check()
             pids = self._cluster.controller.pid, self._cluster.engine_set.pid
             Path(self.folder, leftovers.PIDS).write_text("{} {}".format(*pids))
-        # Slow, so while the ranks do it; and not in their environment, of one thread.
+        # Slow, so import while the ranks do; outside of their environment, which sets one thread.
         import torch.distributed  # noqa: F401
 
         self._client = self._cluster.connect_client_sync(
@@ -156,7 +156,7 @@ class Launched:
         return backend or ("nccl" if enough else "gloo")
 
     def _one_each(self):
-        """Return whether each rank sees a GPU that no other has, as of `--gpus-per-task=1`."""
+        """Return whether each rank sees a GPU that no other has, as with `--gpus-per-task=1`."""
         from naranhi.distributed import gpus
 
         seen = self.call(gpus.visible, [()] * len(self.members))
@@ -176,7 +176,7 @@ class Launched:
 
     @staticmethod
     def result(pending: AsyncResult) -> dict[str, Any]:
-        """Return the outcome of a call, also if its reply was an error."""
+        """Return the outcome of a call, even if its reply was an error."""
         from ipyparallel.client.asyncresult import AsyncResult
         from ipyparallel.error import RemoteError
 
@@ -293,6 +293,6 @@ class Launched:
 
 
 def unanswered(name: str, message: str) -> dict[str, Any]:
-    """Return the outcome of a rank that cannot go on: its reply was an error or is unreadable."""
+    """Return the outcome of a rank that cannot continue: its reply is an error or unreadable."""
     error = unknown(name, message)
     return {"stdout": "", "stderr": "", "displays": [], "error": error, "exhausted": True}

@@ -24,7 +24,7 @@ def tidy_up(folder: str | Path) -> None:
     """
     try:
         pids = Path(folder, PIDS).read_text()
-    except FileNotFoundError:  # the other one has been quicker
+    except FileNotFoundError:  # the other process was quicker
         pids = ""
     for pid in map(int, pids.split()):
         ours = processes.environment(pid).get(server.FOLDER) == str(folder)
@@ -34,15 +34,15 @@ def tidy_up(folder: str | Path) -> None:
 
 
 def folder_elsewhere(folder: str | Path) -> Callable[[bool], None] | None:
-    """Make a folder for this process's engine if the World's is on another host, as /tmp may be.
+    """Make a folder for this process's engine if the World's folder is not on this host.
 
-    Without one ipyparallel's engine would not start.
+    Without a folder ipyparallel's engine would not start.
 
     Args:
-        folder: the World's.
+        folder: the World's folder.
 
     Returns:
-        What removes it, for `lifeline.hold`; None if the World's folder is here.
+        A function that removes it, for `lifeline.hold`; None if the World's folder is here.
     """
     if os.path.isdir(folder):
         return None

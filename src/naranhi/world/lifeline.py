@@ -138,7 +138,7 @@ class Lifelines:
     def _send(self, who, command):
         connection = self._connections.get(who)
         if connection is not None:
-            with contextlib.suppress(OSError):  # gone since: its end of file is in flight
+            with contextlib.suppress(OSError):  # it has ended: its end of file is in flight
                 connection.sendall(command)
 
 
@@ -171,7 +171,7 @@ def hold(
             if command in handlers:
                 try:
                     handlers[command]()
-                except Exception:  # no descriptor is left, say: it has not obeyed, but goes on
+                except Exception:  # such as no descriptor left: report nothing, keep serving
                     continue
                 with contextlib.suppress(OSError):  # the notebook is gone, which `recv` says next
                     connection.sendall(DONE)
@@ -179,7 +179,7 @@ def hold(
                 try:
                     if on_end is not None:
                         on_end(command == b"")
-                finally:  # whatever is wrong there, nothing is left
+                finally:  # even if `on_end` fails, no process is left
                     end_process_group()
 
     threading.Thread(target=obey, name="naranhi-lifeline", daemon=True).start()

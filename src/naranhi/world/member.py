@@ -10,7 +10,7 @@ class Member:
     """Describe one rank process: its host, its ipyparallel id, its place among the host's ranks."""
 
     host: str
-    node: str  # Slurm's name of the host, or the host's
+    node: str  # Slurm's name of the host, or its host name
     pid: int
     task: int
     step: str
@@ -18,7 +18,7 @@ class Member:
     cores: int
     engine: int
     local_rank: int = 0
-    gpu: int = 0  # index among those that it sees
+    gpu: int = 0  # index among the GPUs that the process sees
     threads: int = 1
     shown: tuple[int, int] = (0, 0)  # bytes of its stdout and stderr that the notebook has shown
 

@@ -1,4 +1,4 @@
-"""Change a notebook for its World: add `%%ranks`, and allow no process group in its own process."""
+"""Set up a notebook for its World: add `%%ranks`, and forbid process groups in its own process."""
 
 from __future__ import annotations
 

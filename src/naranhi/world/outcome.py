@@ -16,7 +16,7 @@ from naranhi.world.collective_checks import CollectiveMismatch, CollectiveTimeou
 from naranhi.world.errors import unknown
 
 RESERVE = 16 << 20  # bytes set aside, to report a failure when no other memory is left
-ROOM = 64 << 20  # bytes that a rank needs besides, to go on: threads, buffers, sockets
+ROOM = 64 << 20  # bytes that a rank needs beyond that to continue: threads, buffers, sockets
 _reserve = None
 
 
@@ -60,7 +60,7 @@ def outcome(
             _reserve = None
         try:
             error = _described(error)
-        except BaseException:  # its class is that odd
+        except BaseException:  # its class is too odd to describe
             error = unknown("Exception", "<an error that cannot be described>")
     stdout, stderr = capture.take()
     exhausted = not set_aside()

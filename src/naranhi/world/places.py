@@ -17,7 +17,7 @@ def place(error: dict[str, Any], cell: list[tuple[int, str]] | None) -> str:
     """
     libraries = "site-packages", "naranhi/world", "<frozen"
     frames = [f for f in error["frames"] if not any(part in f[0] for part in libraries)]
-    # The outermost is the cell's own; modules that it imports have one as well.
+    # The outermost `<module>` frame is the cell's; modules that it imports have one, too.
     own = next((i for i, frame in enumerate(frames) if cell and frame[2] == "<module>"), None)
     if error["syntax"] and own is None:
         return _line(error["syntax"], cell)

@@ -91,7 +91,7 @@ def folder() -> str:
 
 
 def gpus(ranks: int) -> None:
-    """Check that each rank can have a GPU of its own.
+    """Check that there is a GPU for each rank.
 
     Raises:
         ValueError: there are fewer GPUs than ranks.

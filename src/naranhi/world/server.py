@@ -129,7 +129,7 @@ class Server:
 
     def _close_overdue(self):
         # This thread may have had to wait for the interpreter (the notebook loads torch, and a
-        # library that is loaded keeps the interpreter's lock), so what came in time is read first.
+        # library that is loaded keeps the interpreter's lock), so read data sent in time first.
         now = time.monotonic()
         for connection, (_, deadline) in list(self._strangers.items()):
             if now > deadline:
@@ -151,7 +151,7 @@ def connect(service: str, **who: Any) -> socket.socket:
 
     Args:
         service: the name of the service.
-        who: what the service must know about this process.
+        who: the facts about this process that the service needs.
     """
     host, port, secret = _address()
     connection = socket.create_connection((host, int(port)), timeout=30)
@@ -172,7 +172,7 @@ def _address():
 
 
 def tune(connection: socket.socket) -> None:
-    """Send at once, and notice within 15 s that the other host or the link to it is gone."""
+    """Make a connection send at once, and fail within 15 s if the host or the link is gone."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from ipyparallel.cluster.launcher import EngineLauncher
 
 
-# What the allocation says of the GPUs of its tasks. `srun` would take it for the ranks as well, and
-# of several GPUs to a task, two ranks would get the same ones.
+# The allocation's GPU settings for its tasks. `srun` would apply them to the ranks too, and with
+# several GPUs per task two ranks would get the same GPUs.
 OF_OTHER_TASKS = (
     "SLURM_GPUS_PER_TASK",
     "SLURM_GPU_BIND",
@@ -30,7 +30,7 @@ def is_here() -> bool:
 def on_other_hosts() -> bool:
     """Return whether ranks of the allocation may be on another host than this process.
 
-    The shell of `salloc` is on no node, unless the cluster is set up so.
+    The shell of `salloc` is on none of the nodes, unless the cluster is configured otherwise.
     """
     several = int(os.environ.get("SLURM_JOB_NUM_NODES", 1)) > 1
     return is_here() and (several or "SLURMD_NODENAME" not in os.environ)
@@ -48,8 +48,8 @@ def srun_launcher() -> type[EngineLauncher]:
         def find_args(self):
             # The ranks share the allocation's cores with the notebook's own step and each other.
             command = ["srun", "--overlap", "--overcommit", "--kill-on-bad-exit=0"]
-            # Whatever the site, or `srun` that started the notebook, says of other tasks: each rank
-            # has the notebook's environment and all cores of its node, and neighbours are on one.
+            # Override what the site, or the `srun` that started the notebook, set: each rank has
+            # the notebook's environment and all cores of its node; a node's ranks are consecutive.
             command += ["--export=ALL", "--cpu-bind=none", "--distribution=block"]
             return [*command, f"--ntasks={self.n}", *self.program, *self.program_args]
 
@@ -59,6 +59,6 @@ def srun_launcher() -> type[EngineLauncher]:
 def kill_step(step: str) -> None:
     """Make Slurm kill the tasks of a step, including tasks that obey no command."""
     command = ["scancel", "--signal=KILL", f"{os.environ['SLURM_JOB_ID']}.{step}"]
-    # Without it Slurm ends them with the allocation.
+    # If scancel fails, Slurm ends the tasks with the allocation.
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         subprocess.run(command, capture_output=True, timeout=30)

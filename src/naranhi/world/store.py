@@ -72,7 +72,7 @@ class Store(dist.Store):
 
         Args:
             keys: the keys.
-            timeout: how long to wait; default: the store's own time.
+            timeout: how long to wait; default: the store's `seconds`.
 
         Raises:
             DistStoreError: a key was not set in time.
@@ -132,7 +132,7 @@ class Store(dist.Store):
         if self.severed:
             raise Severed("the process group has failed; the next cell has a new one")
         connections = self._connections
-        # This thread's first, or a forked child's.
+        # The first request of this thread, or of a forked child.
         if getattr(connections, "pid", None) != os.getpid():
             connections.connection, connections.pid = server.connect("store"), os.getpid()
         return connections.connection

@@ -10,8 +10,8 @@ from typing import Any
 def received(pickled: bytes) -> Any:
     """Return a rank's value; tensors on a GPU become copies on the CPU.
 
-    The notebook may see other GPUs than the rank, or none. Where it sees the same one, a copy there
-    would take memory that the ranks compute with.
+    The notebook may see no GPUs, or different ones. If it sees the rank's GPU, a copy there would
+    take memory that the ranks need.
     """
     return _Unpickler(io.BytesIO(pickled)).load()
 

@@ -40,8 +40,8 @@ class World:
 
     Args:
         ranks: the number of ranks, at least 1.
-        backend: `"nccl"` or `"gloo"`; by default NCCL if each rank can have a GPU of its own,
-            otherwise gloo.
+        backend: `"nccl"` or `"gloo"`; by default NCCL if there is a GPU for each rank, otherwise
+            gloo.
         timeout: the deadline of every collective, in seconds.
 
     Raises:
@@ -95,8 +95,8 @@ class World:
         What the function prints is shown in rank order. The function and its arguments are sent by
         cloudpickle, so a function defined in the notebook works. Results are sent whole, pickled
         and encrypted: 1 GiB from one rank took 20 s on two busy cores, twice its size in the
-        notebook's memory and three times in the rank's. Return what is small; leave what is large
-        on the ranks, or in a file.
+        notebook's memory and three times in the rank's. Return small results; leave large ones on
+        the ranks, or in a file.
 
         Args:
             function: the function to call.
@@ -116,7 +116,7 @@ class World:
         return [received(outcome.pop("value")) for outcome in outcomes]
 
     def execute(self, source: str) -> None:
-        """Run a cell's source on every rank, in the namespace that its cells share.
+        """Run a cell's source on every rank, in the namespace that the rank's cells share.
 
         Raises:
             RankError: a rank failed.
@@ -135,8 +135,8 @@ class World:
         return [received(outcome.pop("value")) for outcome in outcomes]
 
     def close(self) -> None:
-        """End every process of this World; does nothing if it is closed, or in a forked child."""
-        # A forked child has a copy of this object, and not the processes.
+        """End every process of this World; do nothing if it is closed, or in a forked child."""
+        # A forked child has a copy of this object, but does not own the processes.
         if not self._closed and os.getpid() == self._owner:
             self._closed = True
             self._end()
@@ -219,8 +219,8 @@ class World:
 
     def _call(self, function, args, cell):
         self._ready()
-        self._dead = True  # until all have answered: an interruption before leaves ranks busy
-        ranks = self._ranks  # which another thread's `close` may take away
+        self._dead = True  # until all have answered: an earlier interruption leaves ranks busy
+        ranks = self._ranks  # another thread's `close` may set it to None
         run = Cell(ranks, self.timeout)
         run.run(function, args)
         outcomes = run.outcomes

@@ -1,6 +1,6 @@
 """A stand-in for a gradient that is not where torch would look for it.
 
-Under ZeRO, `.grad` of a model's parameter is not the gradient once that is reduced: each rank has a
+Under ZeRO, `.grad` of a parameter cannot hold the gradient once it is reduced: each rank has only a
 shard of the sum. With None in `.grad`, `torch.nn.utils.clip_grad_norm_` would return a norm of 0.0
 and clip nothing, silently. The stand-in in `.grad` has the shape, dtype and device of a gradient,
 takes no memory, and raises an error when it is used.
@@ -39,7 +39,7 @@ class Elsewhere(torch.Tensor):
     """A tensor without memory, on which any operation raises RuntimeError(text).
 
     Args:
-        parameter: Whose shape, dtype and device the stand-in has.
+        parameter: The parameter whose shape, dtype and device the stand-in has.
         text: The error message.
     """
 

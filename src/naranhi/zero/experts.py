@@ -1,10 +1,10 @@
-"""Experts under ZeRO: sharded over the ranks with copies of them, and not over all ranks.
+"""Experts under ZeRO: sharded over the ranks with copies of them, instead of over all ranks.
 
     dense parameters    `group` of `zero.Zero`: the ranks along data, expert and context
     experts             the layer's `replicas`: the ranks along data, context and tensor
 
-Along the expert axis every rank has other experts, so nothing of them can be shared there. Along a
-tensor axis dense layers are split, and experts have copies.
+Along the expert axis every rank has different experts, so there are no copies to shard. Along a
+tensor axis dense layers are split, and experts are copied.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def copies_of_experts(model: nn.Module) -> dict[nn.Parameter, tuple[dist.ProcessGroup, ...]]:
     """Return {parameter of experts: (the ranks with copies of it,)}, () for this rank alone.
 
-    A layer whose experts are all on each rank, and that names no `replicas`, is like any other.
+    A layer that has all experts on each rank and no `replicas` is treated like a dense layer.
 
     Args:
         model: The model to shard.
@@ -39,7 +39,7 @@ def copies_of_experts(model: nn.Module) -> dict[nn.Parameter, tuple[dist.Process
 def parts_by_groups(
     model: nn.Module, flats: Iterable[FlatParam], group: dist.ProcessGroup
 ) -> dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]]:
-    """Return this rank's gradients by the groups over whose ranks they lie, for `norm_of_parts`.
+    """Return this rank's gradients, keyed by the groups that they are split over, for the norm.
 
     Args:
         model: The sharded model.
@@ -59,11 +59,11 @@ def parts_by_groups(
 
 
 def require_own_loss(units: Iterable[Unit], stage: int) -> None:
-    """Raise if the auxiliary loss of experts would go round the output of the unit they are in.
+    """Raise if the auxiliary loss of experts would bypass the output of their unit.
 
     Args:
         units: The units of a model, without the root.
-        stage: The stage of ZeRO; below 3 parameters are there at any time.
+        stage: The stage of ZeRO; below 3 parameters are whole at any time.
 
     Raises:
         TypeError: Naming the unit.

@@ -32,14 +32,14 @@ class FlatParam:
             parameter group are adjacent, in the order of the groups.
         group_of: The number of each parameter's group.
         stage: The stage of ZeRO. Below 3 the parameters stay whole; at 1 the gradients do, too.
-        dtype: The dtype of the computation; if the parameters have another, `master` keeps theirs.
+        dtype: The dtype of the computation; if it is not the parameters', `master` keeps theirs.
         axes: The groups over whose ranks the parameters are the same: they are sharded over the
-            first, and gradients are summed over all. None of them for this rank alone.
+            first, and gradients are summed over all. Empty for this rank alone.
         tag: The message tag of this flat parameter alone, above 0.
 
     Attributes:
-        whole: The flat parameter, padded. Each parameter is a view of it. To free it is to free the
-            storage under it: a view that autograd keeps would otherwise keep the memory.
+        whole: The flat parameter, padded. Each parameter is a view of it. Freeing it resizes its
+            storage to 0, because a view that autograd keeps would otherwise keep the memory.
         gradients: The flat gradients, into which each parameter's gradient is moved; freed in the
             same way.
         shard: This rank's slice of `whole`, in `dtype`.
@@ -146,7 +146,7 @@ class FlatParam:
 
         Each rank sends its shard to every other: as many bytes as on a ring (though more between
         nodes), and nothing to forward while a unit computes. Messages carry this flat parameter's
-        own tag, if the backend has tags: ranks that gather different ones hang, with no mix-up.
+        own tag, if the backend has tags, so different all-gathers hang and never mix.
         """
         if self.stage == 3:
             _allocate(self.whole)
@@ -179,7 +179,7 @@ class FlatParam:
 
     def use_sharded(self) -> None:
         """Put the parameters into their state between two steps: at stage 3, empty."""
-        with torch.inference_mode(False):  # in which parameters would get no such nodes
+        with torch.inference_mode(False):  # in it parameters would get no autograd nodes
             self.use_unsharded()
             # Autograd's nodes remember a parameter's shape and dtype: make and keep them now.
             self._nodes = [edge_of_leaf(param) for param in self.parameters if self.trained]
@@ -284,7 +284,7 @@ class FlatParam:
         """Copy the master, which the optimizer has changed, into the shard."""
         if self.shard is not self.master:
             self.shard.copy_(self.master)
-        torch.autograd.graph.increment_version(self.parameters)  # refuse graphs of old values
+        torch.autograd.graph.increment_version(self.parameters)  # so old graphs raise
 
 
 def shard_size(length: int, ranks: int) -> int:

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 class Gradients:
     """Reductions in one order on all ranks, of which at most one is in flight.
 
-    It is that of a unit whose backward is over, while the next unit computes. In the first step the
-    order is that in which the units were registered, from the last to the first. From then on it is
-    that in which the backward of rank 0 came to its units in the first step: a head that was
-    registered before the blocks would keep the gradients of all of them waiting. With replicas, the
-    last reduction of a step goes on: while the next unit's gradients are reduced, this rank's shard
-    is summed over the ranks that hold the same shard.
+    A unit whose backward is over is reduced while the next unit computes. In the first step the
+    order is that of registration, from the last unit to the first. From then on it is the order in
+    which the backward of rank 0 ended its units in the first step: otherwise a head registered
+    before the blocks would keep the gradients of all blocks waiting. With replicas, in the last
+    backward a unit's reduction has a second part: while the next unit's gradients are reduced, this
+    rank's shard is summed over the ranks that hold the same shard.
 
     Args:
         units: All units of the model, the root last.
@@ -63,7 +63,7 @@ class Gradients:
         self.names, self.stage, self.axes, self.on_event = names, stage, axes, on_event
         self._far = groups_of(axes)[1:]
         self.seen = None
-        self._in_flight = None  # a unit, the Transfer that reduces it, and whether it is the last
+        self._in_flight = None  # a unit, its Transfer, whether in the step's last backward
         self._summing = None  # a unit, and the Transfer that sums its shard over the replicas
         self._started = 0  # how many of `order` in this backward
         self._ended: list[int] | None = []  # places in `order`, as units end; None after a step
@@ -83,7 +83,7 @@ class Gradients:
             self.start(unit, last)
 
     def adopt_order(self) -> None:
-        """After the first step, take over the order in which rank 0 came to the units' ends."""
+        """After the first step, adopt the order in which rank 0's backward ended its units."""
         if self._ended is not None:
             first, self._ended = from_all_ranks(self._ended, self.axes)[0], None
             rest = [place for place in range(len(self.order)) if place not in first]
@@ -115,7 +115,7 @@ class Gradients:
 
         Args:
             early: Whether to finish it once all but its last message have arrived, so that its flat
-                gradients are freed before the other unit has all its gradients.
+                gradients are freed before the computing unit has all its gradients.
         """
         if self._summing:
             self._summing[1].advance()
@@ -127,7 +127,7 @@ class Gradients:
                 self.finish()
 
     def finish(self) -> None:
-        """Wait for the reduction in flight; in a step's last, start the sum over the replicas."""
+        """Wait for the reduction in flight; in the last backward, start its sum over replicas."""
         if self._in_flight:
             unit, transfer, last = self._in_flight
             transfer.finish()
@@ -140,7 +140,7 @@ class Gradients:
                 self._summing = unit, Transfer(_sums(unit))
 
     def finish_all(self) -> None:
-        """Wait for the reduction in flight and its sum over the replicas; prepare for another."""
+        """Wait for the reduction in flight and its sum over replicas; prepare the next backward."""
         self.finish()
         self._finish_sum()
         self._started = 0

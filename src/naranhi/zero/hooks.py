@@ -1,4 +1,4 @@
-"""What ZeRO does at the units of a model during a forward and a backward."""
+"""The hooks by which ZeRO gathers, frees and reduces units during a forward and a backward."""
 
 from __future__ import annotations
 
@@ -98,10 +98,10 @@ class Hooks(Attached):
         if self.precision == "bf16" and not self._whole.state:
             inputs = map_tensors(to_bf16, inputs, copies)
         self._parameters.unshard(unit, module is unit.modules[0], self._whole.state)
-        if self._backward.running:  # recomputed; if unrecorded before, only this marks the end
+        if self._backward.running:  # recomputation; awaited gradients mark its end
             if torch.is_grad_enabled() and unit.hidden[module]:
                 unit.hidden[module] -= 1
-                # Frozen parameters too: their gradient never arrives, so the unit stays to the end.
+                # Frozen parameters too: their gradient never arrives, so the unit stays gathered.
                 own = set(module.parameters())
                 unit.awaited.update(
                     param for flat in unit.flats for param in flat.parameters if param in own
@@ -219,7 +219,7 @@ class Hooks(Attached):
             self._parameters.reshard(unit)
 
     def _is_over(self, unit):
-        # The next backward may go through the unit again, by the graph of a backward: to the end.
+        # With create_graph=True a later backward may use the unit again: not over before the end.
         return unit.over and not self._differentiable
 
     def _finish(self, unit):
@@ -281,8 +281,8 @@ class Hooks(Attached):
     def _announce(self, has_forward):
         """Raise on all ranks, at stage 3, if only some ranks have a forward in this step.
 
-        This precedes the messages of a step's last forward, as the others would wait for the shards
-        of a rank without one.
+        Call it before the messages of a step's last forward: the other ranks would wait for the
+        shards of a rank without a forward.
         """
         if self.stage == 3:
             require_all(has_forward, self.axes, self.flats[0].shard.device)

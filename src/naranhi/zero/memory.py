@@ -19,7 +19,7 @@ def held(zero: Zero, optimizer: torch.optim.Optimizer | None = None) -> dict[str
     "parameters": as the computation uses them, whole or a shard. "master": the shard's copy in
     fp32, in mixed precision. "gradients": in the dtype in which they are reduced; at
     stages 2 and 3, sums of several micro-batches in the master's dtype. "casts": gradients in the
-    master's dtype, alive only while the optimizer works. "optimizer": its state. "padding":
+    master's dtype, allocated only during the optimizer's step. "optimizer": its state. "padding":
     what is allocated for any of these, and unused. Buffers and activations are not counted.
 
     Args:

@@ -33,7 +33,7 @@ def computes_in(precision: str, name: str, parameter: nn.Parameter) -> torch.dty
         parameter: The parameter as the optimizer trains it.
 
     Raises:
-        ValueError: In mixed precision, for a parameter of another floating-point dtype than fp32.
+        ValueError: In mixed precision, for a floating-point parameter whose dtype is not fp32.
     """
     if precision == "fp32" or not parameter.is_floating_point():
         return parameter.dtype

@@ -1,4 +1,4 @@
-"""All-gather the parameters of ZeRO's units at stage 3, the next unit's ahead, and free them."""
+"""All-gather, prefetch and free the parameters of ZeRO's units at stage 3."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Parameters:
         self.order = Prefetch()
 
     def unshard(self, unit: Unit, first: bool = True, whole: bool | str | None = False) -> None:
-        """Have a unit's parameters gathered, and the next unit's all-gather in flight.
+        """Gather a unit's parameters, and start the next unit's all-gather.
 
         Args:
             unit: The unit that computes now.

@@ -1,4 +1,4 @@
-"""Predict the next unit from the pass before, so that it is gathered in time."""
+"""Predict the next unit from the previous pass, so that it is gathered in time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class Prefetch:
-    """The order in which units are needed: one for passes with a backward, one for forwards alone.
+    """The orders in which units are needed: in passes with a backward, and in forwards alone.
 
     Attributes:
         recording: Whether the pass in progress is one with a backward.

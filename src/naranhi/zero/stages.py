@@ -1,4 +1,4 @@
-"""ZeRO for the stages of a pipeline: no hooks, the schedule says when something is sent."""
+"""ZeRO for the stages of a pipeline: no hooks, because the schedule says when to communicate."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ class ZeroStages(Zero):
             pipeline.step(inputs, targets, count)
             pipeline.sharded.step(optimizer)
 
-    All else is as in `Zero`, whose hooks at modules would gather a unit once more for each
-    micro-batch.
+    There are no hooks on modules, because they would gather a unit again for each micro-batch. All
+    else is as in `Zero`.
 
     Args:
-        stages: {number of a stage: its layers}, those of this rank.
+        stages: {stage number: its layers}, for this rank's stages.
         stage: The stage of ZeRO, 2 or 3.
         group: The ranks over which the stages are sharded.
-        param_groups: In `Pipeline(sharding=partial(ZeroStages, param_groups=...))`, what makes
-            parameter groups of (name in the whole model, parameter) of this rank's stages, as many
-            on every rank; by default one group.
+        param_groups: Makes the parameter groups from an iterator of (name in the whole model,
+            parameter) over this rank's stages, as many on every rank; by default one group. Pass it
+            by `Pipeline(sharding=partial(ZeroStages, param_groups=...))`.
         on_event: As in `Zero`.
     """
 
@@ -72,9 +72,9 @@ class ZeroStages(Zero):
     # --- actions ---------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Raise RuntimeError inside a `gathered` block, or with the gradients of a step before.
+        """Raise RuntimeError inside a `gathered` block, or if the last step's gradients remain.
 
-        Or for a parameter that is trained now, and was not when the stages were made.
+        Also raise it if a parameter became trainable after the stages were made.
         """
         self._whole.require_outside("Pipeline.step()")
         if self._phase is Phase.REDUCED and torch.is_grad_enabled():
@@ -90,7 +90,7 @@ class ZeroStages(Zero):
         self._parameters.start(self._unit_of[stage])
 
     def wait(self, stage: int) -> None:
-        """Have a stage's parameters gathered, and let the reduction in flight go on."""
+        """Wait for a stage's all-gather, and advance the reduction in flight."""
         self._gradients.advance(early=False)
         if self._unit_of[stage].state is ParamState.UNSHARDING:
             self._parameters.wait(self._unit_of[stage])
@@ -105,7 +105,7 @@ class ZeroStages(Zero):
     def reduce_grad(self, stage: int) -> None:
         """Start to reduce a stage's gradients, once the reduction in flight is over.
 
-        Those that tensor ranks have in part are summed first: without hooks no backward does it.
+        Partial sums on tensor ranks are summed first: without hooks no backward sums them.
         """
         sum_before_reduction(self.model[f"stage {stage}"])
         self._gradients.start(self._unit_of[stage])
@@ -120,7 +120,7 @@ class ZeroStages(Zero):
         overlap([kernel])
         if any(flat.seen for flat in self.flats):
             return self._end_reduction()
-        # As in one process, nothing here is updated then, and the other stages may be.
+        # As in one process: these stages are not updated, although other stages may be.
         require_same_gradients(self.names.values(), self._gradients.seen)
         self._phase = Phase.REDUCED
         self._hide_shards()
@@ -140,7 +140,7 @@ class ZeroStages(Zero):
         for flat in flats:
             flat.use_unsharded()
         for param in grads:
-            param.grad = None  # a stand-in of no elements, after a step that is not applied yet
+            param.grad = None  # perhaps an empty stand-in, until the step is applied
         try:
             yield
         finally:

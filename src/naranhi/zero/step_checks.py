@@ -1,4 +1,4 @@
-"""What a step of ZeRO checks on all ranks before it continues."""
+"""The checks of ZeRO: on its arguments, and on all ranks during a step."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ON_WHOLE_PARAMETERS = {
 def warn_of_one_unit(units: Sequence[Unit]) -> None:
     """Warn on the first rank if one unit, which stage 3 gathers as a whole, has most of the model.
 
-    By default the units are the model's children, of which one may have all the blocks in it.
+    By default the units are the model's children, and one child may contain all the blocks.
 
     Args:
         units: The units of a model, the root last.
@@ -61,11 +61,11 @@ def axes_of(group: dist.ProcessGroup, replicas: dist.ProcessGroup | None) -> Axe
 
     Args:
         group: The ranks that share one copy of the model.
-        replicas: The ranks with the same shard of other copies; None for one copy.
+        replicas: The ranks with the same shard in other copies; None for one copy.
 
     Raises:
-        ValueError: On every rank, if the two are not axes of a mesh: a rank meets another in both,
-            or those in `replicas` have different places in their groups, and so different shards.
+        ValueError: On every rank, if the two are not axes of a mesh: two ranks share both groups,
+            or ranks in `replicas` have different places in their groups, and so different shards.
     """
     if replicas is None:
         return [group]
@@ -136,7 +136,7 @@ def require_own_output(unit: Unit, output: Any) -> None:
 def require_trained(flats: Iterable[FlatParam]) -> None:
     """Raise if a parameter was frozen after Zero was made.
 
-    Beside others that have a gradient, its own would be zero, and its weight would decay.
+    If others of its group have a gradient, its gradient would be zero, and its weight would decay.
 
     Args:
         flats: The flat parameters of the trained parameters.
@@ -162,8 +162,7 @@ def require_finite(flats: Iterable[FlatParam], group: Axes) -> None:
         group: The process group, or several axes.
 
     Raises:
-        FloatingPointError: Naming a parameter, and the ranks in whose shards there is such a
-            gradient.
+        FloatingPointError: Naming a parameter, and the ranks whose shards hold such a gradient.
     """
     bad = next((name for flat in flats for name in flat.not_finite()), None)
     names = from_all_ranks(bad, group)
@@ -182,7 +181,7 @@ def require_kept(flats: Iterable[FlatParam]) -> None:
         flats: The flat parameters, whose `hide_shards` was called after the last backward.
 
     Raises:
-        RuntimeError: The sums in the shards would not have been discarded.
+        RuntimeError: If so, because the sums in the shards have not been discarded.
     """
     for flat in flats:
         if any(piece.grad is None for piece in flat.pieces.values()) and (

@@ -1,7 +1,7 @@
 """A model split into units for ZeRO: modules whose parameters move together.
 
-Parameters of no unit, and those that a module outside of their unit has too (tied embeddings),
-belong to the root, the last unit, which is the model itself.
+Parameters outside of all units, and those shared with a module outside of their unit (tied
+embeddings), belong to the root, the last unit, which is the model itself.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Unit:
         """Prepare for another backward."""
         self.uses = 0  # in recorded forwards whose backward has not run yet
         self.hidden = Counter()  # per module: forwards under no_grad that may be recomputed
-        self.awaited = set()  # parameters whose gradients must arrive before all is done
+        self.awaited = set()  # parameters whose gradients must arrive before the unit is done
         self.done = False  # whether its part of this backward is over
 
     @property
@@ -85,7 +85,7 @@ class Unit:
     def reshard(self) -> None:
         """Free its parameters, after the all-gather in flight, if any."""
         if self._transfer:
-            self._transfer.finish()  # which writes into the memory until then
+            self._transfer.finish()  # it writes into this memory until it ends
             self._transfer = None
         for flat in self.flats:
             flat.reshard()
@@ -185,7 +185,7 @@ def children(model: nn.Module) -> list[nn.Module]:
     """Return the model's children, each container without a forward replaced by its own children.
 
     Such a container (a list of modules) is not called, so it could not be gathered in time. A child
-    that others have inside of them (an embedding that encoder and decoder share) is left out.
+    that is also inside another child (an embedding that encoder and decoder share) is left out.
 
     Args:
         model: The module whose children become units.
@@ -198,8 +198,8 @@ def children(model: nn.Module) -> list[nn.Module]:
 def joined(modules: Iterable[nn.Module], small: int = SMALL) -> Iterator[tuple[nn.Module, ...]]:
     """Join small modules that are adjacent into units.
 
-    A module of fewer than `small` elements is joined with small ones beside it until together they
-    have as many.
+    Adjacent modules of fewer than `small` elements each are joined until together they have `small`
+    or more.
 
     Args:
         modules: Modules in the order in which they run.
@@ -220,7 +220,7 @@ def joined(modules: Iterable[nn.Module], small: int = SMALL) -> Iterator[tuple[n
 
 
 def _called(model):
-    """Return {child: None}, each child once, in place of those without a forward their own."""
+    """Return {child: None}, each once; replace children without a forward by their own children."""
     unique = {}
     for child in model.children():
         unique.update(_called(child) if _is_bare(child) else {child: None})
@@ -237,7 +237,7 @@ def _as_run(unit):
 
 
 def _owners(runs, model):
-    """Return {parameter: the run it moves with}: the root, if a module outside of it has it too."""
+    """Return {parameter: its run}, the root if a module outside of that run has it, too."""
     owner, root = {}, (model,)
     for run in runs:
         for param in {param for module in run for param in module.parameters()}:
@@ -267,7 +267,7 @@ def _names(model, runs):
                 )
             if module in taken:
                 raise ValueError(f"module {where[module]} is in the units twice")
-            if _is_bare(module) and not _is_bare(model):  # as that of `ZeroStages`, without hooks
+            if _is_bare(module) and not _is_bare(model):  # a bare model: `ZeroStages`, no hooks
                 raise ValueError(
                     f"unit {where[module]} has no forward to be called: make its children units"
                 )

@@ -1,11 +1,11 @@
-"""Make a sharded model whole for a while, to read or write it; at other times that is an error.
+"""Make a sharded model whole for a while, to read or write it; at other times both are errors.
 
-A write at another time is found by the next forward, step or block, if torch counts it: a write
-through `.data` is not counted, and is lost.
+The next forward, step or block detects a write at another time, if torch counts the write: writes
+through `.data` are not counted, and are lost.
 
-While it is whole, its parameters are views of new memory with the values that the optimizer works
-on (in mixed precision the masters, in fp32). Nobody frees that memory: what is taken out of it, a
-`state_dict` or a detached tensor, keeps it alive for as long as it is needed.
+While the model is whole, its parameters are views of new memory with the values that the optimizer
+works on (in mixed precision the masters, in fp32). ZeRO does not free that memory: a `state_dict`
+or a detached tensor that is taken from it keeps it alive for as long as it is needed.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 
 class Whole:
-    """How a `zero.Zero` makes its model whole; `state` is "read" or "written" while it is, or None.
+    """The whole model of a `zero.Zero`: `state` is "read" or "written" in a block, otherwise None.
 
     Its hooks raise RuntimeError if the state of the model, or of a part of it, is read, loaded or
-    copied while it is not there: at stage 3 there are shards, in mixed precision bf16 copies of
-    what is trained. They keep the `Zero` alive as long as any of the modules with parameters.
+    copied while the parameters do not hold it: at stage 3 they are sharded, in mixed precision bf16
+    copies of the masters. The hooks keep the `Zero` alive as long as any module with parameters.
 
     Args:
         zero: The sharded model.
@@ -51,7 +51,7 @@ class Whole:
     def hooks(self) -> Iterator[RemovableHandle]:
         """Yield the handles of hooks of all modules, since a submodule's state may be read, too."""
         for module in self.zero.model.modules():
-            held = any(True for _ in module.parameters())  # or there is nothing to lose
+            held = any(True for _ in module.parameters())  # without any, copying loses nothing
             copying = self.require_readable if held else None
             reading = ModuleHook(self._before_reading, copying=copying)
             yield module.register_state_dict_pre_hook(reading)
@@ -156,7 +156,7 @@ class Whole:
             )
 
     def passes_by(self) -> bool:
-        """Return whether torch.func differentiates the model now, which ZeRO leaves alone.
+        """Return whether torch.func differentiates the model now: then the hooks do nothing.
 
         Raises:
             RuntimeError: If so, and the parameters do not hold the model's state.
@@ -170,9 +170,9 @@ class Whole:
         return inside
 
     def require_forward(self, recording: bool) -> None:
-        """Raise RuntimeError for parameters in other memory, and for a forward in mixed precision.
+        """Raise RuntimeError for parameters in other memory, or for a recorded forward on masters.
 
-        That is one to be trained in a `gathered` block.
+        The latter is a forward in a `gathered` block in mixed precision.
 
         Args:
             recording: Whether autograd records the forward.
@@ -186,9 +186,9 @@ class Whole:
             )
 
     def require_backward(self, whole: bool) -> None:
-        """Raise RuntimeError inside a block for a forward from before it, whose memory is freed.
+        """Raise RuntimeError at stage 3 in a block for a backward through a forward from before it.
 
-        That is so at stage 3.
+        The parameters of that forward have been freed.
 
         Args:
             whole: Whether the forward was in a block.
@@ -234,10 +234,10 @@ class Whole:
                 )
 
     def note_versions(self, flats: Iterable[FlatParam]) -> None:
-        """Accept what has been written into parameters so far: it is kept, or lost on purpose.
+        """Accept all writes into parameters so far: they are kept, or lost on purpose.
 
         Args:
-            flats: Their flat parameters.
+            flats: The flat parameters of these parameters.
         """
         if not self._is_itself:
             self._versions.update((flat, _versions(flat)) for flat in flats)

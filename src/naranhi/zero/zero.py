@@ -36,35 +36,35 @@ class Zero(Hooks):
     Args:
         model: Built alike on every rank; construction calls `broadcast_parameters`.
         stage: 1, 2 or 3.
-        units: Modules that each move as one, none inside another; by default the model's children
-            (and those of its lists of modules). Other parameters, and those that modules outside
-            of their unit have too, belong to the root, which at stage 3 stays gathered from the
-            forward to the end of the backward. A unit may be a tuple of modules that run one after
-            the other, none calling another: small modules are faster that way (`zero.joined`).
+        units: Modules, each communicated as a whole, none inside another; by default the model's
+            children (and those of its lists of modules). Other parameters, and those shared with
+            modules outside of their unit, belong to the root, which at stage 3 stays gathered from
+            the forward to the end of the backward. A unit may be a tuple of modules that run one
+            after another, none calling another: this is faster for small ones (`zero.joined`).
         param_groups: Parameter groups of the model's parameters, as torch optimizers expect them.
         precision: "fp32" computes in the parameters' dtype. "bf16" computes in bf16, and reduces
             gradients in bf16 too, while the optimizer works on a copy in fp32. The model's inputs
             and outputs are still fp32.
-        group: The process group over which the state is sharded, but for that of experts; None for
-            the default one.
-        replicas: The ranks with the same shard in other groups, if there are several groups, each
-            of which holds the model once: *hybrid sharding*. Gathers stay within `group`; only the
-            sums of a step's gradients, a shard of them, go over `replicas`, once a step.
+        group: The process group over which the state is sharded, except that of experts; None for
+            the default group.
+        replicas: The ranks with the same shard in other groups, if several groups hold a copy of
+            the model each: *hybrid sharding*. All-gathers stay within `group`; only this rank's
+            shard of the gradients is summed over `replicas`, once a step.
         on_event: Called as on_event(event, name of the unit): "gather" and "gathered" when its
             all-gather starts and when it is known to have ended, "compute" before its forward and
             before its backward, "free"; likewise "reduce" and "reduced", "sum" and "summed".
-        buffers: Whether each step ends with `broadcast_buffers`.
+        buffers: Whether `broadcast_buffers` follows the reduction of a step's gradients.
         check_finite: Whether the last backward of a step raises FloatingPointError, naming a
             parameter, if a gradient is not finite (`clip_grad_norm_` does, and over all groups).
 
     The optimizer skips a parameter that has no gradient in a step, on any rank, if no other
-    parameter of its unit and parameter group has one; otherwise its gradient is zero (so its weight
-    decays, and its momentum continues).
+    parameter of its unit and parameter group has one; otherwise the gradient is zero (so weight
+    decay and momentum still apply).
 
-    Other hooks see what they would see without ZeRO: a module's hooks run while its unit is
-    gathered, a gradient's before it is reduced. After that `.grad` is not a gradient, and raises
-    when it is used (`absent_gradient`): `torch.nn.utils.clip_grad_norm_` would be wrong, and Zero's
-    own is right.
+    Other hooks see the same values as without ZeRO: a module's hooks run while its unit is
+    gathered, a gradient's before it is reduced. After the reduction `.grad` holds a stand-in that
+    raises when it is used (`absent_gradient`), because `torch.nn.utils.clip_grad_norm_` would be
+    wrong: call `clip_grad_norm_` of Zero.
 
     A unit's inputs and outputs may be nested in tuples, lists, dicts and dataclasses. Tensors in
     other objects are not seen: at stage 3 a backward through them finds no parameters.
@@ -134,10 +134,10 @@ class Zero(Hooks):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let backwards that begin inside add to this step's gradients without being its last.
+        """Let backwards that begin inside add to this step's gradients without ending the step.
 
-        At stage 1 they send nothing; at stages 2 and 3 they are reduced all the same, because no
-        rank keeps more than its shard.
+        At stage 1 they send nothing; at stages 2 and 3 their gradients are reduced all the same,
+        because no rank keeps more than its shard.
         """
         before, self._sync = self._sync, False
         try:
@@ -148,8 +148,8 @@ class Zero(Hooks):
     def synchronize(self) -> None:
         """End the step's reductions, unless its last backward has done so.
 
-        That is needed if all its backwards were in `no_sync()` (or, at stages 1 and 2, a rank had
-        none: at stage 3 others wait for it). `clip_grad_norm_` and `step` call it, on every rank.
+        Call it on every rank if all backwards were in `no_sync()` (or, at stages 1 and 2, if a rank
+        had none: at stage 3 the others wait for it). `clip_grad_norm_` and `step` call it, too.
 
         Raises:
             RuntimeError: If no parameter has a gradient in this step, on any rank.
@@ -177,7 +177,7 @@ class Zero(Hooks):
         return [flat.gradient for flat in self.flats]
 
     def norm_power(self, norm_type: float = 2.0) -> torch.Tensor:
-        """Return what this rank's shards add to a norm; see also `clip_grad_norm_`, which has all.
+        """Return this rank's contribution to a norm (see `gradient_norm.norm_power`), as a tensor.
 
         Args:
             norm_type: The order of the norm; `inf` for the largest absolute value.
@@ -191,12 +191,12 @@ class Zero(Hooks):
 
         The norm is that of the whole model, as `torch.nn.utils.clip_grad_norm_` computes it in one
         process: over all ranks' shards, and over the groups whose ranks hold parts of a layer or
-        other experts, all ranks of which call this too.
+        different experts. All of these ranks must call this.
 
         Args:
             max_norm: The largest norm that the gradients may keep, above 0.
             norm_type: The order of the norm, above 0; `inf` for the largest absolute value.
-            across: Other groups over whose ranks the model is distributed, such as a pipeline's.
+            across: Further groups over whose ranks the model is distributed, such as a pipeline's.
 
         Raises:
             FloatingPointError: On every rank, before anything is scaled, if the norm is not finite.
@@ -221,8 +221,8 @@ class Zero(Hooks):
     def zero_grad(self) -> None:
         """Discard the gradients of this step, and what a failed forward or backward left behind.
 
-        Call it on every rank, at the same point of the step: one that goes on alone after an error
-        is not noticed, and sums with other steps of the others.
+        Call it on every rank, at the same point of the step: no check notices a rank that continues
+        alone after an error, and its gradients are summed with those of a different step.
         """
         try:
             self._gradients.finish_all()
@@ -242,7 +242,7 @@ class Zero(Hooks):
         """Update the model from the masters of flat parameters, which have changed.
 
         Args:
-            flats: The changed flat parameters; by default all, also frozen ones.
+            flats: The changed flat parameters; by default all, including frozen ones.
         """
         flats = self._whole.flats if flats is None else flats
         for flat in flats:
@@ -253,7 +253,7 @@ class Zero(Hooks):
             overlap(flat.all_gather() for flat in flats)
 
     def require_between_steps(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Raise RuntimeError unless the masters are the model's state, and the optimizer is theirs.
+        """Raise RuntimeError unless the masters hold the model's state and `optimizer` trains them.
 
         Args:
             optimizer: The optimizer of these shards; None without one.
@@ -273,16 +273,16 @@ class Zero(Hooks):
     def gathered(self, write: bool = False) -> AbstractContextManager[None]:
         """Return a context in which the model's parameters are whole. Call it on every rank.
 
-        In mixed precision they are the masters there, in fp32. What is taken out (a `state_dict`, a
-        copy of the model) stays valid. (At stages 1 and 2 in fp32 the model is always whole:
+        In mixed precision they are the masters, in fp32. A `state_dict` or a copy of the model that
+        is taken inside stays valid. (At stages 1 and 2 in fp32 the model is always whole:
         changes take effect at once and stay, and a `state_dict` changes with the next step.)
 
         Args:
-            write: Whether to keep what the block changes in the parameters, or lose it.
+            write: Whether to keep the block's changes to the parameters; otherwise they are lost.
 
         Raises:
             ValueError: At the end of the block, with `write`, unless all ranks have made the same
-                changes; it names a parameter. What was changed is lost, except as said above.
+                changes; it names a parameter. The changes are lost, except as said above.
         """
         return self._whole.gathered(write)
 

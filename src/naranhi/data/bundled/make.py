@@ -1,8 +1,8 @@
 """Make the corpus and the tokenizer again: `python src/naranhi/data/bundled/make.py`.
 
-From Python's own help texts and docstrings and this book's English pages, as both are now. Another
-Python has other texts, and the book grows: so what this writes is kept in the repository, and is
-made again only when somebody wants a newer one. The same texts give the same files, to the byte.
+The sources are Python's help texts and docstrings and this book's English pages, as they are now.
+Python's texts differ by version, and the book grows. So the output is kept in the repository, and
+made again only when a newer one is wanted. The same texts give the same files, to the byte.
 """
 
 import ast
@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 HERE = Path(__file__).parent
 BOOK = HERE.parents[3]
 VOCABULARY = 512
-NOT_PYTHONS_OWN = re.compile("copyright|licen[cs]e", re.IGNORECASE)  # terms of their own
+NOT_PYTHONS_OWN = re.compile("copyright|licen[cs]e", re.IGNORECASE)  # files with other terms
 LEFT_OUT = {
     "test",
     "tests",
@@ -37,7 +37,7 @@ LEFT_OUT = {
 
 
 def paragraphs(text: str) -> Iterator[str]:
-    """The paragraphs of a page that are prose, each on one line as SQuAD's are."""
+    """Yield the paragraphs of a page that are prose, each on one line, as in SQuAD."""
     text = re.sub(r"^(```|~~~|:::).*?^\1", "", text, flags=re.DOTALL | re.MULTILINE)
     text = re.sub(r"\{[\w:]+\}`([^`]*)`", r"\1", text)  # a role of MyST: what it is applied to
     for paragraph in re.split(r"\n\s*\n", text):
@@ -48,7 +48,7 @@ def paragraphs(text: str) -> Iterator[str]:
 
 
 def book_pages() -> Iterator[tuple[str, str]]:
-    """(title, text in Markdown) of the book's pages and chapters."""
+    """Yield (title, text in Markdown) of the book's pages and chapters."""
     for path in sorted((BOOK / "book" / "en").glob("*.md")):
         yield path.stem, path.read_text()
     for path in sorted((BOOK / "notebooks" / "en").glob("*.ipynb")):
@@ -58,7 +58,7 @@ def book_pages() -> Iterator[tuple[str, str]]:
 
 
 def docstrings() -> Iterator[tuple[str, str]]:
-    """(module, its docstrings) of the standard library, but for files with terms of their own."""
+    """Yield (module, its docstrings) of the standard library, except files with other terms."""
     library = Path(sysconfig.get_path("stdlib"))
     for path in sorted(library.rglob("*.py")):
         where = path.relative_to(library)
@@ -76,7 +76,7 @@ def docstrings() -> Iterator[tuple[str, str]]:
 
 
 def articles() -> Iterator[dict[str, Any]]:
-    """SQuAD's `data`: a title and its paragraphs each, without questions. No paragraph twice."""
+    """Yield entries of SQuAD's `data`: a title and paragraphs, without questions or repetitions."""
     seen = set()
     for title, text in (*sorted(topics.items()), *docstrings(), *book_pages()):
         fresh = [line for line in dict.fromkeys(paragraphs(text)) if line not in seen]
@@ -89,7 +89,7 @@ def articles() -> Iterator[dict[str, Any]]:
 
 
 def tokenizer(contexts: Iterable[str]) -> Tokenizer:
-    """Byte-level BPE as GPT-2 has it, with fewer words; its one special token ends a text."""
+    """Train byte-level BPE like GPT-2's, with fewer tokens; its one special token ends a text."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()

@@ -1,7 +1,7 @@
 """Bugs that make no noise: nothing crashes, the loss falls, and the model is not what it should be.
 
-Each is one that projects have shipped or people have reported, as small as it can be: a function
-with the bug, the same function as it must be, and a tiny training that either can be put into.
+Each is a bug that projects have shipped or people have reported, in its smallest form: a function
+with the bug, the corrected function, and a tiny training run that uses either.
 
     bug = gallery.BUGS["mean of means"]
     bug.losses(20), bug.losses(20, fixed=True)     # the symptom

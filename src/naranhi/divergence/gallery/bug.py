@@ -1,4 +1,4 @@
-"""What a bug of the gallery consists of, and how it is hunted."""
+"""The parts of a bug of the gallery, and how to hunt it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from naranhi.divergence.report import Report
 
 @dataclass
 class Case:
-    """A tiny training, in one process and on the ranks of the world, that a bug can be put into.
+    """A tiny training run, in one process and on the ranks of the world, that may have a bug.
 
     Attributes:
         whole: the unsplit model, a list of layers.
@@ -44,14 +44,14 @@ class Case:
     scale: float = 1.0
 
     def close(self) -> None:
-        """Close what has groups of its own."""
+        """Close the model and the mesh, if they have a `close`."""
         for thing in (self.model, self.mesh):
             if hasattr(thing, "close"):
                 thing.close()
 
 
 class Expected(NamedTuple):
-    """What the finder must name.
+    """The place that the finder must name.
 
     Args:
         phase: the phase of the step.
@@ -84,17 +84,17 @@ class Expected(NamedTuple):
 
 @dataclass(frozen=True)
 class Bug:
-    """A bug that makes no noise.
+    """A silent bug, with its fix and a training run for both.
 
     Attributes:
         name: a short name.
-        symptom: what its user sees, in a sentence.
+        symptom: the effect that a user sees, in a sentence.
         hint: where to look.
         wrong: the function with the bug.
-        right: the function as it must be, with the same arguments.
+        right: the corrected function, with the same arguments.
         make: `make(wrong)` or `make(right)` returns the `Case`, on every rank of the world, whose
             size is 2 or 4.
-        expected: what the finder names.
+        expected: the place that the finder names.
         reports: the addresses of public reports of such a bug.
     """
 
@@ -127,7 +127,7 @@ class Bug:
             case.close()
 
     def losses(self, steps: int, fixed: bool = False) -> list[float]:
-        """Train for some steps on the ranks, and return the loss that each step reports.
+        """Train for some steps, and return each step's loss; every rank of the world calls this.
 
         Args:
             steps: the number of steps.

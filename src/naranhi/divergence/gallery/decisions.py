@@ -1,4 +1,4 @@
-"""Who decides for the whole model? What one rank sees of it is not enough."""
+"""Who decides for the whole model? One rank sees only a part of it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_NORM = 0.1
 
 
 def _split_case(run, update, run_alone, update_alone):
-    """Train an MLP split over tensor ranks."""
+    """Return the case of an MLP split over tensor ranks."""
     mesh, layers = Mesh(tensor=dist.get_world_size()), toys.mlp()
     parallelize(layers, mlp_plan(), mesh.tensor)
     return Case(toys.mlp(), run_alone, layers, run, mesh, update, update_alone)
@@ -27,7 +27,7 @@ def _split_case(run, update, run_alone, update_alone):
 
 
 def clip_shard(layers: Sequence[nn.Module]) -> None:
-    """Clip by the norm of what this rank holds."""
+    """Clip by the norm of the gradients that this rank holds."""
     nn.utils.clip_grad_norm_(nn.ModuleList(layers).parameters(), MAX_NORM)
 
 
@@ -37,7 +37,7 @@ def clip_model(layers: Sequence[nn.Module]) -> None:
 
 
 def clipping_case(clip: Callable[[Sequence[nn.Module]], None]) -> Case:
-    """Train an MLP split over tensor ranks, with clipping."""
+    """Return the case of an MLP split over tensor ranks, with clipping."""
 
     def update(layers):
         clip(layers)
@@ -82,9 +82,9 @@ def any_overflow(layers: Sequence[nn.Module]) -> bool:
 
 
 def overflow_case(overflow: Callable[[Sequence[nn.Module]], bool]) -> Case:
-    """Train an MLP split over tensor ranks, whose last neuron's gradient overflows now and then.
+    """Return the case of an MLP split over tensor ranks; every fourth step a gradient overflows.
 
-    The overflow is made by hand: in fp16 it comes from a loss scale that is too large for it.
+    The overflow is set by hand; in fp16 it comes from a loss scale that is too large.
     """
 
     def run(layers, step):

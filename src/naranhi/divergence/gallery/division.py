@@ -1,4 +1,4 @@
-"""Which division? A loss, or a gradient, divided by another number than the whole step's."""
+"""Which division? A loss or a gradient is divided by a number that is not the whole step's."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ MICROBATCHES = 4
 
 
 def mean_of_means(targets: torch.Tensor) -> tuple[Callable[..., torch.Tensor], float]:
-    """Return a loss of a micro-batch and what it is divided by: its mean, and their number."""
+    """Return a micro-batch's loss and its divisor: the mean, and the number of micro-batches."""
     return lambda logits, some: F.cross_entropy(logits.flatten(0, 1), some.flatten()), MICROBATCHES
 
 
 def sum_over_step(targets: torch.Tensor) -> tuple[Callable[..., torch.Tensor], float]:
-    """Return a loss of a micro-batch and what it is divided by: its sum, and all valid tokens."""
+    """Return a micro-batch's loss and its divisor: the sum, and the step's valid targets."""
     return models.loss, int((targets != models.IGNORE_INDEX).sum())
 
 
 def pipeline_case(divide: Callable[[torch.Tensor], tuple[Callable[..., Any], float]]) -> Case:
-    """Train GPT-2 in a pipeline, whose loss `divide` chooses."""
+    """Return the case of a GPT-2 in a pipeline, whose loss `divide` chooses."""
     mesh = Mesh(pipeline=dist.get_world_size())
     loss, _ = divide(toys.text(0)[1])
     schedule = schedules.one_f_one_b(mesh.sizes.pipeline, MICROBATCHES)
@@ -75,13 +75,13 @@ def average(layers: Sequence[nn.Module], group: dist.ProcessGroup) -> None:
 
 
 def add_up(layers: Sequence[nn.Module], group: dist.ProcessGroup) -> None:
-    """Sum gradients of losses that the whole batch's count has divided already."""
+    """Sum gradients of losses that are already divided by the whole batch's count."""
     for param in nn.ModuleList(layers).parameters():
         dist.all_reduce(param.grad, group=group)
 
 
 def data_parallel_case(reduce: Callable[[Sequence[nn.Module], dist.ProcessGroup], None]) -> Case:
-    """Train an MLP on shares of a batch, whose gradients `reduce` reduces."""
+    """Return the case of an MLP on shares of a batch, whose gradients `reduce` reduces."""
     mesh = Mesh(data=dist.get_world_size())
 
     def run(layers, step):

@@ -29,7 +29,7 @@ def every_nth_row(order: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
 
 
 def sampler_case(choose: Callable[[torch.Tensor, int, int], torch.Tensor]) -> Case:
-    """Train an MLP on shares of a batch that `choose` chooses, from an order all ranks know."""
+    """Return the case of an MLP on shares that `choose` takes from an order all ranks know."""
     mesh = Mesh(data=dist.get_world_size())
 
     def run(layers, step):
@@ -76,11 +76,11 @@ class FusedBlock(nn.Module):
 
 
 class GatheredColumns(ColumnParallelLinear):
-    """A fused layer of which each rank computes a part of q, of k and of v, and has them all.
+    """A fused layer: each rank computes a part of q, of k and of v, then gathers all parts.
 
     Args:
         linear: the unsplit layer.
-        gather: makes the whole output of the ranks' parts.
+        gather: makes the whole output from this rank's part, by communication.
     """
 
     gather: Callable[[torch.Tensor], torch.Tensor]
@@ -106,7 +106,7 @@ def concatenate_each(part: torch.Tensor) -> torch.Tensor:
 
 
 def fused_case(gather: Callable[[torch.Tensor], torch.Tensor]) -> Case:
-    """Train two blocks with a fused layer, split over tensor ranks and gathered again."""
+    """Return the case of two fused layers, split over tensor ranks and gathered again."""
     mesh = Mesh(tensor=dist.get_world_size())
     torch.manual_seed(0)
     whole: list[nn.Module] = [FusedBlock(), FusedBlock()]
@@ -170,7 +170,7 @@ def from_own_start(length: int) -> torch.Tensor:
 
 
 def positions_case(number: Callable[[int], torch.Tensor]) -> Case:
-    """Train a model without attention on sequences of which each rank has a part."""
+    """Return the case of a model without attention, of whose sequences each rank has a part."""
     ranks = dist.get_world_size()
     mesh = init_device_mesh(device_of().type, (ranks,), mesh_dim_names=("context",))
 

@@ -54,13 +54,13 @@ def one_seed(x: torch.Tensor) -> torch.Tensor:
 
 
 def forked_seed(x: torch.Tensor) -> torch.Tensor:
-    """Drop some of this rank's activations, by a mask of its own."""
+    """Drop some of this rank's activations, by a mask that no other rank draws."""
     with fork_rng(x):
         return F.dropout(x, DROPPED)
 
 
 def inside_case(drop: Callable[[torch.Tensor], torch.Tensor]) -> Case:
-    """Train an MLP split over tensor ranks, with dropout where activations are split."""
+    """Return the case of an MLP split over tensor ranks, with dropout on split activations."""
     mesh = Mesh(tensor=dist.get_world_size())
     layers: list[nn.Module] = [DropoutBlock(block, drop, nn.Identity()) for block in toys.mlp()]
     whole: list[nn.Module] = [DropoutBlock(block, one_seed, nn.Identity()) for block in toys.mlp()]
@@ -87,7 +87,7 @@ SAME_SEED = Bug(
 
 
 def seed_by_rank() -> None:
-    """Seed each rank differently, as data parallelism wants it."""
+    """Seed each rank differently, as data parallelism requires."""
     torch.manual_seed(dist.get_rank())
 
 
@@ -97,7 +97,7 @@ def seed_alike() -> None:
 
 
 def outside_case(seed: Callable[[], object]) -> Case:
-    """Train an MLP split over tensor ranks, with dropout where activations are whole."""
+    """Return the case of an MLP split over tensor ranks, with dropout on whole activations."""
     mesh = Mesh(tensor=dist.get_world_size())
     layers, whole = (
         [DropoutBlock(block, nn.Identity(), nn.Dropout(DROPPED)) for block in toys.mlp()]

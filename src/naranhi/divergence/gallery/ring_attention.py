@@ -1,4 +1,4 @@
-"""Stale blocks: ring attention whose backward uses keys and values of another rank."""
+"""Stale blocks: ring attention whose backward uses the wrong rank's keys and values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Blocks = Callable[[torch.Tensor, torch.Tensor], Iterator[tuple[torch.Tensor, tor
 def around_the_ring(
     k: torch.Tensor, v: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield this rank's keys and values, then those of the rank before, and so on."""
+    """Yield this rank's keys and values, then those of the previous rank, and so on."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     block = torch.stack([k, v])
     for step in range(ranks):
@@ -46,15 +46,15 @@ def saved_blocks(k: torch.Tensor, v: torch.Tensor) -> Iterator[tuple[torch.Tenso
 class RingAttention(Function):
     """Attention over sequences of which each rank has a part: (rows, length / ranks, hidden).
 
-    The forward keeps this rank's own keys and values, and all its weights. The backward sends the
-    keys and values round once more, as `blocks` does.
+    The forward saves this rank's keys and values, and the attention weights of its queries. The
+    backward takes the keys and values from `blocks`, which sends them around the ring again.
     """
 
     @staticmethod
     def forward(
         ctx: FunctionCtx, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: Blocks
     ) -> torch.Tensor:
-        """Return the values of this rank's queries."""
+        """Return the attention output of this rank's queries."""
         keys, values = zip(*around_the_ring(k, v), strict=True)
         weights = (q @ torch.cat(keys, 1).mT / q.shape[-1] ** 0.5).softmax(-1)
         ctx.save_for_backward(q, k, v, weights)
@@ -75,7 +75,7 @@ class RingAttention(Function):
 
 
 def _to_owner(gradient):
-    """Return the sum of all ranks' gradients of this rank's block; block i is of rank - i."""
+    """Return the sum of all ranks' gradients of this rank's block; block i is rank - i's."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     blocks = gradient.chunk(ranks, 1)
     by_rank = torch.stack([blocks[(rank - owner) % ranks] for owner in range(ranks)])
@@ -106,7 +106,7 @@ class AttentionBlock(nn.Module):
 
 
 def ring_case(blocks: Blocks) -> Case:
-    """Train two blocks of attention on sequences of which each rank has a part."""
+    """Return the case of two blocks of attention, of whose sequences each rank has a part."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh(device_of().type, (ranks,), mesh_dim_names=("context",))
 

@@ -68,7 +68,7 @@ def in_pairs(block: SplitBlock, x: torch.Tensor) -> torch.Tensor:
 
 
 def split_case(run: Callable[[SplitBlock, torch.Tensor], torch.Tensor]) -> Case:
-    """Train an MLP whose blocks are split over tensor ranks by hand."""
+    """Return the case of an MLP whose blocks are split over tensor ranks by hand."""
     mesh = Mesh(tensor=dist.get_world_size())
     layers: list[nn.Module] = [SplitBlock(block, run) for block in toys.mlp()]
     return Case(
@@ -111,7 +111,7 @@ def tie_weight(layers: list[nn.Module]) -> None:
 
 
 def tied_case(tie: Callable[[list[nn.Module]], None]) -> Case:
-    """Train GPT-2 in a pipeline, whose first and last stage share a weight."""
+    """Return the case of a GPT-2 in a pipeline, whose first and last stage share a weight."""
     mesh, layers = Mesh(pipeline=dist.get_world_size()), toys.gpt2()
     tie(layers)
     schedule = schedules.one_f_one_b(mesh.sizes.pipeline, 2)
@@ -150,13 +150,13 @@ def backward(loss: torch.Tensor, layers: Sequence[nn.Module]) -> None:
 
 
 def backward_and_sum(loss: torch.Tensor, layers: Sequence[nn.Module]) -> None:
-    """Run the backward, and sum what each rank knows of its tokens only: norms, some biases."""
+    """Run the backward, and sum gradients that cover one rank's tokens: norms, some biases."""
     loss.backward()
     sum_sequence_gradients(layers)
 
 
 def sequence_case(end: Callable[[torch.Tensor, Sequence[nn.Module]], None]) -> Case:
-    """Train GPT-2 split over tensor ranks, with sequence parallelism."""
+    """Return the case of a GPT-2 split over tensor ranks, with sequence parallelism."""
     mesh, layers = Mesh(tensor=dist.get_world_size()), toys.gpt2()
     parallelize(layers, gpt2_plan(), mesh.tensor, sequence=True)
 
@@ -190,7 +190,7 @@ UNSUMMED_NORM = Bug(
 
 
 def around(parallel: DistributedDataParallel, x: torch.Tensor) -> torch.Tensor:
-    """Call the model inside of the wrapper, such as to use a method of its own."""
+    """Call the wrapped model directly, for example to use one of its methods."""
     return parallel.module(x)
 
 
@@ -202,7 +202,7 @@ def through(parallel: DistributedDataParallel, x: torch.Tensor) -> torch.Tensor:
 def wrapper_case(
     call: Callable[[DistributedDataParallel, torch.Tensor], torch.Tensor],
 ) -> Case:
-    """Train an MLP in torch's own DistributedDataParallel, which averages gradients."""
+    """Return the case of an MLP in torch's DistributedDataParallel, which averages gradients."""
     mesh = Mesh(data=dist.get_world_size())
     parallel = DistributedDataParallel(nn.Sequential(*toys.mlp()), process_group=mesh.data)
 

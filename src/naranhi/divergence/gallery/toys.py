@@ -1,6 +1,6 @@
 """The models, batches and optimizers of the gallery: as small as a bug needs.
 
-They are on the device whose tensors the ranks exchange, with the values of the CPU's generator.
+They are on the device of the ranks' backend, with values that the CPU's generator draws.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def text(step: int) -> tuple[torch.Tensor, torch.Tensor, int]:
 
 
 def forward(layers: Sequence[nn.Module], x: torch.Tensor) -> torch.Tensor:
-    """Return what the last layer returns."""
+    """Return the output of the last layer."""
     for layer in layers:
         x = layer(x)
     return x
