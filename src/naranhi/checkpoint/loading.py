@@ -11,7 +11,7 @@ import torch
 from naranhi.checkpoint import rest
 from naranhi.checkpoint.boxes import Boxes
 from naranhi.checkpoint.parts import zero_of
-from naranhi.checkpoint.state import OWN, State
+from naranhi.checkpoint.state import State
 from naranhi.checkpoint.storage import CheckpointError
 
 
@@ -97,7 +97,6 @@ class Loading:
                     "param_groups": [
                         {
                             **_placed(option, group),
-                            **{key: group[key] for key in OWN & {*group}},
                             "params": [number_of[tensor] for tensor in group["params"]],
                         }
                         for option, group in zip(options, optimizer.param_groups, strict=True)
