@@ -15,7 +15,8 @@ from naranhi.context_parallel import cut_sequence, split_sequence
 from naranhi.data_parallel import DDP, all_reduce_gradients
 from naranhi.distributed import Mesh
 from naranhi.divergence.axes import Axes
-from naranhi.divergence.classify import Held, classify
+from naranhi.divergence.classify import Held, classify, distance
+from naranhi.divergence.random import _bits
 from naranhi.pipeline import Pipeline
 from naranhi.tensor_parallel import (
     gpt2_plan,
@@ -511,3 +512,125 @@ def recomputed_under_zero():
 
 def test_layers_that_zero_recomputes_have_their_own_names(world):
     assert world(4, recomputed_under_zero) == [None] * 4
+
+
+# --- forms of a step ------------------------------------------------------------------------------
+
+
+def found(make, alone, parallel=backward):
+    """On a rank: the words on a step of DDP over two data ranks."""
+    inputs, targets = batch()
+    reference = divergence.trace(make(), partial(alone, inputs=inputs, targets=targets))
+    with Mesh(data=2) as mesh:
+        own = torch.arange(ROWS).chunk(2)[mesh.place.data]
+        run = partial(parallel, inputs=inputs[own], targets=targets[own])
+        report = divergence.find(
+            DDP(make(), mesh.data), lambda ddp: run(ddp.model), reference, mesh=mesh
+        )
+        return str(report)
+
+
+def one_backward(model, inputs, targets):
+    """One backward of all micro-batches, which runs through the last of them first."""
+    parts = zip(inputs.chunk(2), targets.chunk(2), strict=True)
+    sum(squared_error(model(some), wanted) / ROWS for some, wanted in parts).backward()
+
+
+def halve(param):
+    param.grad.mul_(0.5)
+
+
+def hooked(late):
+    """A hook on a parameter halves its gradient, and an attribute of it is read in the forward."""
+    model = linears()
+    if late:
+        model[0].weight.register_post_accumulate_grad_hook(halve)
+    else:
+        model[0].weight.register_hook(lambda gradient: gradient * 0.5)
+    model[0].weight.scale = 2.0
+    model[0].register_forward_hook(lambda layer, _, output: output * layer.weight.scale)
+    return model
+
+
+FORMS = {
+    "one backward": lambda: found(linears, one_backward),
+    "hook": lambda: found(partial(hooked, False), backward),
+}
+
+
+def found_in(form):
+    return FORMS[form]()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_steps_of_these_forms(world, form):
+    for report in world(2, found_in, form):
+        assert report.startswith("no divergence: ")
+
+
+def hooked_after_accumulation():
+    inputs, targets = batch()
+    run = partial(backward, inputs=inputs, targets=targets)
+    reference = divergence.trace(hooked(True), run)
+    with Mesh(tensor=2) as mesh:
+        return str(divergence.find(hooked(True), run, reference, mesh=mesh))
+
+
+def test_a_hook_after_the_accumulation(world):
+    for report in world(2, hooked_after_accumulation):
+        assert report.startswith("no divergence: ")
+
+
+class Shares(nn.Module):
+    def __init__(self, shared):
+        super().__init__()
+        self.shared, self.linear, self.factor = shared, nn.Linear(WIDTH, WIDTH), 1.0
+
+    def forward(self, x):
+        return self.factor * torch.tanh(self.linear(self.shared(x)))
+
+
+def shared_in_a_pipeline(factor):
+    """Four blocks share a module without parameters, such as rotary positions."""
+    inputs, targets = batch()
+
+    def made():
+        torch.manual_seed(0)
+        shared = nn.Identity()
+        return [Shares(shared) for _ in range(4)]
+
+    def alone(layers):
+        backward(nn.Sequential(*layers), inputs, targets, microbatches=2)
+
+    reference = divergence.trace(made(), alone)
+    layers = made()
+    layers[1].factor = factor
+    with (
+        Mesh(pipeline=2) as mesh,
+        Pipeline(layers, schedules.gpipe(2, 2), squared_error, group=mesh.pipeline) as pipeline,
+    ):
+        step = lambda pipeline: pipeline.step(inputs, targets, ROWS)  # noqa: E731
+        return str(divergence.find(pipeline, step, reference, mesh=mesh))
+
+
+def test_blocks_of_a_pipeline_that_share_a_module(world):
+    for report in world(2, shared_in_a_pipeline, 1.0):
+        assert report.startswith("no divergence: ")
+    for report in world(2, shared_in_a_pipeline, 1.5):
+        assert report.startswith(
+            "1, forward, micro-batch 0: rank 0 (pipeline 0) differs from one process by a factor"
+        )
+
+
+def test_imaginary_parts_count():
+    value = torch.tensor([1 + 2j])
+    assert distance(value, torch.tensor([1 + 2.5j])) == 0.5 and distance(value, value) == 0
+
+
+@pytest.mark.parametrize(
+    "rate, elements, bits", [(0.5, 32, 32), (0.01, 3200, 92.3), (0.0, 1000, 0.0)]
+)
+def test_equal_masks_are_told_by_what_they_say(rate, elements, bits):
+    mask = torch.ones(elements)
+    mask[: round(rate * elements)] = 0
+    assert _bits(mask) == pytest.approx(bits, rel=1e-2)

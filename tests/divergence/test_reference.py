@@ -1,5 +1,8 @@
 """One process's step, and how exactly it is known."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -7,6 +10,7 @@ from torch.nn import functional as F
 
 from naranhi import divergence, models
 from naranhi.autograd import Recompute
+from naranhi.divergence.random_states import random_states, same_states
 from naranhi.divergence.recorder import Key
 
 
@@ -102,6 +106,19 @@ def test_a_step_that_draws_random_numbers_is_known():
     assert divergence.trace(model, run).draws
     model[1].eval()
     assert not divergence.trace(model, run).draws
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand])
+def test_a_step_that_draws_from_another_generator_is_known_and_leaves_it(draw):
+    class Scaled(nn.Module):
+        def forward(self, x):
+            return x * (1 + draw())
+
+    run, _ = step()
+    model = [*layers(), Scaled()]
+    before = random_states()
+    assert divergence.trace(model, run).draws
+    assert same_states(before, random_states())
 
 
 class DropsOnGpu(nn.Module):

@@ -17,11 +17,11 @@ START = "import naranhi\nworld = naranhi.World(4)"
 
 
 class CellError(Exception):
-    """A cell failed; ``text`` is what the reader sees."""
+    """A cell failed; ``text`` is what the reader sees, below what was ``printed``."""
 
-    def __init__(self, text):
+    def __init__(self, text, printed=""):
         super().__init__(text)
-        self.text = text
+        self.text, self.printed = text, printed
 
 
 def without_tcp(folder):
@@ -67,6 +67,7 @@ class Notebook:
                 error = CellError("\n".join(content["traceback"]))
             elif kind == "status" and content["execution_state"] == "idle":
                 if error is not None:
+                    error.printed = printed
                     raise error
                 return printed
 

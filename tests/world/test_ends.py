@@ -10,6 +10,7 @@ import time
 import pytest
 from kernels import CellError, notebook, processes_of, stop, wait_until
 
+import naranhi
 from naranhi.distributed import processes
 from naranhi.world import World, cluster
 
@@ -34,6 +35,19 @@ def test_close_on_a_machine_too_slow_to_end_in_time():
     lifelines.kill = functools.partial(lifelines.kill, seconds=0.0)
     other.close()
     assert not os.path.exists(folder)
+
+
+def test_what_a_rank_has_started_ends_with_it():
+    """Of a rank that is killed and one that goes on, until the World is closed."""
+    other = World(2)
+    cell = "import os, signal, subprocess\nchild = subprocess.Popen(['sleep', '600']).pid"
+    other.execute(cell)
+    children = other["child"]
+    with pytest.raises(naranhi.RankError):
+        other.execute("if rank == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()")
+    wait_until(lambda: not os.path.exists(f"/proc/{children[1]}"), 5)
+    other.close()
+    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in children), 5)
 
 
 @pytest.mark.parametrize("stopped", ["rank", "controller", "parent"])

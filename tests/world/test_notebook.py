@@ -39,6 +39,19 @@ def test_the_reader_interrupts_a_cell(book, cell):
     assert book.run(HELLO) == WORKS
 
 
+def test_a_second_interrupt_loses_nothing(book):
+    book.run("%%ranks\nmodel = 'trained for hours'")
+    request = book.begin("%%ranks\nimport time\nprint('epoch 1 done')\ntime.sleep(600)")
+    for pause in 1.5, 0.3, 0.3:
+        time.sleep(pause)
+        book.interrupt()
+    with pytest.raises(CellError) as stopped:
+        book.finish(request, timeout=15)
+    assert stopped.value.text.startswith("RankInterrupt: the cell was interrupted")
+    assert stopped.value.printed == "[ranks 0-3] epoch 1 done\n"
+    assert book.run("%%ranks\nprint(model)") == "[ranks 0-3] trained for hours\n"
+
+
 def test_a_process_group_in_the_notebook_itself(book):
     with pytest.raises(CellError, match="the notebook's own process, which is not a rank"):
         book.run("import torch.distributed as dist\ndist.init_process_group('gloo')")

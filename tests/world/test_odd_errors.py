@@ -56,6 +56,41 @@ def test_an_exception_that_cannot_be_told(world, body, message):
     assert failed.value.rank == 1
 
 
+OWN_REPR = """
+class Odd:
+    def __repr__(self):
+        raise ValueError("real cause")
+Odd() if rank == 1 else None
+"""
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "%%capture out\nif rank == 1:\n    raise ValueError('real cause')\ndist.barrier()",
+        "import pathlib\n"
+        "pathlib.Path(f'{rank}.py').write_text('raise ValueError(\"real cause\")')\n"
+        "if rank == 1:\n    get_ipython().run_line_magic('run', '1.py')\ndist.barrier()",
+        OWN_REPR,
+    ],
+    ids=["capture", "run", "repr"],
+)
+def test_an_error_that_ipython_only_shows(world, tmp_path, cell):
+    world.execute(f"import os\nbefore = os.getcwd()\nos.chdir({str(tmp_path)!r})")
+    with pytest.raises(naranhi.RankError, match="rank 1 raised ValueError: real cause"):
+        world.execute(cell)
+    world.execute("os.chdir(before)")
+
+
+def test_a_timeout_and_a_mismatch_can_be_sent(world):
+    world.execute("from naranhi.world.collective_checks import *")
+    world.execute("late = CollectiveTimeout('all_reduce', [1])\nodd = CollectiveMismatch({0: 'a'})")
+    for late, odd in zip(world["late"], world["odd"], strict=True):
+        assert str(late) == "waited in vain for ranks [1] to call all_reduce"
+        assert (late.call, late.absent, odd.calls) == ("all_reduce", [1], {0: "a"})
+        assert str(odd) == "the ranks called different collectives: {0: 'a'}"
+
+
 def test_an_exception_with_attributes_like_ours(world):
     cell = "class Odd(Exception):\n    calls = absent = 7\nif rank == 1:\n    raise Odd('mine')"
     with pytest.raises(naranhi.RankError, match="rank 1 raised Odd: mine"):

@@ -67,7 +67,9 @@ def test_a_result_ended_by_a_semicolon_is_not_shown(world, capsys):
 
 
 def test_ranks_draw_random_numbers_of_their_own(world):
-    world.execute("import random, numpy\ndrawn = random.random(), numpy.random.rand()")
+    world.execute(
+        "import random, numpy\ndrawn = random.random(), numpy.random.rand(), torch.rand(1).item()"
+    )
     for numbers in zip(*world["drawn"], strict=True):
         assert len(set(numbers)) == 4
 

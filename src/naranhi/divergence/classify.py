@@ -35,6 +35,8 @@ def distance(value: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the largest difference of two elements; inf where only one of them is finite."""
     if value.dtype == torch.bool or not value.numel():
         return float(not torch.equal(value, expected))
+    if value.is_complex():
+        value, expected = torch.view_as_real(value), torch.view_as_real(expected)
     value, expected = value.double(), expected.double()
     same = (value == expected) | (value.isnan() & expected.isnan())
     gaps = (value - expected).abs().masked_fill(same, 0.0)

@@ -27,12 +27,12 @@ def layers_of(model: Model) -> dict[str, nn.Module]:
     recorded, so only its parameters' gradients are compared, not those of its outputs.
     """
     if isinstance(model, Pipeline):
-        return {
-            f"{number}.{name}".rstrip("."): module
-            for stage in model.stages.values()
-            for number, layer in enumerate(stage.layers, stage.first)
-            for name, module in _named_modules(layer)
-        }
+        layers = {}  # by module: one that several layers share has the name of its first use
+        for stage in model.stages.values():
+            for number, layer in enumerate(stage.layers, stage.first):
+                for name, module in _named_modules(layer):
+                    layers.setdefault(module, f"{number}.{name}".rstrip("."))
+        return {name: module for module, name in layers.items()}
     if isinstance(model, Zero | DDP):
         model = model.model
     if isinstance(model, DistributedDataParallel):
@@ -55,8 +55,18 @@ def recorded_layers(layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
 
 
 def copied(model: nn.Module | list[nn.Module]) -> nn.Module | list[nn.Module]:
-    """Return a copy of a model that shares process groups and the state kept by a forward."""
-    return copied_layers(model) if isinstance(model, list) else copied_layers([model])[0]
+    """Return a copy of a model that shares process groups and the state kept by a forward.
+
+    Hooks and attributes of parameters, which `deepcopy` leaves out, are copied too.
+    """
+    layers = model if isinstance(model, list) else [model]
+    copies = copied_layers(layers)
+    pairs = zip(as_module(layers).parameters(), as_module(copies).parameters(), strict=True)
+    for param, copy in pairs:
+        vars(copy).update(vars(param))
+        copy._backward_hooks = param._backward_hooks
+        copy._post_accumulate_grad_hooks = param._post_accumulate_grad_hooks
+    return copies if isinstance(model, list) else copies[0]
 
 
 def _named_modules(model) -> Iterator[tuple[str, nn.Module]]:

@@ -7,6 +7,7 @@ a sequence, would lose the same elements.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from naranhi.distributed import from_all_ranks, raise_on_all
@@ -15,7 +16,7 @@ from naranhi.divergence.recorder import Key, Recorder, row_size
 from naranhi.divergence.reference import Reference
 from naranhi.divergence.report import Divergence
 
-LEAST = 32  # elements: two smaller masks may well be equal by chance
+LEAST = 32  # bits: two masks that say less may well be equal by chance
 
 
 def wrong_masks(
@@ -42,7 +43,7 @@ def wrong_masks(
                 layer, is_part, first = gathered[line[0]][key]
                 distinct = _distinct([gathered[rank][key][2] for rank in line])
                 who = ", ".join(map(str, line))
-                if is_part and distinct < len(line) and first.numel() >= LEAST:
+                if is_part and distinct < len(line) and _bits(first) >= LEAST:
                     what = f"the {axis} ranks {who} draw equal masks for different parts"
                     return Divergence("mask", layer, key.microbatch, tuple(line), axis, what)
                 if not is_part and distinct > 1:
@@ -53,6 +54,12 @@ def wrong_masks(
 
 def _distinct(masks):
     return len({mask.numpy().tobytes() for mask in masks})
+
+
+def _bits(mask):
+    """Return how improbable a second mask like this one is, of the same dropout, in bits."""
+    kept = (mask != 0).double().mean().item()
+    return -mask.numel() * math.log2(kept**2 + (1 - kept) ** 2)
 
 
 def _masks(records, reference, rows):

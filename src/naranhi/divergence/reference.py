@@ -28,6 +28,7 @@ from naranhi.divergence.models import (
     recorded_layers,
     weights_of,
 )
+from naranhi.divergence.random_states import random_states, same_states, set_random_states
 from naranhi.divergence.recorder import Key, Recorder, row_size
 from naranhi.divergence.tolerance import FLOAT64, bound, largest
 
@@ -98,17 +99,19 @@ def trace(
     Raises:
         RuntimeError: `run` has not called any of the model's layers.
     """
-    with torch.random.fork_rng():
-        before = _random_states()
+    before = random_states()
+    try:
         params = [param for param in parameters_of(model).values() if param.is_floating_point()]
         is_double = bool(params) and all(param.dtype == torch.float64 for param in params)
         single, records = _record(model, run, torch.float32 if is_double else None)
-        draws = not all(map(torch.equal, before, _random_states()))
-        _set_random_states(before)
+        draws = not same_states(before, random_states())
+        set_random_states(before)
         double, exact = _record(model, run, torch.float64)
         scale = FLOAT64 if is_double else 1.0
         slack = _slack(single, double, update, scale) if update else {}
         step, exact_step = Update(single, update), Update(double, update)
+    finally:
+        set_random_states(before)
     if records.first is None:
         raise RuntimeError("run(model) has called no layer of the model: it should run a step")
     names = _first_names(parameters_of(model))
@@ -151,18 +154,6 @@ class Update:
         finally:
             handle.remove()
         self.parts["weights"] = weights_of(model)
-
-
-def _random_states():
-    """Return the states of torch's generators: the CPU's, and if GPUs are in use each GPU's."""
-    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return [torch.get_rng_state(), *on_gpus]
-
-
-def _set_random_states(states):
-    torch.set_rng_state(states[0])
-    if states[1:]:
-        torch.cuda.set_rng_state_all(states[1:])
 
 
 def _slack(single, double, update, scale):
@@ -214,7 +205,8 @@ def _cast(dtype, module, args, kwargs):
 def _whole(records, step, names):
     """Return {key with micro-batch 0: tensors of the micro-batches} of a step."""
     values = {}
-    for key, tensor in records.values().items():
+    # One backward of several micro-batches runs through them from the last to the first.
+    for key, tensor in sorted(records.values().items(), key=lambda item: item[0].microbatch):
         values.setdefault(key._replace(microbatch=0), []).append(tensor)
     for phase, parts in step.parts.items():
         # Gradients are complete in the order of the backward: the last layer's first.

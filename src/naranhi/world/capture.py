@@ -19,11 +19,13 @@ from pathlib import Path
 
 LIMIT = 1 << 20  # bytes of already shown output that a file may hold
 SUFFIXES = {1: "out", 2: "err"}
+FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE = 1, 2  # of Linux's fallocate
 
 # What C++ prints about an uncaught exception, without the location in gloo's sources.
 LAST_WORDS = re.compile(r"what\(\):\s*(?:\[enforce fail at [^]]*\]\s*)?(.*)")
 _files = {}  # 1 or 2 -> the descriptor that keeps the rank's file open
 _shown = {1: 0, 2: 0}  # bytes of each file that the notebook has received
+_freed = {1: 0, 2: 0}  # bytes of each file that no longer take room on the disk
 
 
 def start(folder: str) -> None:
@@ -93,10 +95,18 @@ def _grown(descriptor):
     while part := os.pread(file, 1 << 20, _shown[descriptor]):
         parts.append(part)
         _shown[descriptor] += len(part)
-    if _shown[descriptor] > LIMIT and os.fstat(file).st_size == _shown[descriptor]:
-        os.ftruncate(file, 0)
-        _shown[descriptor] = 0
+    if _shown[descriptor] - _freed[descriptor] > LIMIT and _free(file, _shown[descriptor]):
+        _freed[descriptor] = _shown[descriptor]
     return b"".join(parts).decode(errors="replace")
+
+
+def _free(file, size):
+    """Give back the room of a file's first bytes, whose places stay; return whether that worked.
+
+    A file that is cut off would lose what another process writes into it at the same time.
+    """
+    hole = FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
+    return not ctypes.CDLL(None).fallocate(file, hole, ctypes.c_int64(0), ctypes.c_int64(size))
 
 
 def shown() -> tuple[int, int]:
@@ -119,7 +129,11 @@ def unseen(folder: str, host: str, pid: int, shown: tuple[int, int]) -> tuple[st
     texts = []
     for suffix, position in zip(SUFFIXES.values(), shown, strict=True):
         file = _path(folder, host, pid, suffix)
-        texts.append(file.read_bytes()[position:].decode(errors="replace") if file.exists() else "")
+        texts.append("")
+        if file.exists():
+            with file.open("rb") as opened:
+                opened.seek(position)
+                texts[-1] = opened.read().decode(errors="replace")
     return tuple(texts)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -63,7 +64,9 @@ class Cell:
                 self._release()
         except KeyboardInterrupt:
             self.interrupted = True
-            self._release(at_once=True)
+            # A second Ctrl-C must not lose what the ranks have printed, and their variables.
+            with contextlib.suppress(KeyboardInterrupt), interrupts.deferred():
+                self._release(at_once=True)
 
     def printed(self) -> dict[int, dict[str, Any]]:
         """Return what to show of each rank, including the ranks that never answered."""

@@ -58,6 +58,9 @@ class CollectiveMismatch(RuntimeError):
         super().__init__(f"the ranks called different collectives: {calls}")
         self.calls = calls
 
+    def __reduce__(self) -> tuple[type, tuple[dict[int, str]]]:
+        return type(self), (self.calls,)
+
 
 class CollectiveTimeout(RuntimeError):
     """Some ranks did not call the collective before its deadline.
@@ -69,7 +72,10 @@ class CollectiveTimeout(RuntimeError):
 
     def __init__(self, call: str, absent: list[int]):
         super().__init__(f"waited in vain for ranks {absent} to call {call}")
-        self.absent = absent
+        self.call, self.absent = call, absent
+
+    def __reduce__(self) -> tuple[type, tuple[str, list[int]]]:
+        return type(self), (self.call, self.absent)
 
 
 class Checks:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import builtins
 import datetime
 import os
 import signal
@@ -15,7 +14,7 @@ import sys
 from typing import Any
 
 from naranhi.distributed import addresses
-from naranhi.world import capture, event_loop, leftovers, lifeline, server
+from naranhi.world import capture, event_loop, leftovers, lifeline, server, shell
 
 _own_sockets = set()
 _store = _checks = None
@@ -88,7 +87,7 @@ def join(
     from naranhi.world.outcome import set_aside
     from naranhi.world.store import Store
 
-    names = _shell().user_ns
+    names = shell.shell().user_ns
     lost = remove_groups(names)
     deadline = datetime.timedelta(seconds=timeout)
     # Groups that a cell makes without a timeout would otherwise wait for half an hour.
@@ -102,7 +101,7 @@ def join(
         _own_sockets.update(_sockets())
         _store = Store(timeout)
         _checks = Checks(_store)
-        _prepare_shell()
+        shell.prepare()
     _store.renew()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(local_rank))
     device = torch.device("cpu")
@@ -127,48 +126,24 @@ def join(
     return lost
 
 
-def _prepare_shell():
-    shell = _shell()
-    shell.showtraceback = shell.showsyntaxerror = _leave_it_to_the_notebook
-    shell.ask_exit = _not_by_a_cell
-    shell.loop_runner = event_loop.run
-    builtins.input = _no_keyboard
-
-
-def _leave_it_to_the_notebook(*args, **kwargs):
-    """Replace the engine's own printing of errors."""
-
-
-def _not_by_a_cell():
-    raise RuntimeError(
-        "exit and quit would end this rank; to end all ranks, call world.close() in a cell without "
-        "%%ranks"
-    )
-
-
-def _no_keyboard(prompt=""):
-    raise EOFError(
-        "a rank has no keyboard to read from; call input() in a cell without %%ranks and pass "
-        "the answer on: world.run(function, answer)"
-    )
-
-
 def execute(source: str) -> dict[str, Any]:
     """Run a cell's source in this rank's namespace; return its outcome (see `outcome`)."""
-    shell = _shell()
-    values = []
-    shell.display_trap.hook = values.append
+    own, values = shell.shell(), []
+    own.display_trap.hook = values.append
 
     def run(displays):
-        result = shell.run_cell(source, store_history=False)
-        shell.history_manager.outputs.clear()  # where IPython keeps a cell's output
-        error = result.error_before_exec or result.error_in_exec
-        if error is not None:
-            raise error
+        shell.raised.clear()
+        result = own.run_cell(source, store_history=False)
+        own.history_manager.outputs.clear()  # where IPython keeps a cell's output
+        if shell.raised:  # the first: another may be its consequence
+            raise shell.raised[0]
+        result.raise_error()
         _synchronize()
-        if not shell.displayhook.semicolon_at_end_of_expression(source):
-            shown = (shell.display_formatter.format(v) for v in values if v is not None)
+        if not own.displayhook.semicolon_at_end_of_expression(source):
+            shown = (own.display_formatter.format(v) for v in values if v is not None)
             displays.extend(shown)
+        if shell.raised:
+            raise shell.raised[0]
 
     return _outcome_of(run)
 
@@ -195,9 +170,9 @@ def get(name: str) -> dict[str, Any]:
     import cloudpickle
 
     def run(displays):
-        if name not in _shell().user_ns:
+        if name not in shell.shell().user_ns:
             raise NameError(f"name {name!r} is not defined")
-        return cloudpickle.dumps(_shell().user_ns[name])
+        return cloudpickle.dumps(shell.shell().user_ns[name])
 
     return _outcome_of(run)
 
@@ -222,12 +197,6 @@ def _outcome_of(run):
     result["left_group"] = not _store.severed and _at_hand.left_group()
     capture.repair()  # the engine itself writes to these streams next
     return result
-
-
-def _shell():
-    from IPython import get_ipython
-
-    return get_ipython()
 
 
 def _synchronize():

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 import tempfile
 import threading
@@ -57,6 +58,8 @@ def main() -> None:
     while ranks:
         pid, status = os.wait()
         ranks.discard(pid)
+        with suppress(ProcessLookupError):  # whatever the rank has started and left behind
+            os.killpg(pid, signal.SIGKILL)
         kills, before = processes.out_of_memory_kills(), kills
         note = folder / f"{pid}.status"
         try:
@@ -81,8 +84,10 @@ def _become_rank(folder, parent):
     for stream in (1, 2):
         os.dup2(said, stream)
     os.close(said)
+    # The forked states would be the same on every rank.
+    sys.modules["torch"].default_generator.seed()
     if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()  # the forked state would be the same on every rank
+        sys.modules["numpy"].random.seed()
     engine.main()
 
 

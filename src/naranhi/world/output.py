@@ -26,7 +26,7 @@ def show(outcomes: dict[int, dict[str, Any]]) -> None:
         label = f"[{named(ranks)}]"
         texts = [d["text/plain"] for d, _ in displays if set(d) == {"text/plain"}]
         for stream, text in ((sys.stdout, stdout), (sys.stderr, stderr)):
-            for line in text.splitlines():
+            for line in _lines(text):
                 print(label, line, file=stream)
         for text in texts:
             for line in text.splitlines():
@@ -38,3 +38,9 @@ def show(outcomes: dict[int, dict[str, Any]]) -> None:
             print(label)
             for data, metadata in rich:
                 display(data, raw=True, metadata=metadata)
+
+
+def _lines(text):
+    """Yield the lines of a text as a terminal would show them: of a progress bar its last state."""
+    for line in text.removesuffix("\n").split("\n") if text else ():
+        yield line.rstrip("\r").rpartition("\r")[2]

@@ -89,7 +89,7 @@ class World:
 
     # ---- running ---------------------------------------------------------------------------
 
-    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+    def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
         """Call `function(*args, **kwargs)` on every rank.
 
         What the function prints is shown in rank order. The function and its arguments are sent by
