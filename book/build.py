@@ -159,7 +159,7 @@ def site(root: Path) -> bool:
     failed = [language for language, (_, task) in tasks.items() if not task.result()]
     if failed:
         # Both stay: a new page in one language would have no twin in the other.
-        print(f"  {', '.join(failed)}: FAILED, for the warnings above; the old pages stay")
+        print(f"  {', '.join(failed)}: FAILED because of the warnings above; the old pages stay")
         return False
     html.mkdir(parents=True, exist_ok=True)
     for language, (inputs, _) in tasks.items():
@@ -182,7 +182,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Build the book.")
     default = Path(__file__).resolve().parent.parent
     parser.add_argument("--root", type=Path, default=default, help="the folder of _config.yml")
-    parser.add_argument("--execute-only", action="store_true", help="render nothing")
+    parser.add_argument("--execute-only", action="store_true", help="execute notebooks only")
     parser.add_argument("--print", action="store_true", help="make a PDF and an ePub as well")
     parser.add_argument("--jobs", type=int, default=1, help="notebooks executed at a time, from 1")
     parser.add_argument(

@@ -180,9 +180,9 @@ def why_stale(executed, now: dict, jobs: int = 1) -> str | None:
     if before["requirements"] != now["requirements"]:
         return "requirements.txt changed"
     if "device" in now and before["device"] != now["device"]:
-        return f"executed on {before['device']}, and here is {now['device']}"
+        return f"executed on {before['device']}, but this machine is {now['device']}"
     if executed.metadata[PACKAGE]["executed"].get("jobs", 1) > jobs:
-        return "executed beside another, which disturbs what it measures"
+        return "executed at the same time as another notebook, which disturbs its measurements"
     return None
 
 

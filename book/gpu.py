@@ -166,7 +166,7 @@ def problems(facts: dict) -> list[str]:
         if facts["others"]:
             found.append(
                 f"other processes use the GPU (process {', '.join(facts['others'])}): times would "
-                "be wrong; end them, or choose another GPU by CUDA_VISIBLE_DEVICES"
+                "be wrong; end these processes, or set CUDA_VISIBLE_DEVICES to another GPU"
             )
     return found
 
@@ -336,7 +336,7 @@ def main() -> int:
     parser.add_argument("--into", type=Path, help="the folder, by default book/recorded/MACHINE")
     parser.add_argument("--only", nargs="*", default=[], help="these steps, instead of all")
     parser.add_argument("--rehearse", action="store_true", help="without a GPU, into _build")
-    parser.add_argument("--commit", help="of a copy that is no git repository, for the stamp")
+    parser.add_argument("--commit", help="commit for the stamp, in a copy without git")
     parser.add_argument("--resume", action="store_true", help="leave out what passed before")
     parser.add_argument("--chapter", help=argparse.SUPPRESS)  # a step of its own
     parser.add_argument("--jobs", type=int, default=1, help=argparse.SUPPRESS)
@@ -350,7 +350,7 @@ def main() -> int:
         parser.error(f"--minutes {options.minutes:g}: there has to be time for a step")
     unknown = [name for name in options.only if name not in steps_in_order()]
     if unknown:
-        parser.error(f"no step is called {', '.join(unknown)}: {', '.join(steps_in_order())}")
+        parser.error(f"no step is called {', '.join(unknown)}, only {', '.join(steps_in_order())}")
     facts = machine(options.rehearse)
     found = problems(facts)
     if found:

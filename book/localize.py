@@ -109,7 +109,7 @@ def load(language: str, root: Path, chapter: str) -> Catalogue | None:
     for path in (folder / "common.yml", folder / f"{chapter}.yml"):
         for key, said in read(path).items():
             if said is not None and len(PLACE.findall(said)) != len(PLACE.findall(key)):
-                raise ValueError(f"{path}: {key!r} and {said!r} differ in their places")
+                raise ValueError(f"{path}: {key!r} and {said!r} differ in the number of {{}}")
             entries[key] = said
     return Catalogue(entries)
 

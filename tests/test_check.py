@@ -80,7 +80,7 @@ def test_shape_dtype_length_and_keys_are_named(function):
     assert "lacks 'b'" in failure(function, {"a": 1}, {"a": 1, "b": 2})
     assert "should not have 'b'" in failure(function, {"a": 1, "b": 2}, {"a": 1})
     assert "'F0', expected 'B0'" in failure(function, ["F0"], ["B0"])
-    assert "beside" in failure(function, a, "text")
+    assert "cannot compare a tensor with 'text'" in failure(function, a, "text")
     assert "None, expected 1" in failure(function, None, 1)
 
 
@@ -164,7 +164,7 @@ def test_true_refuses_what_always_counts_as_true(condition):
 
 
 def test_true_wants_one_condition():
-    with pytest.raises(TypeError, match="2 conditions in one"):
+    with pytest.raises(TypeError, match="2 values, expected one"):
         check.true("claim", torch.ones(2).bool())
     assert "it is false" in failure(check.true, torch.tensor([1.0]).isnan().any())
 

@@ -56,9 +56,9 @@ def asked(comments: str) -> dict[str, object]:
     lines = [line.partition(":") for line in comments.splitlines()]
     found = {key.strip(): value.strip() for key, _, value in lines}
     if unknown := found.keys() - {"name", "range", "choices", "unit", "scale"}:
-        raise ValueError(f"a prediction has no {', '.join(sorted(unknown))}")
+        raise ValueError(f"unknown key in a prediction: {', '.join(sorted(unknown))}")
     if not NAME.fullmatch(found.get("name", "")) or ("range" in found) == ("choices" in found):
-        raise ValueError("a prediction has a name-in-words, and a range or choices")
+        raise ValueError("a prediction needs a name such as a-name, and either a range or choices")
     if found.get("scale", "log") != "log":
         raise ValueError(f"a scale is log, or not given; not {found['scale']!r}")
     if "choices" in found:
@@ -68,7 +68,7 @@ def asked(comments: str) -> dict[str, object]:
     else:
         low, high = found["range"] = tuple(map(float, found["range"].split()))
         if not low < high or ("scale" in found and low <= 0):
-            raise ValueError(f"this scale cannot go from {low:g} to {high:g}")
+            raise ValueError(f"range {low:g} {high:g} must rise, and start above 0 with a scale")
     return found
 
 

@@ -85,7 +85,7 @@ def true(what: str, condition: bool | torch.Tensor, *, measured: bool = False) -
     """
     value = condition
     if hasattr(condition, "numel") and condition.numel() != 1:
-        raise TypeError(f"{what}: {condition.numel()} conditions in one; use .all() or .any()")
+        raise TypeError(f"{what}: {condition.numel()} values, expected one; use .all() or .any()")
     if hasattr(condition, "item"):
         value = condition.item()
     if not isinstance(value, bool):
@@ -169,7 +169,7 @@ def _compare_tensors(what, actual, expected, tolerance, where):
         a, e = _tensor(actual, like=expected), _tensor(expected, like=actual)
     except (TypeError, ValueError, RuntimeError) as error:
         plain = expected if isinstance(actual, torch.Tensor) else actual
-        _fail(what, where, f"a tensor beside {plain!r}: {error}")
+        _fail(what, where, f"cannot compare a tensor with {plain!r}: {error}")
     if a.shape != e.shape:
         _fail(what, where, f"shape {tuple(a.shape)}, expected {tuple(e.shape)}")
     if a.dtype != e.dtype:

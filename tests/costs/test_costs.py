@@ -224,7 +224,7 @@ def test_the_fit_is_least_squares():
 @pytest.mark.parametrize(
     "call, words",
     [
-        (lambda: costs.algorithm_bandwidth(-1, 1.0), "bytes must be a size, not -1"),
+        (lambda: costs.algorithm_bandwidth(-1, 1.0), "bytes must be at least 0 and finite, not -1"),
         (lambda: costs.algorithm_bandwidth(1, 0.0), "seconds must be positive, not 0.0"),
         (lambda: costs.algorithm_bandwidth(1, float("nan")), "seconds must be positive, not nan"),
         (lambda: costs.bus_bandwidth("allreduce", 1, 1.0, 2), "'scatter'], not 'allreduce'"),
@@ -234,21 +234,24 @@ def test_the_fit_is_least_squares():
         ),
         (
             lambda: costs.collective_seconds("all_reduce", 1, 2, 0, 0, "star"),
-            "all_reduce is known by ",
+            "algorithm of all_reduce must be one of ",
         ),
         (
             lambda: costs.collective_seconds("broadcast", 1, 2, 0, 0, "ring"),
-            "broadcast is known by ('tree',), not by 'ring'",
+            "algorithm of broadcast must be one of ('tree',), not 'ring'",
         ),
-        (lambda: costs.bytes_sent("all_reduce", float("inf"), 2), "bytes must be a size, not inf"),
+        (
+            lambda: costs.bytes_sent("all_reduce", float("inf"), 2),
+            "bytes must be at least 0 and finite, not inf",
+        ),
         (
             lambda: costs.bytes_sent("all_reduce", 1, 2.0),
             "ranks must be a positive whole number, not 2.0",
         ),
-        (lambda: costs.zero_bytes(-1, 2, 1), "parameters must be how many there are, not -1"),
+        (lambda: costs.zero_bytes(-1, 2, 1), "parameters must be at least 0 and finite, not -1"),
         (
             lambda: costs.zero_bytes(float("inf"), 2, 1),
-            "parameters must be how many there are, not inf",
+            "parameters must be at least 0 and finite, not inf",
         ),
         (lambda: costs.zero_bytes(1, 0, 1), "ranks must be a positive whole number, not 0"),
         (lambda: costs.zero_bytes(1, 2, 4), "stage must be 0, 1, 2 or 3, not 4"),

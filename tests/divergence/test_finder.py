@@ -469,15 +469,15 @@ def test_bad_input_is_refused_on_every_rank(world):
 REFUSED = {
     "more layers": "ValueError: rank 0 has a parameter 3.bias, and the model of one process has "
     "none of this name: trace the unsplit model, whose layers have the same names",
-    "fewer layers": "ValueError: no rank has the parameter 2.lm_head.weight of the model of one "
-    "process: is it another model?",
+    "fewer layers": "ValueError: no rank has the parameter 2.lm_head.weight, which the model of "
+    "one process has: trace the same model",
     "update": "RuntimeError: find was given an update, and trace was not: give it to both",
     "no step": "RuntimeError: run(model) has called no layer of the model: it should run a step",
     "one rank": "RuntimeError: on rank 1: run(model) has called no layer of the model: it should "
     "run a step",
     "other reference": "ValueError: rank 0 and rank 1 have different values of the batch",
-    "no names": "ValueError: a mesh of 2 ranks with the axes None: the finder needs one of all 2 "
-    "ranks, whose axes have names (mesh_dim_names)",
-    "shape": "ValueError: dimension 1 has 5 elements here and 6 in one process: none of the axes "
-    "{'data': 2} divides it so",
+    "no names": "ValueError: the finder needs a mesh of all 2 ranks whose axes have names "
+    "(mesh_dim_names), not one of 2 ranks with the axes None",
+    "shape": "ValueError: dimension 1 has 5 elements here and 6 in one process: no split over "
+    "one of the axes {'data': 2} explains that",
 }

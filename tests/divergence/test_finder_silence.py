@@ -343,8 +343,8 @@ def in_bf16(stage):
 def test_zero_in_bf16_is_refused(world, stage):
     for words in world(2, in_bf16, stage):
         assert words == (
-            "ValueError: a Zero of precision 'bf16' computes in another dtype than the model of "
-            "one process, and rounds otherwise: compare one of precision 'fp32'"
+            "ValueError: a Zero of precision 'bf16' computes in a different dtype from the model "
+            "of one process, so it rounds differently: compare one of precision 'fp32'"
         )
 
 
@@ -431,8 +431,8 @@ class Mlp(nn.Module):
 def test_a_parameter_of_another_shape(world, kind, parameter, shapes):
     for words in world(2, other_shape, kind):
         assert words == (
-            f"ValueError: rank 0 has a parameter {parameter} of shape {shapes[0]} in the unsplit "
-            f"model, and the model of one process has it in the shape {shapes[1]}: trace the same "
+            f"ValueError: rank 0 has a parameter {parameter} of shape {shapes[0]} before the "
+            f"split, but it has the shape {shapes[1]} in the model of one process: trace the same "
             "model"
         )
 

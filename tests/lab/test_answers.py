@@ -157,7 +157,7 @@ def test_what_cannot_be_an_input_has_words_of_the_page():
     assert code("planning", model="config.json", config="{")["code"] == "no_config"
     assert code("planning", model="config.json", config="[1]")["code"] == "no_config"
     assert code("planning", model="config.json", config="[" * 100_000)["code"] == "no_config"
-    assert "is not a family" in code("planning", model="config.json", config="{}")["text"]
+    assert "is not supported" in code("planning", model="config.json", config="{}")["text"]
 
 
 def test_ten_thousand_actions_are_refused_before_they_are_made(monkeypatch):
@@ -260,9 +260,9 @@ def test_a_schedules_file_stands_beside_the_chosen_schedule(tmp_path):
         ("{", "it is not JSON"),
         ("[]", "no event has a duration"),
         ('{"traceEvents": 3}', "no list of traceEvents"),
-        ('[{"ph": "X", "name": "GC", "tid": 0, "ts": 0, "dur": 1}]', "'GC' is no action"),
-        ('[{"ph": "X", "name": "0F0", "tid": 0, "ts": "a", "dur": 1}]', "no tid, ts and dur"),
-        ('[{"ph": "X", "name": "0F0", "tid": 1, "ts": 0, "dur": 1}]', "none is 0"),
+        ('[{"ph": "X", "name": "GC", "tid": 0, "ts": 0, "dur": 1}]', "'GC' is not an action"),
+        ('[{"ph": "X", "name": "0F0", "tid": 0, "ts": "a", "dur": 1}]', ": tid, ts and dur"),
+        ('[{"ph": "X", "name": "0F0", "tid": 1, "ts": 0, "dur": 1}]', "no tid 0"),
         ('[{"ph": "X", "name": "0F0", "tid": 0, "ts": 1e308, "dur": 1}]', "numbers from 0 to"),
         ("[" * 100_000, "recursion"),
         ("\x89PNG\r\n", ""),

@@ -135,7 +135,7 @@ def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path):
         (["--minutes", "nan"], "--minutes nan: there has to be time"),
         (
             ["--only", "04_overlap", "4_overlap"],
-            "no step is called 4_overlap: tests, one_gpu, 04_overlap, 01",
+            "no step is called 4_overlap, only tests, one_gpu, 04_overlap, 01",
         ),
     ],
 )

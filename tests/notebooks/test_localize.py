@@ -124,5 +124,5 @@ def test_a_translation_without_the_places_is_refused(tmp_path, said):
     folder = tmp_path / "book" / "ko" / "outputs"
     folder.mkdir(parents=True)
     (folder / "a.yml").write_text(f'"step {{}}": "{said}"\n')
-    with pytest.raises(ValueError, match=r"a.yml: 'step {}' and .* differ in their places"):
+    with pytest.raises(ValueError, match=r"a.yml: 'step {}' and .* differ in the number of {}"):
         localize.load("ko", tmp_path, "a")

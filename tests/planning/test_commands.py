@@ -43,7 +43,7 @@ def test_naranhi_train_knows_the_command_that_is_written():
     options = cli.parse(line.split("naranhi.train ")[1].split())
     assert (options.dp, options.ep, options.cp) == (2, 2, 2)
     assert (options.experts, options.top_k, options.zero) == (8, 2, 1)
-    with pytest.raises(ValueError, match="4 ranks, which do not divide the 2 that share the batch"):
+    with pytest.raises(ValueError, match="ep = 4 has to divide dp = 2, the ranks that share"):
         commands.naranhi_train(experts, Plan(2, ep=4, cp=2), 32)
 
 
@@ -58,12 +58,12 @@ def test_naranhi_train_is_told_of_the_models_sizes():
     options = cli.parse(shlex.split(line.split("naranhi.train ")[1]))  # which has the experts
     assert (options.dp, options.ep, options.experts, options.top_k) == (1, 4, None, None)
     commands.naranhi_train(LLAMA, Plan(1, tp=16), 32)  # a GPT-2 of its own
-    with pytest.raises(ValueError, match="its tp 16 does not divide 8 heads of keys and values"):
+    with pytest.raises(ValueError, match="kv_heads = 8 is not a multiple of tp = 16"):
         commands.naranhi_train(LLAMA, Plan(1, tp=16), 32, config="config.json")
     commands.naranhi_train(LLAMA, Plan(1, cp=8), 32)
     experts = replace(LLAMA, experts=4, top_k=2)
     for cp, tp, fits in (4, 1, True), (2, 4, True), (8, 1, False), (4, 4, False), (1, 16, False):
-        refused = pytest.raises(ValueError, match=f"cp x tp, divide 8, and not {cp} x {tp}")
+        refused = pytest.raises(ValueError, match=f"divide 8; here they are {2 * cp} and {cp * tp}")
         with contextlib.nullcontext() if fits else refused:
             commands.naranhi_train(experts, Plan(1, cp=cp, tp=tp, etp=1), 32)
 
@@ -230,9 +230,9 @@ def test_torchtitan_says_where_fsdp_does_more_than_the_plan(zero, told):
 
 def test_a_ring_cuts_a_sequence_into_two_pieces_for_each_rank():
     plan = Plan(1, 2, cp=4, zero=3)
-    with pytest.raises(ValueError, match=r"torchtitan cannot run .* 4104 .* 2 x cp x tp = 16 piec"):
+    with pytest.raises(ValueError, match=r"torchtitan cannot run .* 4104 .* 2 x cp x tp = 16, t"):
         commands.torchtitan(LLAMA, plan, 4104, 8)
-    with pytest.raises(ValueError, match=r"Megatron-LM cannot run .* 4100 .* 2 x cp = 8 pieces"):
+    with pytest.raises(ValueError, match=r"Megatron-LM cannot run .* 4100 .* 2 x cp = 8, the"):
         commands.megatron(LLAMA, plan, 4100, 8)
     assert commands.torchtitan(LLAMA, plan, 4112, 8) and commands.megatron(LLAMA, plan, 4104, 8)
 
@@ -320,7 +320,7 @@ def test_sharding_over_some_of_the_replicas_is_said():
         LLAMA, whole, 16384, 64
     )
     assert "instances" not in commands.megatron(LLAMA, whole, 16384, 64)
-    with pytest.raises(ValueError, match=r"torchtitan cannot run .* zero_group = 1 is none"):
+    with pytest.raises(ValueError, match=r"torchtitan cannot run .* zero_group = 1 is not one"):
         commands.torchtitan(LLAMA, replace(plan, zero_group=1), 16384, 64)
     with pytest.raises(ValueError, match=r"torchtitan cannot run .* the plan has no ZeRO"):
         commands.torchtitan(LLAMA, Plan(16, cp=2), 16384, 64)
@@ -351,7 +351,7 @@ def test_naranhi_train_refuses_what_it_cannot_compute():
     for model, plan, words in (
         (LLAMA, Plan(2, precision="fp8"), "it computes in bf16 or fp32, not in fp8"),
         (LLAMA, Plan(4, zero=1, zero_group=2), "over all 4 ranks of dp x cp, not over 2 of them"),
-        (LLAMA, Plan(4, zero=3), "gathers a whole stage for a step, and this one layer after"),
+        (LLAMA, Plan(4, zero=3), "gathers a whole stage for a step, and the plan's gathers layer"),
         (experts, Plan(4, ep=2, zero=1, zero_group=2), "over all 4 ranks of dp x cp, not over 2"),
     ):
         with pytest.raises(ValueError, match=f"naranhi.train cannot run this plan: .*{words}"):

@@ -173,7 +173,7 @@ def test_jobs_use_equally_many_gpus_of_each_rack():
 def test_an_engine_may_refuse_a_pipeline_that_it_cannot_fill():
     """nanotron, `parallel/pipeline_parallel/engine.py`: at least `pp` - 1 micro-batches."""
     plan = Plan(1, pp=4)
-    with pytest.raises(PlanError, match="2 micro-batches are less than pp - 1 = 3, which nanotron"):
+    with pytest.raises(PlanError, match="2 micro-batches are fewer than pp - 1 = 3, and nanotron"):
         predict(MODEL, Cluster(4, engine="nanotron"), plan, 1024, 2)
     assert predict(MODEL, Cluster(4, engine="nanotron"), plan, 1024, 3).step_seconds > 0
     assert predict(MODEL, Cluster(4), plan, 1024, 2).step_seconds > 0

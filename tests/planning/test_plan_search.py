@@ -101,7 +101,7 @@ def test_where_all_plans_fit_too_closely_it_says_what_margin_they_had_to_leave()
 
 
 def test_a_batch_that_no_plan_divides_is_refused():
-    with pytest.raises(PlanError, match=r"no plan is possible .* batch; of the last one"):
+    with pytest.raises(PlanError, match=r"no plan is possible .* batch; the last one tried"):
         search(replace(LLAMA, layers=1, heads=1, kv_heads=1), Cluster(64), 4096, 7)
 
 
@@ -161,7 +161,7 @@ def test_the_command_line_knows_which_models_naranhi_train_has(tmp_path, capsys)
     assert main(arguments) == 0
     text = capsys.readouterr().out
     command = text.split("naranhi.train:\n")[1].partition("\n")[0]
-    assert command.startswith("naranhi.train cannot run this: of models it has gpt2, ")
+    assert command.startswith("naranhi.train cannot run this model; it has gpt2, ")
 
 
 def test_the_command_line_says_what_is_wrong(tmp_path, capsys):
@@ -212,8 +212,8 @@ def test_a_search_refuses_arguments_of_another_class():
         ({"best": 0}, ValueError, "best = 0: return at least 1 plan"),
         ({"best": -1}, ValueError, "best = -1"),
         ({"best": 2.0}, TypeError, r"best is a whole number, not 2\.0"),
-        ({"margin": float("nan")}, ValueError, "margin = nan is not a part of the memory"),
-        ({"margin": 5}, ValueError, "margin = 5 is not a part"),
+        ({"margin": float("nan")}, ValueError, "margin = nan has to be at least 0"),
+        ({"margin": 5}, ValueError, "margin = 5 has to be at least 0"),
         ({"margin": "5%"}, TypeError, "margin is a number, not '5%'"),
         ({"sequence_length": "4k"}, TypeError, "sequence_length is a number of tokens, not '4k'"),
         ({"global_batch": None}, TypeError, "global_batch is a number of sequences, not None"),

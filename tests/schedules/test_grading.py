@@ -58,10 +58,10 @@ def test_messages_are_counted_where_they_are_limited():
 @pytest.mark.parametrize(
     "rows, fault",
     [
-        ("0F0 0B0 hello", "rank 0: 'hello' is no action"),
-        (str(schedules.one_f_one_b(2, 8)), "ranks: 2, where there are to be 4"),
-        (str(schedules.one_f_one_b(4, 1)), "micro-batches: 1, where there are to be 8"),
-        (str(schedules.gpipe(3, 4)), "ranks: 3, where there are to be 4; micro-batches: 4, where"),
+        ("0F0 0B0 hello", "rank 0: 'hello' is not an action"),
+        (str(schedules.one_f_one_b(2, 8)), "ranks: 2, but 4 are required"),
+        (str(schedules.one_f_one_b(4, 1)), "micro-batches: 1, but 8 are required"),
+        (str(schedules.gpipe(3, 4)), "ranks: 3, but 4 are required; micro-batches: 4, but 8"),
         (str(schedules.gpipe(4, 8)).replace(" 2B3", ""), "rank 2 forgets 2B3"),
         ([*schedules.inter_layer(4, 8)[:1], *schedules.gpipe(4, 8)[1:]], "deadlock: rank 0 waits"),
     ],

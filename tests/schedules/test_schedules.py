@@ -39,7 +39,7 @@ def test_names_are_torchs():
 
 @pytest.mark.parametrize("name", ["", "F0", "2F", "2X0", "2F-1", "2F0x", "x2F0", "2B0@1", "2U1@1"])
 def test_what_is_no_name_is_refused(name):
-    with pytest.raises(ScheduleError, match="is no action"):
+    with pytest.raises(ScheduleError, match="is not an action"):
         Action.parse(name)
 
 
@@ -58,7 +58,7 @@ def test_what_is_no_name_is_refused(name):
     ],
 )
 def test_a_schedule_is_made_of_actions(item):
-    with pytest.raises(ScheduleError, match=r"rank 1: .* is no action"):
+    with pytest.raises(ScheduleError, match=r"rank 1: .* is not an action"):
         Schedule([[Action(0, "F", 0)], [item]])
 
 
@@ -457,7 +457,7 @@ def test_what_cannot_be_exchanged_is_named(tmp_path):
         schedules.write_csv(Schedule("0F0 0F1@1 0B0 0B1"), path)
     assert not path.exists()
     path.write_text("0F0,0B0\n1F0,1X0\n")
-    with pytest.raises(ScheduleError, match=r"schedule\.csv: rank 1: '1X0' is no action"):
+    with pytest.raises(ScheduleError, match=r"schedule\.csv: rank 1: '1X0' is not an action"):
         schedules.read_csv(path)
     path.write_text("")
     with pytest.raises(ScheduleError, match="at least one rank"):

@@ -42,7 +42,7 @@ def test_names_are_torchs():
         assert str(action) == f"12{kind}" == str(torchs._Action.from_str(str(action)))
         assert Action.parse(str(action)) == action
     for name in ("UNSHARD", "2UNSHARD0", "2UNSHARD@1", "2unshard"):
-        with pytest.raises(ScheduleError, match="is no action"):
+        with pytest.raises(ScheduleError, match="is not an action"):
             Action.parse(name)
 
 

@@ -190,10 +190,10 @@ def test_every_action_starts_as_early_as_it_can(data, schedule, latency):
     [
         ({"forward": [1.0]}, "forward has 1 times for 2 virtual stages"),
         ({"backward": (1.0, 2.0, 3.0)}, "backward has 3 times for 2 virtual stages"),
-        ({"forward": [1.0, -1.0]}, "forward must be a time, not -1.0"),
-        ({"forward": float("nan")}, "forward must be a time, not nan"),
-        ({"latency": float("inf")}, "latency must be a time, not inf"),
-        ({"update": -1}, "update must be a time, not -1"),
+        ({"forward": [1.0, -1.0]}, "forward must be a time, finite and at least 0, not -1.0"),
+        ({"forward": float("nan")}, "forward must be a time, finite and at least 0, not nan"),
+        ({"latency": float("inf")}, "latency must be a time, finite and at least 0, not inf"),
+        ({"update": -1}, "update must be a time, finite and at least 0, not -1"),
         ({"input_grad": 1.0}, "give both input_grad and weight_grad, or neither"),
         ({"input_grad": 1.0, "weight_grad": [1.0]}, "weight_grad has 1 times for 2"),
     ],
@@ -213,7 +213,7 @@ def test_a_timeline_that_cannot_have_been_is_refused():
     with pytest.raises(ValueError, match="rank 1 did nothing"):
         Timeline([[Span(action, 0.0, 1.0)], []])
     transfer = Action(0, "UNSHARD", None)
-    with pytest.raises(ValueError, match=r"rank 0: 0UNSHARD from 1.0 to 0.5"):
+    with pytest.raises(ValueError, match=r"rank 0: 0UNSHARD starts at 1.0, but ends at 0.5"):
         Timeline([[Span(transfer, 1.0, 0.5)]])
     assert Timeline([[Span(transfer, 0.0, 1.0)], [Span(action, 0.0, 2.0)]]).cost == 2.0
     with pytest.raises(ValueError, match=r"rank 0: 0F0 from 0.5 to 2.0, but it was busy until 1.0"):

@@ -79,7 +79,7 @@ def test_measured_and_simulated_are_one_drawing(shown):
 def test_numbers_go_where_there_is_no_room_for_them():
     fig = _timeline.draw_timeline(schedules.simulate(schedules.gpipe(8, 256)))
     assert not fig.axes[0].texts
-    with pytest.raises(ValueError, match="axis would end at 3"):
+    with pytest.raises(ValueError, match="end = 3 is before the end"):
         _timeline.draw_timeline(gpipe(), end=3)
 
 

@@ -258,5 +258,5 @@ def test_lines_are_read_as_a_file_is(tmp_path):
     assert schedules.read_csv(text.splitlines()) == schedule
     with open(tmp_path / "own.csv", newline="") as file:
         assert schedules.read_csv(file) == schedule
-    with pytest.raises(schedules.ScheduleError, match=r"^rank 0: '0X0' is no action"):
+    with pytest.raises(schedules.ScheduleError, match=r"^rank 0: '0X0' is not an action"):
         schedules.read_csv(["0F0,0X0"])

@@ -127,7 +127,7 @@ def test_the_text_of_a_schedule_is_the_schedule(make):
     "name", ["(0B0;1F0)OVERLAP_F_B", "(0F0;1F0)OVERLAP_F_B", "(0F0)OVERLAP_F_B", "(0F0;1B0)", "()"]
 )
 def test_what_is_no_pair_is_refused(name):
-    with pytest.raises(ScheduleError, match=r"rank 1: .* is no pair: expected a forward, then a"):
+    with pytest.raises(ScheduleError, match=r"rank 1: .* is not a pair: expected a forward, then"):
         Schedule(["0F0", [name]])
 
 

@@ -44,7 +44,7 @@ def test_two_drawings_can_share_an_end():
         ({"cores": []}, None, "one to 4 kinds"),
         ({"cores": [(kind, None, 0, 1) for kind in "abcde"]}, None, "one to 4 kinds"),
         ({"cores": [("compute", 3, 2.0, 1.0)]}, None, "ends before it starts: .*'compute', 3"),
-        (ROWS, 5.0, "the axis would end at 5.0, the last box at 6.0"),
+        (ROWS, 5.0, "end = 5.0 is before the end of the last box, 6.0"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused(rows, end, named):

@@ -146,7 +146,7 @@ def test_a_folder_that_cannot_be_written_is_told_before_and_after(eight, tmp_pat
         ("--export FOLDER/run --save FOLDER/run/steps", "would have --save FOLDER/run/steps in it"),
         ("--export FOLDER/x --log-file FOLDER/x/log", "would have --log-file FOLDER/x/log in it"),
         ("--export .", "--export . is the current folder: name a new one in it"),
-        ("--export /proc", "--export /proc is where something is mounted: name a folder"),
+        ("--export /proc", "--export /proc is a mount point: name a folder in it"),
         (f"--export FOLDER/{'long' * 62}", "--export: [Errno 36] File name too long"),
     ],
 )

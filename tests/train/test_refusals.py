@@ -106,10 +106,10 @@ def refusal(arguments):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--save", ""], "argument --save: it is empty, and has to name a path"),
-        (["--log-file", ""], "it is empty, and has to name a path"),
+        (["--save", ""], "argument --save: the value is empty; name a path"),
+        (["--log-file", ""], "the value is empty; name a path"),
         (["--steps", "9" * 20], "argument --steps: 9{20} is more than 2,147,483,647"),
-        (["--lr", "1e300"], "'1e300' is not a number above 0, and within fp32"),
+        (["--lr", "1e300"], "'1e300' is not a number above 0 that fits in fp32"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(arguments, words):

@@ -45,8 +45,8 @@ def test_an_update_that_is_not_finite_is_not_saved(eight, small, tmp_path, more)
     first, second = eight(2, told, options, "gradient")
     assert first == second
     assert first == (
-        "on rank 1: step 1 is not saved: after its update parameters, or what the optimizer keeps "
-        "for them, are infinite or NaN: a lower --lr may help"
+        "on rank 1: step 1 is not saved: its update left infinities or NaN in parameters or in the "
+        "state of the optimizer: a lower --lr may help"
     )
     assert not [*(tmp_path / "run").glob("step-*")]
 
@@ -63,7 +63,7 @@ def test_a_resumed_run_is_not_told_to_lower_the_rate(eight, small, tmp_path):
     advice = f"begin another run, with a lower --lr and another --save, because {folder} keeps its"
     for changed, problem in [
         ("parameter", "the loss of step 1 is nan: "),
-        ("moment", "step 2 is not saved: after its update parameters, or what the optimizer keeps"),
+        ("moment", "step 2 is not saved: its update left infinities or NaN in parameters"),
     ]:
         first, second = eight(2, told, [*options, "--resume", "--steps", 2], changed)
         assert first == second

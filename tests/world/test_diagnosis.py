@@ -13,7 +13,7 @@ def calling(*calls):
 def test_one_rank_among_equal_ones_is_named():
     found = diagnose(calling("barrier", "gather", "gather", "gather"), {}, {}, 8.0, None)
     assert found.rank == 0
-    assert str(found).startswith("rank 0 called another collective than the others:")
+    assert str(found).startswith("rank 0 called a different collective from the rest:")
 
 
 def test_among_more_than_two_calls_nobody_is_named():

@@ -157,7 +157,7 @@ def test_a_request_that_the_store_cannot_serve(world):
     cell = (
         "store = dist.distributed_c10d._get_default_store()\nstore.set('k', 'x')\nstore.add('k', 1)"
     )
-    with pytest.raises(naranhi.RankError, match="could not serve this add of its store"):
+    with pytest.raises(naranhi.RankError, match="notebook's store failed on this add"):
         world.execute(cell)
 
 
@@ -241,7 +241,7 @@ def test_names_that_a_cell_takes_away_are_put_back(world, capsys, cell, names):
         world.execute(cell)
     except naranhi.RankError as failed:
         assert "1 / 0" in str(failed)
-    said = f"put back, because every cell finds them at hand: {names}"
+    said = f"restored, because every cell relies on them: {names}"
     assert capsys.readouterr().out.splitlines() == [said]
     world.execute("assert torch.ones(1).item() == 1 and dist.get_rank() == rank")
     assert world.run(lambda: 1) == [1, 1]

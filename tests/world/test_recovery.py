@@ -124,7 +124,7 @@ def test_a_rank_calls_another_collective(world, other, named):
     cell = f"if rank == 3:\n    {other}\nelse:\n    dist.all_reduce(torch.ones(3))"
     error = failure(world, cell, within=13)
     assert str(error).splitlines()[:2] == [
-        "rank 3 called another collective than the others:",
+        "rank 3 called a different collective from the rest:",
         f"  rank 3 called {named}",
     ]
     assert error.rank == 3

@@ -200,12 +200,12 @@ def checked_arguments(
     if collective not in ALGORITHMS:
         raise ValueError(f"collective must be one of {sorted(ALGORITHMS)}, not {collective!r}")
     if not (isfinite(bytes) and bytes >= 0):
-        raise ValueError(f"bytes must be a size, not {bytes!r}")
+        raise ValueError(f"bytes must be at least 0 and finite, not {bytes!r}")
     if not isinstance(ranks, int) or ranks < 1:
         raise ValueError(f"ranks must be a positive whole number, not {ranks!r}")
     known = ALGORITHMS[collective]
     if algorithm is not None and algorithm not in known:
-        raise ValueError(f"{collective} is known by {known}, not by {algorithm!r}")
+        raise ValueError(f"algorithm of {collective} must be one of {known}, not {algorithm!r}")
     if not _runs(collective, ranks, algorithm):
         raise ValueError(f"{collective} by {algorithm} needs a power of two of ranks, not {ranks}")
     return algorithm or known[0]

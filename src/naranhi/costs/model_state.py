@@ -125,7 +125,7 @@ def _check_zero(parameters, ranks, stage, precision):
     """Return (bytes of a value, bytes of its fp32 copy), or raise ValueError."""
     checked_arguments(ranks=ranks)
     if not (isfinite(parameters) and parameters >= 0):
-        raise ValueError(f"parameters must be how many there are, not {parameters!r}")
+        raise ValueError(f"parameters must be at least 0 and finite, not {parameters!r}")
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"stage must be 0, 1, 2 or 3, not {stage!r}")
     if precision not in _PRECISION:

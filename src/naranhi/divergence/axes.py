@@ -53,8 +53,8 @@ class Axes:
         names, table = ranks.mesh_dim_names, ranks.mesh
         if names is None or table.numel() != dist.get_world_size():
             raise ValueError(
-                f"a mesh of {table.numel()} ranks with the axes {names}: the finder needs one of "
-                f"all {dist.get_world_size()} ranks, whose axes have names (mesh_dim_names)"
+                f"the finder needs a mesh of all {dist.get_world_size()} ranks whose axes have "
+                f"names (mesh_dim_names), not one of {table.numel()} ranks with the axes {names}"
             )
         self.sizes = {name: size for name, size in zip(names, table.shape, strict=True) if size > 1}
         self.places = [{} for _ in range(table.numel())]
@@ -108,8 +108,8 @@ class Axes:
         cuts, slot = [], []
         if value.dim() != len(whole):
             raise ValueError(
-                f"a tensor of shape {tuple(value.shape)} has another number of dimensions than one "
-                f"process's, of shape {tuple(whole)}"
+                f"a tensor has {value.dim()} dimensions here, shape {tuple(value.shape)}, and "
+                f"{len(whole)} in one process, shape {tuple(whole)}"
             )
         if by_rows and len(value) == len(rows):
             index = torch.tensor(rows, dtype=torch.long)
@@ -151,6 +151,6 @@ class Axes:
             if axis not in (*ROWS, "pipeline", *taken) and -(-whole[dim] // size) == length:
                 return Split(dim, whole[dim], size), self.place[axis], axis
         raise ValueError(
-            f"dimension {dim} has {length} elements here and {whole[dim]} in one process: none of "
-            f"the axes {self.sizes} divides it so"
+            f"dimension {dim} has {length} elements here and {whole[dim]} in one process: no "
+            f"split over one of the axes {self.sizes} explains that"
         )

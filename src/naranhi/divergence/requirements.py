@@ -52,14 +52,13 @@ def require_same_model(
                 )
             if shape != (expected := _shape(name, reference)):
                 raise ValueError(
-                    f"rank {rank} has a parameter {name} of shape {shape} in the unsplit model, "
-                    f"and the model of one process has it in the shape {expected}: trace the same "
-                    "model"
+                    f"rank {rank} has a parameter {name} of shape {shape} before the split, but it "
+                    f"has the shape {expected} in the model of one process: trace the same model"
                 )
     if missing := reference.parameters.keys() - {name for own in shapes for name in own}:
         raise ValueError(
-            f"no rank has the parameter {min(missing)} of the model of one process: "
-            "is it another model?"
+            f"no rank has the parameter {min(missing)}, which the model of one process has: "
+            "trace the same model"
         )
 
 
@@ -72,8 +71,8 @@ def require_calls(records: Recorder) -> None:
 def _require_supported(model):
     if isinstance(model, Zero) and model.precision != "fp32":
         raise ValueError(
-            f"a Zero of precision {model.precision!r} computes in another dtype than the model of "
-            "one process, and rounds otherwise: compare one of precision 'fp32'"
+            f"a Zero of precision {model.precision!r} computes in a different dtype from the "
+            "model of one process, so it rounds differently: compare one of precision 'fp32'"
         )
     if isinstance(model, Pipeline) and model.sharded is not None:
         raise ValueError(

@@ -159,7 +159,7 @@ def written(found: Found, config: str | None = None, family: str | None = None) 
     }
     if config is not None and family not in TRAINED:
         has = ", ".join(TRAINED)
-        ways["naranhi.train"] = lambda: f"naranhi.train cannot run this: of models it has {has}"
+        ways["naranhi.train"] = lambda: f"naranhi.train cannot run this model; it has {has}"
     result = {}
     for name, write in ways.items():
         try:

@@ -33,34 +33,32 @@ def naranhi_train(
             or gathering layer by layer; experts over ranks of one sequence or cut over tensor
             parallel ranks; a tp or cp that the model rules out; selective recomputation; fp8.
     """
-    experts = (
-        f"experts are divided over {plan.ep} ranks, which do not divide the {plan.dp} that share "
-        "the batch"
-    )
+    experts = f"ep = {plan.ep} has to divide dp = {plan.dp}, the ranks that share the batch"
     reasons = (
         (
             plan.zero and plan.zero_group < plan.replicas,
             f"its ZeRO shards over all {plan.replicas} ranks of dp x cp, not over "
-            f"{plan.zero_group} of them",
+            f"{plan.zero_group} of them; leave out zero_group",
         ),
         (
             plan.zero == 3 and not plan.kept_whole,
-            "its ZeRO-3 gathers a whole stage for a step, and this one layer after layer; choose "
-            "zero = 1 or 2",
+            "its ZeRO-3 gathers a whole stage for a step, and the plan's gathers layer by layer; "
+            "choose zero = 1 or 2",
         ),
         (plan.dp % plan.ep, experts),
         (
             config is not None and model.kv_heads % plan.tp,
-            f"its tp {plan.tp} does not divide {model.kv_heads} heads of keys and values",
+            f"kv_heads = {model.kv_heads} is not a multiple of tp = {plan.tp}; choose another tp",
         ),
         (
             model.experts and 8 % max(2 * plan.cp * (plan.cp > 1), plan.cp * plan.tp),
-            f"with experts, its 2 x cp, and its cp x tp, divide 8, and not {plan.cp} x {plan.tp}",
+            "with experts, 2 x cp and cp x tp have to divide 8; here they are "
+            f"{2 * plan.cp} and {plan.cp * plan.tp}",
         ),
         (
             model.experts and plan.expert_tp > 1,
-            f"each expert is cut over {plan.expert_tp} ranks of tp, and its own are whole; choose "
-            "etp = 1",
+            f"its experts are whole, and the plan cuts each over {plan.expert_tp} ranks of tp; "
+            "choose etp = 1",
         ),
         (plan.recompute == "selective", "it recomputes whole blocks or nothing; choose full"),
         (plan.precision == "fp8", "it computes in bf16 or fp32, not in fp8; choose one of them"),

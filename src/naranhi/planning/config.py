@@ -57,8 +57,8 @@ def read_config(path: str | Path | dict[str, Any]) -> dict[str, Any]:
     family = config.get("model_type")
     if family not in FAMILIES:
         raise ValueError(
-            f"{where}: model_type {family!r} is not a family that is known; these are "
-            f"{', '.join(FAMILIES)}. Give the sizes to Model(...) instead"
+            f"{where}: model_type {family!r} is not supported; choose one of "
+            f"{', '.join(FAMILIES)}, or give the sizes to Model(...) instead"
         )
 
     config = LEFT_OUT.get(family, {}) | config
@@ -68,9 +68,9 @@ def read_config(path: str | Path | dict[str, Any]) -> dict[str, Any]:
         if value is None:
             value = default
         if value is None:
-            raise ValueError(f"{where}: {name} is missing, which a {family} configuration has")
+            raise ValueError(f"{where}: {name} is missing, and a {family} configuration needs it")
         if isinstance(value, bool) or not hasattr(value, "__index__") or value < least:
-            raise ValueError(f"{where}: {name} is a whole number from {least}, not {value!r}")
+            raise ValueError(f"{where}: {name} is a whole number >= {least}, not {value!r}")
         return value
 
     def flag(name, *, default):
@@ -113,8 +113,8 @@ def read_config(path: str | Path | dict[str, Any]) -> dict[str, Any]:
         if rest:
             raise ValueError(
                 f"{where}: shared_expert_intermediate_size = {shared * inner + rest} is not a "
-                f"multiple of moe_intermediate_size = {inner}: Model counts shared experts in "
-                "those of one size"
+                f"multiple of moe_intermediate_size = {inner}: Model counts shared "
+                "experts of that size"
             )
         sizes |= {
             "experts": size("num_experts", default=config.get("num_local_experts")),
@@ -156,7 +156,7 @@ def _load(path):
     except ValueError as error:
         raise ValueError(f"{file} is not JSON: {error}") from None
     if not isinstance(config, dict):
-        raise ValueError(f"{file} is not the configuration of a model: it has no names")
+        raise ValueError(f"{file} is not the configuration of a model: it is not a JSON object")
     return str(file), config
 
 

@@ -41,12 +41,15 @@ def megatron(
     Source: Megatron-LM, commit 000c4ac, `megatron/training/arguments.py`, with its assertions.
     """
     if plan.pp > 1 and plan.schedule not in ("one_f_one_b", "interleaved"):
-        raise ValueError(f"Megatron-LM has no argument for the schedule {plan.schedule!r}")
+        raise ValueError(
+            f"Megatron-LM has no argument for the schedule {plan.schedule!r}; choose one_f_one_b "
+            "or interleaved"
+        )
     check_heads("Megatron-LM", model, plan)
     if plan.cp > 1 and sequence_length % (2 * plan.cp):
         raise ValueError(
-            f"Megatron-LM cannot run this plan: {sequence_length} tokens are no multiple of "
-            f"2 x cp = {2 * plan.cp} pieces of a sequence"
+            f"Megatron-LM cannot run this plan: sequence_length = {sequence_length} is not a "
+            f"multiple of 2 x cp = {2 * plan.cp}, the pieces of a sequence"
         )
     if model.experts and plan.tp > 1 and not plan.sequence_parallel:
         raise ValueError(
@@ -174,8 +177,8 @@ def _data_parallel(plan):
         if plan.expert_replicas % instances:
             raise ValueError(
                 f"Megatron-LM cannot run this plan: the {plan.expert_replicas} ranks that have "
-                f"the same experts do not divide into {instances} groups, as zero_group = "
-                f"{plan.zero_group} of dp x cp = {plan.replicas} ranks asks"
+                f"the same experts cannot be divided into {instances} groups (dp x cp / zero_group "
+                f"= {plan.replicas} / {plan.zero_group})"
             )
         words.append(f"--num-distributed-optimizer-instances {instances}")
     return words

@@ -114,8 +114,8 @@ class Plan:
             )
         if self.chunks > 1 and self.schedule != "interleaved" and not self.v_shaped:
             raise PlanError(
-                f"chunks = {self.chunks} with schedule {self.schedule!r}: only 'interleaved' has "
-                "several chunks on a rank"
+                f"chunks = {self.chunks} with schedule {self.schedule!r}: only 'interleaved' and "
+                "schedules in a V have several chunks on a rank"
             )
         if (self.v_shaped or self.schedule == "interleaved") and self.pp == 1:
             raise PlanError(
@@ -145,7 +145,7 @@ class Plan:
             raise PlanError(f"etp = {self.etp} does not divide tp = {self.tp}")
         if not self.sequence_parallel:
             raise PlanError(
-                f"etp = {self.etp} below tp = {self.tp} goes with sequence_parallel: else all "
+                f"etp = {self.etp} below tp = {self.tp} needs sequence_parallel: otherwise all "
                 "ranks of a tensor parallel group would send the same tokens to experts"
             )
         among = self.replicas * self.tp // self.etp
@@ -258,8 +258,8 @@ class Plan:
         count = self.microbatches(global_batch)
         if cluster.runs.fills and count < self.pp - 1:
             raise PlanError(
-                f"{count} micro-batches are less than pp - 1 = {self.pp - 1}, which "
-                f"{cluster.engine} has to have on their way before a backward"
+                f"{count} micro-batches are fewer than pp - 1 = {self.pp - 1}, and "
+                f"{cluster.engine} needs that many in flight before the first backward"
             )
         shards = self.tp if self.sequence_parallel else 1
         degree = "tp" if self.etp is None else "etp"

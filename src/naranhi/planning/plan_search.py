@@ -101,7 +101,7 @@ def search(
     if best < 1:
         raise ValueError(f"best = {best}: return at least 1 plan")
     if not 0 <= margin < 1:
-        raise ValueError(f"margin = {margin!r} is not a part of the memory, such as {MARGIN}")
+        raise ValueError(f"margin = {margin!r} has to be at least 0 and below 1, such as {MARGIN}")
     tried, fit, nearest = 0, [], None
     refusal = None
     for plan in plans(model, cluster, sequence_length, precision):
@@ -123,7 +123,7 @@ def search(
         fit.append((quick.step_seconds, len(fit), plan))
     if not tried:
         raise PlanError(
-            f"no plan is possible for this model, cluster and batch; of the last one: {refusal}"
+            f"no plan is possible for this model, cluster and batch; the last one tried: {refusal}"
         )
     fit.sort()
     exact = [

@@ -40,8 +40,8 @@ def torchtitan(model: Model, plan: Plan, sequence_length: int, global_batch: int
     ring = 2 * plan.cp * plan.tp if plan.cp > 1 else 1
     if sequence_length % ring:
         raise ValueError(
-            f"torchtitan cannot run this plan: {sequence_length} tokens are no multiple of "
-            f"2 x cp x tp = {ring} pieces of a sequence"
+            f"torchtitan cannot run this plan: sequence_length = {sequence_length} is not a "
+            f"multiple of 2 x cp x tp = {ring}, the pieces of a sequence"
         )
     lines = [
         *_other_zero(plan),
@@ -62,7 +62,10 @@ def torchtitan(model: Model, plan: Plan, sequence_length: int, global_batch: int
     ]
     if plan.pp > 1:
         if plan.schedule not in _TORCH:
-            raise ValueError(f"torchtitan has no name for the schedule {plan.schedule!r}")
+            raise ValueError(
+                f"torchtitan has no name for the schedule {plan.schedule!r}; choose one of "
+                f"{', '.join(_TORCH)}"
+            )
         if plan.schedule == "interleaved" and plan.chunks == 1:
             raise ValueError(
                 "torchtitan cannot run this plan: its Interleaved1F1B has at least 2 chunks on a "
@@ -104,7 +107,7 @@ def _sharded(plan):
     if plan.zero and plan.zero_group % plan.cp:
         raise ValueError(
             f"torchtitan cannot run this plan: it shards over a multiple of cp = {plan.cp} ranks, "
-            f"and zero_group = {plan.zero_group} is none"
+            f"and zero_group = {plan.zero_group} is not one"
         )
     return plan.zero_group // plan.cp if plan.zero else 1
 
@@ -134,8 +137,8 @@ def _experts(plan, sharded):
     """Return the lines of [parallelism] that divide the experts."""
     if plan.etp is not None and (plan.etp > 1 or plan.ep == 1):
         raise ValueError(
-            f"torchtitan cannot run this plan: etp = {plan.etp} with ep = {plan.ep}: it cuts each "
-            "expert by tp, or spreads whole ones (etp = 1) over ep > 1 ranks"
+            f"torchtitan cannot run this plan: etp = {plan.etp} with ep = {plan.ep}: either leave "
+            "out etp, and it cuts each expert by tp, or choose etp = 1 with ep > 1"
         )
     name, ranks = "cp", plan.cp
     if plan.etp == 1:

@@ -204,5 +204,8 @@ def _check_stages(profile, stages):
 def _ends(profile, balance):
     """Return, for each stage, the number of layers up to its end."""
     if not balance or min(balance) < 1 or sum(balance) != len(profile):
-        raise ValueError(f"the balance {list(balance)} does not cut {len(profile)} layers")
+        raise ValueError(
+            f"the balance {list(balance)} does not cut {len(profile)} layers: it needs numbers of "
+            "at least 1 with that sum"
+        )
     return list(accumulate(balance))

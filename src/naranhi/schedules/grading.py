@@ -104,7 +104,7 @@ def grade(
 def _counted(schedule, stages, microbatches):
     """Return a fault for each of the two numbers that is not the required one."""
     return tuple(
-        f"{what}: {is_}, where there are to be {due}"
+        f"{what}: {is_}, but {due} are required"
         for what, is_, due in (
             ("ranks", schedule.stages, stages),
             ("micro-batches", schedule.microbatches, microbatches),

@@ -83,7 +83,7 @@ class Action(NamedTuple):
         match = re.fullmatch(r"([0-9]+)([A-Z_]+)", name)
         if match and match[2] in SHARDING:
             return cls(int(match[1]), match[2], None)
-        raise ScheduleError(f"{name!r} is no action: expected a name such as 2F0, 2B0 or 2U1")
+        raise ScheduleError(f"{name!r} is not an action: expected a name such as 2F0, 2B0 or 2U1")
 
     def __str__(self) -> str:
         if self.kind in SHARDING:
@@ -116,7 +116,7 @@ class Overlap(NamedTuple):
         pair = cls(*map(Action.parse, match.groups())) if match else None
         if pair is None or pair.forward.kind != "F" or pair.backward.kind not in "BIW":
             raise ScheduleError(
-                f"{name!r} is no pair: expected a forward, then a backward, such as "
+                f"{name!r} is not a pair: expected a forward, then a backward, such as "
                 f"(0F4;7B0)OVERLAP_F_B"
             )
         return pair
@@ -280,7 +280,7 @@ def _row(rank, row):
 def _unit(item):
     """Return an action or a pair, given itself or its name, as a tuple of actions."""
     if not isinstance(item, (str, Action, Overlap)):
-        raise ScheduleError(f"{item!r} is no action")
+        raise ScheduleError(f"{item!r} is not an action")
     name = str(item)
     return tuple(Overlap.parse(name)) if name.startswith("(") else (Action.parse(name),)
 

@@ -141,4 +141,4 @@ def _by_stage(name, given, stages):
 
 def _check_time(name, time):
     if not (isfinite(time) and time >= 0):
-        raise ValueError(f"{name} must be a time, not {time!r}")
+        raise ValueError(f"{name} must be a time, finite and at least 0, not {time!r}")

@@ -48,7 +48,7 @@ class Timeline:
             work, transfers = _work(spans), [span for span in spans if span.action.kind in SHARDING]
             for action, start, end in transfers:
                 if end < start:
-                    raise ValueError(f"rank {rank}: {action} from {start} to {end}")
+                    raise ValueError(f"rank {rank}: {action} starts at {start}, but ends at {end}")
             begun = free = min((span.start for span in work), default=0.0)
             paired = True  # a third span cannot start with the two of a pair
             for action, start, end in work:

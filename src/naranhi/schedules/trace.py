@@ -33,7 +33,7 @@ def read_trace(text: str) -> Timeline:
         raise ValueError("not a trace: no event has a duration (ph X)")
     missing = next((rank for rank in range(len(rows)) if rank not in rows), None)
     if missing is not None:
-        raise ValueError(f"the trace has {len(rows)} threads with actions, and none is {missing}")
+        raise ValueError(f"the trace has {len(rows)} threads with actions, but no tid {missing}")
     return Timeline(sorted(rows[rank], key=lambda span: span[1:]) for rank in range(len(rows)))
 
 
@@ -45,13 +45,12 @@ def _span(event):
         isinstance(time, (int, float)) and 0 <= time < LARGEST for time in times
     ):
         raise ValueError(
-            f"event {name!r} of the trace has no tid, ts and dur that are numbers from 0 to "
-            f"{LARGEST:g}"
+            f"event {name!r} of the trace: tid, ts and dur have to be numbers from 0 to {LARGEST:g}"
         )
     try:
         action = Action.parse(str(name))
     except ScheduleError as error:
         raise ValueError(
-            f"the trace has an event that is no action of a schedule: {error}"
+            f"the trace has an event that is not an action of a schedule: {error}"
         ) from None
     return rank, Span(action, round(start * 1e3) / 1e9, round((start + duration) * 1e3) / 1e9)

@@ -179,7 +179,7 @@ def bars(
     """
     write = unit or _table.number
     if not values or any(not math.isfinite(v) or v < 0 for v in values.values()):
-        raise ValueError(f"bars are drawn from zero: {values} has a value that cannot be one")
+        raise ValueError(f"bars start from zero: give values, finite and at least 0, not {values}")
     fig = Figure(figsize=(WIDTH, 0.55 + 0.34 * len(values)), layout="constrained")
     ax = fig.add_subplot()
     style(ax)

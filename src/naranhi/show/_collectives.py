@@ -262,7 +262,7 @@ def _coloured(ranks):
 
 def _is_rank(root, ranks):
     if root not in range(ranks):
-        raise ValueError(f"root is a rank, one of {ranks}, not {root!r}")
+        raise ValueError(f"root is a rank from 0 to {ranks - 1}, not {root!r}")
 
 
 def _words(state):

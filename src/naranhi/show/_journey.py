@@ -57,7 +57,7 @@ def journey(timeline: Timeline, seconds: float = 9.0) -> None:
     if [(rank, kind) for _, _, rank, kind in spans] != there + back:
         raise ValueError("a journey is that of one micro-batch through all stages and back")
     if not seconds > 0:
-        raise ValueError(f"a round takes more than {seconds} seconds")
+        raise ValueError(f"seconds must be above 0, not {seconds}")
     alt = (
         f"A micro-batch goes through {len(timeline)} ranks: first the forward passes, from rank "
         f"0 to the last, each handing an activation on; then the backward passes, from the last "

@@ -55,7 +55,7 @@ def draw_lanes(
     first, last = min(box[2] for box in boxes), max(box[3] for box in boxes)
     length = last - first if end is None else end
     if length < last - first:
-        raise ValueError(f"the axis would end at {end}, the last box at {last - first}")
+        raise ValueError(f"end = {end} is before the end of the last box, {last - first}")
     length = length or 1.0
     fig, ax = draw_rows(len(rows), dict(enumerate(rows)), length, ROW, measured)
     colors = dict(zip(kinds, COLORS, strict=False))

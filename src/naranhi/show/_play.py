@@ -34,7 +34,7 @@ def play(timeline: Timeline, end: float | None = None, seconds: float = 12.0) ->
         ValueError: the axis would end before the last box, or `seconds` is not positive.
     """
     if not seconds > 0:
-        raise ValueError(f"a round takes more than {seconds} seconds")
+        raise ValueError(f"seconds must be above 0, not {seconds}")
     alt = f"A simulated timeline of {len(timeline)} ranks, drawn as time goes by. " + " ".join(
         row_in_words(rank, row) for rank, row in enumerate(timeline)
     )

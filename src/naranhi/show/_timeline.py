@@ -61,7 +61,7 @@ def draw_timeline(timeline: Timeline, measured: bool = False, end: float | None 
     last = max(span.end for row in timeline for span in row)
     length = float(last - first) if end is None else float(end)
     if length < float(last - first):
-        raise ValueError(f"the axis would end at {end}, the timeline at {float(last - first)}")
+        raise ValueError(f"end = {end} is before the end of the timeline, {float(last - first)}")
     length = length or 1.0
     ranks = len(timeline)
     row_height = min(ROW, 6.0 / ranks)

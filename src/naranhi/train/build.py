@@ -76,7 +76,7 @@ def require_sequences(options: argparse.Namespace) -> None:
         raise UsageError(
             f"with --cp {options.cp} and --tp {options.tp} sequences are padded to multiples of "
             f"{multiple_of(options)}, in one process to multiples of {MULTIPLE}, and the routers "
-            "of experts see the padding: choose sizes that need no more"
+            f"of experts see the padding: choose --cp and --tp that need multiples of {MULTIPLE}"
         )
 
 
@@ -142,7 +142,7 @@ def require_sharding(options: argparse.Namespace) -> None:
             "ranks with the same layers"
         )
     if options.export is not None and options.experts is not None and not options.mixture:
-        raise UsageError("--export does not go with --experts, which no GPT-2 of transformers has")
+        raise UsageError("--export does not go with --experts: transformers has no such GPT-2")
 
 
 def require_untied(options: argparse.Namespace, schedule: Schedule, tied: bool) -> None:
@@ -150,7 +150,7 @@ def require_untied(options: argparse.Namespace, schedule: Schedule, tied: bool) 
     if options.zero and tied and schedule.virtual_stages > 1:
         raise UsageError(
             f"--zero {options.zero} in a pipeline of several stages goes with --untied: the first "
-            "stage and the last would have other shards of the weights that they share"
+            "stage and the last would have different shards of the weights that they share"
         )
 
 
@@ -194,8 +194,8 @@ def build_model_and_data(
     added = options.experts is not None and not options.mixture
     if added and not isinstance(layers[0], models.GPT2Embedding):
         raise UsageError(
-            f"--experts goes with a GPT-2, and {name} is of another kind (in which mixtures of "
-            "experts are models of their own: Mixtral, Qwen3-MoE)"
+            f"--experts goes with a GPT-2, and {name} is not one: for a mixture of experts of its "
+            "kind, choose Mixtral or Qwen3-MoE"
         )
     model_named = f"the model of {name}" if name else "the default model"
     words, positions = layers[0].wte.num_embeddings, layers[0].positions

@@ -40,7 +40,7 @@ def _require_new(options):
     if folder == Path.cwd():
         raise UsageError(f"--export {options.export} is the current folder: name a new one in it")
     if folder.is_mount():
-        raise UsageError(f"--export {options.export} is where something is mounted: name a folder")
+        raise UsageError(f"--export {options.export} is a mount point: name a folder in it")
     if os.path.lexists(folder) and not (folder.is_dir() and not os.listdir(folder)):
         raise UsageError(f"--export {options.export} is there already: name a new folder")
     for option, path in (("--save", options.save), ("--log-file", options.log)):
@@ -117,7 +117,7 @@ def _or_nothing(write: Callable[[Path], None], folder, options):
     except Exception as error:
         shutil.rmtree(part, ignore_errors=True)
         cause = str(error).strip().partition("\n")[0] or type(error).__name__
-        advice = ": --resume and another --export write it" if options.save else ""
+        advice = ": run again with --resume and another --export" if options.save else ""
         raise UsageError(f"--export {options.export} is not written ({cause}){advice}") from error
 
 

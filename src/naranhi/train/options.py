@@ -26,9 +26,9 @@ describes what a step does.
 
 A run that is resumed has the losses of one that was never interrupted: to the bit on the same
 ranks, and on another mesh, or with other micro-batches, up to the rounding of sums. (With --dropout
-only the former holds: others draw other masks.) Corpus, model, --batch, --seed, --lr, --clip,
---dropout, --untied, --bf16, --experts and --top-k have to be what they were; with experts also
---microbatches, for tokens are balanced over the experts in each micro-batch.
+only the former holds: the latter draws different masks.) Corpus, model, --batch, --seed, --lr,
+--clip, --dropout, --untied, --bf16, --experts and --top-k must not change; with experts, nor must
+--microbatches, because tokens are balanced over the experts in each micro-batch.
 
 With torchrun --max-restarts, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment: without
 it, most restarts fail with torch 2.13, whose ranks find addresses of the attempt before. On several
@@ -115,7 +115,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="N,N,...",
         help="layers of each stage (embedding, "
         "blocks and head, such as 4,3,3,4; a rank may have several stages); by default as equal as "
-        "it goes",
+        "possible",
     )
     add(
         "--dp",
@@ -130,7 +130,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--pipeline-parallel",
         type=whole(1),
         metavar="N",
-        help="ranks of each pipeline, one after the other; by default as many as there are",
+        help="ranks of each pipeline; by default all that the other options leave",
     )
     add(
         "--tp",
@@ -143,7 +143,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add(
         "--sequence-parallel",
         action="store_true",
-        help="with --tp: split what lies between the split layers too, along the sequence",
+        help="with --tp: also split activations between the split layers, along the sequence",
     )
     add(
         "--cp",
@@ -157,13 +157,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--experts",
         type=whole(1),
         metavar="N",
-        help="a mixture of so many experts in every second block of a GPT-2, in place of its MLP",
+        help="replace the MLP in every second block of a GPT-2 by a mixture of N experts",
     )
     add(
         "--top-k",
         type=whole(1),
         metavar="K",
-        help="with --experts: experts of each token; default: 2, or 1 of 1",
+        help="with --experts: experts for each token; default: 2, or 1 with --experts 1",
     )
     add(
         "--ep",
@@ -182,8 +182,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         choices=(0, 1, 2, 3),
         default=0,
         help="shard over the ranks with the same layers, or experts: 1, the optimizer's state; "
-        "2, gradients as well, which are reduced in each micro-batch; 3, between steps parameters, "
-        "too, which a stage gathers once a step; with --untied, if there are several stages; "
+        "2, gradients as well, which are reduced in each micro-batch; 3, parameters as well "
+        "between steps, which a stage gathers once a step; needs --untied with several stages; "
         "default: 0",
     )
     add(
@@ -196,7 +196,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         type=whole(1),
         default=4,
         metavar="N",
-        help="of each pipeline; default: 4",
+        help="micro-batches of each pipeline in a step; default: 4",
     )
     add("--batch", type=whole(1), default=8, metavar="N", help="passages in a step; default: 8")
     add("--steps", type=whole(1), default=300, metavar="N", help="default: 300")
@@ -210,8 +210,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--clip",
         type=positive,
         metavar="NORM",
-        help="scale the gradients of a step down to this "
-        "norm, that of the whole model; by default they stay as they are",
+        help="scale gradients down to this "
+        "norm if theirs, over the whole model, is larger; by default they stay as they are",
     )
     add(
         "--seed",
@@ -225,7 +225,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         type=probability,
         default=0.0,
         metavar="P",
-        help="default: 0, for then any number of ranks gives the same losses",
+        help="default: 0, with which any number of ranks gives the same losses",
     )
     add(
         "--untied",
@@ -241,7 +241,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--save",
         type=path,
         metavar="DIR",
-        help="save checkpoints into this folder, which all ranks see: after every so many steps, "
+        help="save checkpoints into this folder, which all ranks see: every --save-every steps, "
         "in the background, and after the last step",
     )
     add(
@@ -256,7 +256,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         type=whole(1),
         default=3,
         metavar="K",
-        help="of the checkpoints, only the newest; default: 3",
+        help="keep only the K newest checkpoints; default: 3",
     )
     add(
         "--resume",
@@ -276,8 +276,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         type=positive,
         default=60.0,
         metavar="S",
-        help="seconds after which a rank "
-        "that does not answer is given up, and the training ends; default: 60",
+        help="end the training if a rank has not answered for this many seconds; default: 60",
     )
     add(
         "--log-file",

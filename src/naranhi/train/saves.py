@@ -161,8 +161,8 @@ class Saves:
             largest = get_total_norm(tensors, norm_type=torch.inf)
         if not largest.isfinite():
             raise UsageError(
-                f"step {steps} is not saved: after its update parameters, or what the optimizer "
-                f"keeps for them, are infinite or NaN: {self.advice()}"
+                f"step {steps} is not saved: its update left infinities or NaN in parameters or "
+                f"in the state of the optimizer: {self.advice()}"
             )
 
     def __enter__(self) -> Self:

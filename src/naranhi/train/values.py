@@ -46,14 +46,14 @@ def rate(text: str) -> float:
 def positive(text: str) -> float:
     """Read a number above 0."""
     if not (isfinite(number := _number(text)) and 0 < number <= LARGEST):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0, and within fp32")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 that fits in fp32")
     return number
 
 
 def path(text: str) -> str:
     """Read a path; reject an empty one (an unset variable), which would be the current folder."""
     if not text:
-        raise argparse.ArgumentTypeError("it is empty, and has to name a path")
+        raise argparse.ArgumentTypeError("the value is empty; name a path")
     return text
 
 

@@ -70,6 +70,9 @@ class CollectiveTimeout(RuntimeError):
         absent: the ranks that did not call it.
     """
 
+    call: str
+    absent: list[int]
+
     def __init__(self, call: str, absent: list[int]):
         super().__init__(f"waited in vain for ranks {absent} to call {call}")
         self.call, self.absent = call, absent

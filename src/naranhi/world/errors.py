@@ -223,7 +223,7 @@ def _mismatch(calls, where):
         f"\n  {named(group)} called {call}{where.get(group[0], '')}" for call, group in ordered
     )
     if alone is not None:
-        text = f"rank {alone} called another collective than the others:" + text.split(":", 1)[1]
+        text = f"rank {alone} called a different collective from the rest:" + text.split(":", 1)[1]
     return text, alone, list(calls)
 
 

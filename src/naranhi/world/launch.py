@@ -216,13 +216,13 @@ class Launched:
                 raise RankError(f"{gone} died while the process group was formed")
             if time.monotonic() > end:
                 late = named(waiting)
-                raise RankError(f"{late} joined no process group within {self._limit} s")
+                raise RankError(f"{late} did not join the process group within {self._limit} s")
             for rank in [rank for rank, result in waiting.items() if result.ready()]:
                 try:
                     waiting.pop(rank).get()
                 except RemoteError as error:
-                    text = f"rank {rank} could join no process group: {error.ename}: {error.evalue}"
-                    raise RankError(text) from None
+                    text = f"rank {rank} could not join the process group: "
+                    raise RankError(f"{text}{error.ename}: {error.evalue}") from None
             if waiting:
                 next(iter(waiting.values())).wait(0.05)
         return [result.get() for result in pending]
@@ -240,8 +240,8 @@ class Launched:
     def how_controller_ended(self) -> str:
         """Return a sentence for the user about the controller's death."""
         return (
-            "the controller died, the process through which the notebook reaches its ranks; "
-            "what they did in this cell is not known, and the next cell starts them anew"
+            "the controller died (the process through which the notebook reaches its ranks); what "
+            "the ranks did in this cell is unknown, and the next cell starts them again"
         )
 
     def unseen(self, member: Member) -> tuple[str, str]:

@@ -118,7 +118,7 @@ class Store(dist.Store):
                 data = connection.recv(1 << 16)
                 if not data:
                     raise ConnectionResetError(
-                        f"the notebook could not serve this {request[0]} of its store, or has ended"
+                        f"the notebook's store failed on this {request[0]}, or the notebook ended"
                     )
                 received += data
         except BaseException as error:

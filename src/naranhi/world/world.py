@@ -83,8 +83,8 @@ class World:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "a World cannot be pickled, as by world.run for a function that names it; "
-            "pass on what the function needs of it: world.run(function, world.size)"
+            "a World cannot be pickled, so a function for world.run cannot use it; "
+            "pass what the function needs instead: world.run(function, world.size)"
         )
 
     # ---- running ---------------------------------------------------------------------------
@@ -255,4 +255,4 @@ def _what(error):
 def _say_put_back(outcomes):
     names = {name for outcome in outcomes.values() for name in outcome.get("put_back", ())}
     if names:
-        print(f"put back, because every cell finds them at hand: {', '.join(sorted(names))}")
+        print(f"restored, because every cell relies on them: {', '.join(sorted(names))}")
