@@ -401,7 +401,7 @@ def test_a_hook_of_a_parameter_that_is_used_outside_of_its_layer_is_refused():
         model,
         torch.randn(2, WIDTH),
         RuntimeError,
-        r"a parameter \(4, 4\) of layer 0.linear \(Linear\) has a hook, and is used outside",
+        r"a parameter \(4, 4\) of layer 0.linear \(Linear\) has a hook and is also used outside",
     )
 
 
@@ -420,7 +420,7 @@ def test_a_tensor_from_within_a_layer_that_is_used_outside_of_it_is_refused():
     splittable([model])
     model[1].linear.register_forward_hook(lambda module, args, output: kept.append(output))
     x = torch.randn(2, WIDTH)
-    with pytest.raises(RuntimeError, match=r"from within layer 0.1 \(Within\) was used outside"):
+    with pytest.raises(RuntimeError, match=r"made inside layer 0.1 \(Within\) was used outside"):
         (model(x).sum() + kept[0].square().sum()).backward()
 
 
@@ -440,7 +440,7 @@ def test_a_tensor_from_outside_that_is_neither_argument_nor_parameter_is_refused
         torch.randn(2, WIDTH),
         ValueError,
         r"layer 0 \(Reads\) uses a tensor of shape \(4,\) that requires a gradient and is "
-        "neither in its arguments nor a parameter of its own",
+        "neither an argument nor a parameter of this layer",
     )
 
 

@@ -110,10 +110,10 @@ def test_the_life_of_checkpoints(five, tmp_path):
         "step x": "not 'x'",
         "no such": f"{folder} has no checkpoint of step 7: it has 2, 30, or a save was not "
         "finished",
-        "optimizer": "the checkpoint is of a model without an optimizer, not of AdamW with 1 "
+        "optimizer": "the checkpoint was saved with no optimizer, and load was given AdamW with 1 "
         "parameter group; without an optimizer, load reads the model alone",
         "differ": "position differs between the ranks: save what is the same on all of them",
-        "object": "which is not read from files: save plain values and tensors",
+        "object": "which cannot be read safely from a file: save plain values and tensors",
         "function": "pickle",
         "gathered": "inside of a gathered() block: leave the block first",
         "other optimizer": "this optimizer does not work on the shards of this model",
@@ -260,13 +260,13 @@ def test_shards_that_are_not_the_whole_are_refused(five, tmp_path):
     answers, others = five.call(wrong_shards, str(folder))[:2]
     assert answers[:3] == others[:3]
     gap, overlap, shape, alone, file = answers
-    what = "the ranks' shards of parameters.0.up.weight, of shape [6, 4], are not the whole: "
-    assert gap.startswith(what) and "elements are on no rank; every rank that has a part" in gap
+    what = "the ranks' shards of parameters.0.up.weight, of shape [6, 4], do not make up the "
+    assert gap.startswith(what) and "elements are on no rank; every rank with a part" in gap
     assert overlap.startswith(what) and " overlap; " in overlap
     assert (
         "parameters.0.up.weight has shape [6, 4] and dtype float32 on rank 0, shape [3, 8]" in shape
     )
-    assert "are on no rank; every rank that has a part of the model has to take part" in alone
+    assert "are on no rank; every rank with a part of the model must call this" in alone
     assert "File exists" in file
     assert {path.name for path in folder.iterdir()} == {"file"}, "nothing was written"
 
@@ -299,7 +299,7 @@ def test_two_runs_do_not_save_into_one_folder(five, tmp_path):
         assert first[0].startswith(f"on rank 0: {tmp_path} is in use: process {other.pid} on "), (
             first[0]
         )
-        assert first[0].endswith("saves into it; end that run, or give this one another folder")
+        assert first[0].endswith("saves into it; end that run, or give this run a different folder")
         assert not any(storage.COMMITTED.match(path.name) for path in tmp_path.iterdir())
     finally:
         other.kill()

@@ -61,10 +61,10 @@ def test_another_model_or_optimizer_is_refused(five, tmp_path):
     assert told[0] == {
         "width": "parameter 0.up.weight has shape [6, 4] and dtype float32 in the checkpoint, and "
         "shape [6, 5] and dtype float32 in the model",
-        "optimizer": "the checkpoint is of AdamW with 2 parameter groups, not of SGD with 2 "
-        "parameter groups; without an optimizer, load reads the model alone",
-        "one group": "the checkpoint is of AdamW with 2 parameter groups, not of AdamW with 1 "
-        "parameter group; without an optimizer, load reads the model alone",
+        "optimizer": "the checkpoint was saved with AdamW with 2 parameter groups, and load was "
+        "given SGD with 2 parameter groups; without an optimizer, load reads the model alone",
+        "one group": "the checkpoint was saved with AdamW with 2 parameter groups, and load was "
+        "given AdamW with 1 parameter group; without an optimizer, load reads the model alone",
         "turned": "parameter 0.up.weight is in parameter group 0 in the checkpoint, and in 1 in "
         "the optimizer",
         "fine": None,

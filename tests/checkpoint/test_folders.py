@@ -63,7 +63,7 @@ def test_a_lock_that_is_not_the_runs_keeps_what_is_in_it(one, tmp_path, linked):
     else:
         lock.write_bytes(b"\xff\xfethesis")
     said = one(in_a_folder_with_a_lock, str(folder))
-    words = "Too many levels of symbolic links" if linked else "is another program's, and a save"
+    words = "Too many levels of symbolic links" if linked else "belongs to another program, and"
     assert words in said and str(lock) in said
     assert lock.read_bytes() == (b"process of cooking" if linked else b"\xff\xfethesis")
 
@@ -116,7 +116,7 @@ def undeletable(folder):
 
 def test_what_cannot_be_deleted_ends_no_run(one, tmp_path):
     told = one(undeletable, str(tmp_path))
-    why = "cannot be deleted (Permission denied): the run goes on, and it has to be deleted by hand"
+    why = "cannot be deleted (Permission denied): the run goes on; delete this path by hand"
     assert f"{tmp_path / 'step-00000009.part'} {why}" in told
     assert f"{tmp_path / 'step-00000001'} {why}" in told
 

@@ -62,8 +62,8 @@ def beyond_the_timeout(folder):
 
 def test_a_timeout_is_an_error_in_words_and_leaves_no_rubbish(eight, tmp_path):
     for said, left in eight(2, beyond_the_timeout, str(tmp_path)):
-        assert said.startswith("a rank was lost, or waited for in vain (")
-        assert said.endswith("the checkpoints that are committed are as they were")
+        assert said.startswith("a rank was lost, or did not answer in time (")
+        assert said.endswith("the checkpoints committed before are intact")
         assert left == [".lock", "step-00000001"]
 
 
@@ -99,7 +99,7 @@ def test_a_rank_that_dies_ends_the_save_at_once(tmp_path):
             done = forked.run(2, program, tmp_path / method, method)
             assert done.returncode == 0 and done.stdout, done.stderr
             said, seconds, left = json.loads(done.stdout)
-            assert said.startswith("a rank was lost, or waited for in vain (")
+            assert said.startswith("a rank was lost, or did not answer in time (")
             assert seconds < 60.0
             assert left == [".lock", "step-00000001"]
 

@@ -53,7 +53,7 @@ def test_replicas_that_differ_are_told(eight, tmp_path):
     assert second == [[], [], []] and first[0] == first[2] == []
     (words,) = first[1]
     assert words.startswith(
-        "parameter 0.weight is not the same on rank 0 and rank 1, and 3 others differ: the "
+        "parameter 0.weight is not the same on rank 0 and rank 1 (and 3 more parameters): the "
     )
 
 
@@ -110,8 +110,8 @@ def buffers(folder):
 def test_buffers_that_are_shared_or_expanded(eight, tmp_path):
     for loaded, (own, expanded), row in eight(2, buffers, str(tmp_path)):
         assert loaded == [1.0, 1.0]  # as torch keeps what one of two modules keeps
-        assert "1, a OwnState, makes its state itself (_save_to_state_dict)" in own
-        assert "1.values is expanded: elements of it share memory" in expanded
+        assert "1, a OwnState, overrides _save_to_state_dict: define" in own
+        assert "1.values is an expanded tensor: its elements share memory" in expanded
         assert row is None
 
 

@@ -67,7 +67,7 @@ REFUSED = {  # what is passed, and the message
     ),
     "one rank's error": (
         lambda: (tensors(size=only_rank_1(0, 4)), {}),
-        "on rank 1: nothing to attend: query (2, 4, 6, 0), key (2, 4, 6, 0)",
+        "on rank 1: query and key must have elements, not shapes (2, 4, 6, 0) and (2, 4, 6, 0)",
     ),
     "no order": (
         lambda: (tensors(), {"order": "zigzag"}),
@@ -75,7 +75,7 @@ REFUSED = {  # what is passed, and the message
     ),
     "odd length": (
         lambda: (tensors(length=5), {"order": "head_tail"}),
-        "head_tail order halves each rank's part, which 5 positions forbid",
+        "head_tail order halves each rank's part, so its length must be even, not 5",
     ),
     "positions of another order": (
         lambda: (tensors(), of_plain_order()),
@@ -85,18 +85,18 @@ REFUSED = {  # what is passed, and the message
     ),
     "too short documents": (
         lambda: (tensors(), {"documents": [4, 4]}),
-        "documents of [4, 4] tokens do not make a sequence of 12",
+        "document lengths must be at least 1 and sum to 12, the sequence's, not [4, 4]",
     ),
     "documents as a tensor": (
         lambda: (tensors(), {"documents": torch.tensor([5, 7])}),
-        "documents must be lengths, such as [5, 3], or such a list for each row, whole numbers and "
-        "no tensor, not tensor([5, 7])",
+        "documents must be a list of lengths (whole numbers, not a tensor), such as [5, 3], or "
+        "one such list for each row, not tensor([5, 7])",
     ),
     "documents that are no whole numbers": (
         lambda: (tensors(), {"documents": [5.0, 7.0]}),
-        "whole numbers and no tensor, not [5.0, 7.0]",
+        "one such list for each row, not [5.0, 7.0]",
     ),
-    "a length for documents": (lambda: (tensors(), {"documents": 12}), "no tensor, not 12"),
+    "a length for documents": (lambda: (tensors(), {"documents": 12}), "for each row, not 12"),
     "positions that are no tensor, on one rank": (
         lambda: (tensors(), {"positions": only_rank_1([6, 7, 8, 9, 10, 11], None)}),
         "on rank 1: positions must be a tensor, not <class 'list'>",
@@ -203,7 +203,7 @@ def test_sequences_that_ranks_do_not_divide(five):
     for found in five.call(splits)[:2]:
         for text, pattern in zip(
             found[::2],
-            ["2 ranks do not divide a sequence of 7: pad it", "which 3 positions", "not 'zigzag'"],
+            ["2 ranks do not divide a sequence of 7: pad it", "be even, not 3", "not 'zigzag'"],
             strict=True,
         ):
             assert re.search(pattern, text)

@@ -104,7 +104,7 @@ def test_what_llama_refuses(five):
         "head": "layer 3 is a GPT2Head, not a block or head of models.llama",
         "divide": "2 ranks do not divide a sequence of 7",
         "tokens": "rank 0 and rank 1 have different tokens",
-        "mask": "no padding masks",
+        "mask": "padding masks are not supported",
         "positions": "48 tokens in a row, but the model has max_position_embeddings 24",
     }
     assert first.keys() == expected.keys()

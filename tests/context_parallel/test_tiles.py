@@ -100,9 +100,9 @@ def test_documents_make_the_sequence():
         (slice(1, 2), [(0, 1), (1, 10)]),
     ]
     for wrong in ([4, 5], [[10], [4, 5]], [11, -1], [0, 10]):
-        with pytest.raises(ValueError, match="do not make a sequence of 10"):
+        with pytest.raises(ValueError, match="must be at least 1 and sum to 10"):
             spans(wrong, 2, 10)
     with pytest.raises(ValueError, match="documents of 3 rows for a batch of 2"):
         spans([[10]] * 3, 2, 10)
-    with pytest.raises(ValueError, match="do not make a sequence of 10"):
+    with pytest.raises(ValueError, match="must be at least 1 and sum to 10"):
         spans([], 2, 10)

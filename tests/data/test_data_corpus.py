@@ -137,8 +137,8 @@ def test_nothing_old_is_read(tmp_path):
     "content, fault",
     [
         ("", "is empty"),
-        ("One of the most famous people.", r"no JSON \(Expecting value: line 1 column 1"),
-        ('{"data": [{"title":', r"no JSON \(Expecting value: line 1 column 20"),
+        ("One of the most famous people.", r"not JSON \(Expecting value: line 1 column 1"),
+        ('{"data": [{"title":', r"not JSON \(Expecting value: line 1 column 20"),
         (b"\xff\xfe\x00\x01", "can't decode byte 0xff"),
         (b"\x1f\x8b\x00\x00", "ended before"),
         (gzip.compress(json.dumps(SQUAD).encode())[:-20], "ended before"),
@@ -154,9 +154,9 @@ def test_nothing_old_is_read(tmp_path):
         ('{"data": [{"paragraphs": []}]}', "no article has a paragraph"),
         (
             '{"data": [{"paragraphs": [{"context": "a"}, {"text": "b"}]}]}',
-            r'data\[0\].paragraphs\[1\] has no text as its "context"',
+            r'the "context" of data\[0\].paragraphs\[1\] is missing, or not a string',
         ),
-        ('{"data": [{"paragraphs": [{"context": 1}]}]}', r"data\[0\].paragraphs\[0\] has no text"),
+        ('{"data": [{"paragraphs": [{"context": 1}]}]}', r"data\[0\].paragraphs\[0\] is missing"),
         ('{"data": [{"paragraphs": [{"context": " "}]}]}', "no passage with text in it"),
     ],
 )
@@ -199,10 +199,10 @@ def test_files_of_text_and_of_json_lines(tmp_path, packed):
     [
         ("a.txt", b"\xb0\xa1", "is not text in UTF-8, with .*: 'utf-8' codec can't decode byte"),
         ("a.txt", b" \n\n \n", "has no passage with text in it"),
-        ("a.jsonl", b'{"text": "a"}\n\n{"text":', r"is not lines of JSON, .*: line 3 is no JSON"),
-        ("a.jsonl", b'{"text": "a"}\n[1]', 'line 2 has no text as its "text"'),
-        ("a.jsonl", b'{"content": "a"}', 'line 1 has no text as its "text"'),
-        ("a.jsonl", b'{"text": "\\ud800"}', "line 1 has half of a character"),
+        ("a.jsonl", b'{"text": "a"}\n\n{"text":', r"is not lines of JSON, .*: line 3 is not JSON"),
+        ("a.jsonl", b'{"text": "a"}\n[1]', 'the "text" of line 2 is missing, or not a string'),
+        ("a.jsonl", b'{"content": "a"}', 'the "text" of line 1 is missing, or not a string'),
+        ("a.jsonl", b'{"text": "\\ud800"}', "line 1 contains half of a character"),
         ("a.jsonl.gz", b"\x1f\x8b\x08", "is not lines of JSON"),
     ],
 )
@@ -216,7 +216,7 @@ def test_what_is_wrong_in_such_a_file_is_named(tmp_path, name, content, fault):
 def test_a_file_that_is_not_there_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"nowhere\.json does not exist"):
         data.contexts(tmp_path / "nowhere.json")
-    with pytest.raises(FileNotFoundError, match="is no file"):
+    with pytest.raises(FileNotFoundError, match="is not a file"):
         data.contexts(tmp_path)
 
 
@@ -304,15 +304,15 @@ def test_a_tokenizer_that_cannot_be_used_is_refused(tmp_path):
         data.tokenizer(tmp_path)
     without = PreTrainedTokenizerFast(tokenizer_object=own.backend_tokenizer)
     without.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="has neither a padding token nor one for the end"):
+    with pytest.raises(ValueError, match="has neither a padding token nor an end-of-text token"):
         data.tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('{"data": [{"paragraphs": [{"context": "a\\ud800"}]}]}', "has half of a character"),
-        ("[" * 100_000, "it is no JSON"),
+        ('{"data": [{"paragraphs": [{"context": "a\\ud800"}]}]}', "contains half of a character"),
+        ("[" * 100_000, "it is not JSON"),
     ],
 )
 def test_a_corpus_that_json_takes_and_a_tokenizer_does_not(tmp_path, text, words):

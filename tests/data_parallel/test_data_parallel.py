@@ -355,8 +355,8 @@ def test_a_gradient_on_some_ranks_only_is_named(five, way):
         assert found == [
             "RuntimeError: parameter b.weight has a gradient on rank 2, but none on rank 0, 1",
             "RuntimeError: parameter a.weight has a gradient on rank 0, 2, but none on rank 1; "
-            "rank 1 has none of any parameter: without a sample, run the model on rows that do not "
-            "count",
+            "rank 1 has no gradient at all: a rank without samples still has to run the model, on "
+            "rows that the loss ignores",
         ]
 
 
@@ -458,7 +458,7 @@ def test_misuse_is_told(five):
                 "FloatingPointError: the gradient of parameter 0.up.weight (and of 11 more) is not "
                 "finite",
                 None,
-                "ValueError: no rank has anything valid in this step",
+                "ValueError: `count` is 0 on every rank in this step: there is no loss to average",
                 "ValueError: bucket_bytes must be positive, not 0",
             ],
             strict=True,

@@ -91,7 +91,7 @@ def forgotten(kind, options):
 def test_a_forgotten_sum_is_told_before_replicas_part(five, kind, options):
     for found in five.call(forgotten, kind, options)[:2]:
         assert found == [
-            "RuntimeError: the gradient of parameter 0.weight is this rank's alone: run the last "
+            "RuntimeError: the gradient of parameter 0.weight is not yet summed: run the last "
             "backward of a step outside of no_sync(), or call synchronize()"
         ]
 
@@ -160,8 +160,8 @@ def other_parameters():
 def test_a_parameter_that_is_trained_later_is_named(five):
     for found in five.call(other_parameters)[:2]:
         end = (
-            "requires a gradient, and did not when DDP was made, or was not there: "
-            "close() it and make another"
+            "was unfrozen, added or replaced after DDP was made: call close() on DDP, and make a "
+            "new one"
         )
         assert found == [
             f"RuntimeError: parameter {name} {end}" for name in ("0.weight", "0.weight", "3.weight")
@@ -277,7 +277,7 @@ def test_a_rank_that_fails_says_why_and_the_next_step_is_right(five, ranks_that_
     for rank, found in enumerate(five.call(failing, ranks_that_fail)[:2]):
         own = [
             f'KeyError: "rank {rank}\'s own"',
-            f"RuntimeError: the gradient of parameter {1 + rank}.bias is this rank's alone: run "
+            f"RuntimeError: the gradient of parameter {1 + rank}.bias is not yet summed: run "
             "the last backward of a step outside of no_sync(), or call synchronize()",
         ]
         assert found == (

@@ -90,8 +90,8 @@ REASONS = {
     "sparse=False",
     "bag": "embedding 0 has sparse gradients, which are not summed over the ranks: make it with "
     "sparse=False",
-    "norm": "embedding 0 has max_norm=1.0, with which its forward changes the rows that this "
-    "rank's share reads: the ranks' weights would part",
+    "norm": "embedding 0 has max_norm=1.0, so its forward changes the rows that it reads, and the "
+    "ranks' weights would diverge: make it without max_norm",
     "subclass": "parameter 1.weight is a DTensor, not a plain parameter",
     "lazy": "parameter 1.weight is not initialized: run a forward of the lazy module first",
     "meta": "parameter 1.weight is on the meta device and has no values: materialize it first",
@@ -146,8 +146,8 @@ def sharded(listener):
 def test_ranks_with_other_shards_are_no_replicas(five, listener):
     for rank, said in enumerate(five.call(sharded, listener)[:4]):
         assert said == (
-            f"ColumnParallelLinear 1 has other shards on rank {1 + rank // 2 * 2}: replicas are "
-            "ranks that hold the same shards"
+            f"ColumnParallelLinear 1 has different shards on rank {1 + rank // 2 * 2}: pass a "
+            "group of ranks that hold the same shards, such as Mesh.replicas"
         )
 
 
@@ -290,7 +290,7 @@ def with_experts(listener):
 def test_ranks_with_other_tokens_are_not_left_out(five, listener):
     for rank, said in enumerate(five.call(with_experts, listener)[:2]):
         if listener == "DDP":
-            assert said.startswith(f"MoE 0 has experts on rank {1 - rank} too, which is not in the")
+            assert said.startswith(f"MoE 0 has experts on rank {1 - rank} too, outside the group: ")
             assert said.endswith("use expert_parallel.sum_gradients instead")
         else:
             assert "over 2 ranks (copies of each: 1), which does not fit a group of 1 ranks" in said
@@ -314,7 +314,7 @@ def test_copies_of_experts_elsewhere_are_not_left_out(five):
     """As on a mesh with a tensor axis, along which whole experts have copies too."""
     assert five.call(with_copies, 2)[:2] == ["made"] * 2
     for rank, said in enumerate(five.call(with_copies, 1)[:2]):
-        assert said.startswith(f"MoE 0 has copies of its experts on rank {1 - rank}, which is not")
+        assert said.startswith(f"MoE 0 has copies of its experts on rank {1 - rank}, outside the")
 
 
 def called():
@@ -330,7 +330,7 @@ def called():
 def test_whoever_calls_the_wrapper_is_told_to_call_the_model(five):
     for words in five.call(called):
         for kind, told in zip(("DDP", "Zero"), words, strict=True):
-            assert told.startswith(f"{kind} has no forward of its own: call the model that it was")
+            assert told.startswith(f"{kind} cannot be called: call the model that it was made with")
 
 
 SUMS = all_reduce_gradients, all_reduce_bucketed
@@ -364,6 +364,6 @@ def mixed():
 def test_sums_over_ranks_with_other_shards_are_refused(five):
     for words in five.call(mixed)[:2]:
         first, second, *copies = words[:4]
-        assert first == second and "MoE 0 has other shards on rank" in first
+        assert first == second and "MoE 0 has different shards on rank" in first
         assert all("0 has copies of its experts on rank" in said for said in copies)
-        assert all("has other shards on rank" in said for said in words[4:])
+        assert all("has different shards on rank" in said for said in words[4:])

@@ -225,7 +225,7 @@ def refused():
     said("has experts.down_proj, experts.gate_up_proj, gate.weight, shared.bias", with_another)
     said("rank 1: among 4 layers there is no block with experts", dense)
     said("among 4 layers there is no block with experts", kind="llama")
-    said("replicas has to have them too", lambda layers: None, singles[rank], tensor=group)
+    said("`replicas` must include these ranks", lambda layers: None, singles[rank], tensor=group)
     for words, options in (
         ("gate: SiLU() on rank 0, NoneType on rank 1", {"gate": None if rank else nn.SiLU()}),
         ("normalize: False on rank 0, True on rank 1", {"normalize": bool(rank)}),

@@ -54,9 +54,9 @@ def made(differs, changes):
         ({"top_k": 5}, "top_k=5 experts for a token, but the layer has 4"),
         ({"top_k": 0}, "top_k must be a whole number of at least 1, not 0"),
         ({"experts": 5}, "2 ranks do not divide 5 experts"),
-        ({"capacity_factor": 0}, "with capacity_factor=0 an expert has no capacity"),
-        ({"capacity_factor": -1.0}, "with capacity_factor=-1.0 an expert has no capacity"),
-        ({"capacity_factor": float("nan")}, "with capacity_factor=nan an expert has no capacity"),
+        ({"capacity_factor": 0}, "capacity_factor must be positive and finite, or None to drop"),
+        ({"capacity_factor": -1.0}, "capacity_factor must be positive and finite, or None to drop"),
+        ({"capacity_factor": float("nan")}, "capacity_factor must be positive and finite, or None"),
         ({"capacity_factor": "1"}, "capacity_factor must be a number or None, not '1'"),
         ({"hidden": 4.0}, "hidden must be a whole number of at least 1, not 4.0"),
         ({"ffn": True}, "ffn must be a whole number of at least 1, not True"),
@@ -114,8 +114,9 @@ TOKENS = {
     ),
     "gradient": (
         lambda x: x.clone().requires_grad_(),
-        "tokens are torch.float32, do not need a gradient, experts are trained, operations are "
-        "recorded on rank 0, torch.float32, need a gradient, operations are recorded on rank 1",
+        "the ranks' tokens differ. Rank 0: torch.float32, do not need a gradient, experts are "
+        "trained, operations are recorded. Rank 1: torch.float32, need a gradient, operations are "
+        "recorded",
     ),
 }
 
@@ -172,8 +173,9 @@ def experts_frozen_on_one_rank():
 
 def test_experts_frozen_on_one_rank(five):
     for message, sent in five.call(experts_frozen_on_one_rank)[:2]:
-        assert "experts are trained, operations are recorded on rank 0" in message
-        assert "experts are frozen, operations are recorded on rank 1" in message and sent == 0
+        first, second = message.split(" Rank 1: ")
+        assert "experts are trained, operations are recorded" in first
+        assert "experts are frozen, operations are recorded" in second and sent == 0
 
 
 def uneven_numbers():
@@ -189,7 +191,7 @@ def uneven_numbers():
 def test_rows_that_are_not_there(five):
     for errors in five.call(uneven_numbers)[:2]:
         for message, sent in errors:
-            assert "does not fit 3 rows and 2 ranks" in message and sent == 0
+            assert "for each of 2 ranks, and sent must sum to 3 rows" in message and sent == 0
 
 
 def test_an_auxiliary_loss_without_experts():
@@ -274,5 +276,5 @@ def sums_over_a_tensor_group():
 
 def test_shards_of_a_tensor_group_are_not_summed_with_each_other(five):
     for rank, (message, changed) in enumerate(five.call(sums_over_a_tensor_group)[:2]):
-        assert f"has other shards on rank {1 - rank}, whose gradients belong" in message
+        assert f"has different shards on rank {1 - rank}, whose gradients belong" in message
         assert not changed

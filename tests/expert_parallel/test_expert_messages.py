@@ -69,7 +69,7 @@ def test_grouped_products_are_torchs(sizes):
         offsets = torch.tensor(sizes).cumsum(0).int()
         theirs = F.grouped_mm(*wide, offs=offsets)
         torch.testing.assert_close(grouped_mm(*wide, sizes), theirs, rtol=0, atol=1e-6)
-    with pytest.raises(ValueError, match="3 sizes with a sum of 1 for"):
+    with pytest.raises(ValueError, match="sizes for 3 weights, with a sum of 1 for"):
         grouped_mm(torch.randn(2, 3), torch.randn(3, 3, 5), [1, 0, 0])
 
 

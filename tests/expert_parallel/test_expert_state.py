@@ -117,10 +117,10 @@ def test_ranks_with_other_experts_are_no_replicas(five):
     """Wrapped all the same, the experts of all ranks would become the first rank's."""
     for rank, (others, copies) in enumerate(five.call(wrapped)[:4]):
         assert others == (
-            "MoE 2.block.mlp.moe has other shards on rank 1, 2, 3: replicas are ranks that hold "
-            "the same shards"
+            "MoE 2.block.mlp.moe has different shards on rank 1, 2, 3: pass a group of ranks that "
+            "hold the same shards, such as Mesh.replicas"
         ), rank
-        assert f"has experts on rank {1 - rank % 2} too, which is not in the group" in copies
+        assert f"has experts on rank {1 - rank % 2} too, outside the group" in copies
 
 
 def copied(explicit):
@@ -159,4 +159,4 @@ def on_a_tensor_group(copied):
 def test_a_layer_knows_its_copies_on_the_tensor_group(five):
     assert five.call(on_a_tensor_group, True)[:2] == ["made"] * 2
     for said in five.call(on_a_tensor_group, False)[:2]:
-        assert said.startswith("the ranks of the tensor group have copies of the experts, and")
+        assert said.startswith("the ranks of the tensor group have copies of the experts and")

@@ -34,7 +34,7 @@ def refusals():
 
 def test_a_link_has_two_ends_and_a_message_at_least_one_byte(five):
     expected = [
-        "a link has two ends, and this group has one rank",
-        "a message has at least one byte",
+        "measuring a link needs 2 ranks or more, and this group has 1",
+        "sizes must be at least 1 byte, not 0",
     ]
     assert five.call(refusals) == [expected] * 5

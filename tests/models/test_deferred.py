@@ -157,7 +157,7 @@ NORM = "model.layers.1.self_attn.q_norm.weight"
         (lambda w: {n: t for n, t in w.items() if n != NORM}, f"lack {NORM}: they were not"),
         (
             lambda w: w | {NORM[:-6] + "bias": torch.ones(8)},
-            "q_norm.bias, of which its config.json says",
+            "q_norm.bias, which its config.json does not describe",
         ),
         (
             lambda w: w | {NORM.replace("1", "2"): torch.ones(8)},
@@ -184,7 +184,7 @@ EXPERT = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
         ),
         (
             lambda w: w | {EXPERT.replace("3", "4"): w[EXPERT].clone()},
-            "experts.4.w2.weight, of which its config.json says nothing",
+            "experts.4.w2.weight, which its config.json does not describe",
         ),
     ],
 )
@@ -221,7 +221,7 @@ def test_weights_in_another_format_are_refused(tmp_path):
     (tmp_path / "model.safetensors").unlink()
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     words = (
-        "there is neither model.safetensors nor its index: where the weights have another format"
+        "there is neither model.safetensors nor its index: if the weights have a different format"
     )
     with pytest.raises(ValueError, match=words):
         DeferredLM(tmp_path)
@@ -282,7 +282,7 @@ def test_a_configuration_that_cannot_be_is_told_in_a_line(tmp_path, changes, wor
     with pytest.raises(ValueError, match=words) as refused:
         DeferredLM(tmp_path)
     assert str(tmp_path) in str(refused.value)
-    with pytest.raises(ValueError, match=r"is a llama, which has no dropout, not 0\.1"):
+    with pytest.raises(ValueError, match=r"is a llama, which has no dropout: do not .* 0\.1"):
         DeferredLM(config("llama"), dropout=0.1)
 
 

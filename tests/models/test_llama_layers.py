@@ -173,7 +173,7 @@ def test_a_weight_is_trained_if_one_of_its_parts_is():
             "router_jitter_noise is 0.1: these layers have no noise",
         ),
         (small_llama.config("qwen3", num_key_value_heads=0), "0 heads of keys and values do not"),
-        (small_llama.config("qwen3", head_dim=3), "a head of 3 has no pairs of elements"),
+        (small_llama.config("qwen3", head_dim=3), "a head needs a positive, even size, not 3"),
         (
             small_llama.config("llama", num_hidden_layers=0),
             "the configuration has 0 blocks of 4 heads",

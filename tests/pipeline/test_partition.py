@@ -292,7 +292,7 @@ def test_profiles_that_cannot_be_are_refused():
         ([nn.Linear(2, 2)], {"repeats": 0}),
         ([nn.Linear(2, 2)], {"warmup": -1}),
     ):
-        with pytest.raises(ValueError, match="profile at least one layer"):
+        with pytest.raises(ValueError, match="layers and repeats must be at least 1"):
             profile(layers, torch.randn(1, 2), **options)
 
 

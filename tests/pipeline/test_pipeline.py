@@ -234,7 +234,7 @@ def failure(ranks, case):
     [
         ("rows", "ValueError", "4 micro-batches of one size cannot be made of 10 rows"),
         ("stages", "ValueError", "more stages than layers: 2 stages, 1 layers"),
-        ("balance", "ValueError", "the balance [3, 2] gives 2 stages 5 layers"),
+        ("balance", "ValueError", "the balance [3, 2] divides 5 layers into 2 stages"),
         (
             "micro-batches",
             "ValueError",
@@ -245,7 +245,7 @@ def failure(ranks, case):
         ("last dict", "TypeError", "layer 3 (Named) returned dict"),
         ("width", "ValueError", "layer 1 (Linear) fails on torch.float32 (2, 8)"),
         ("split", "ValueError", "0I0 cannot be run"),
-        ("ranks", "ValueError", "a schedule of 3 ranks on 2"),
+        ("ranks", "ValueError", "a schedule for 3 ranks in a pipeline of 2"),
         ("targets", "ValueError", "targets: 4 micro-batches of one size cannot be made of 10 rows"),
         (
             "gradient of inputs",

@@ -474,8 +474,8 @@ def lazy():
         ),
         (
             renormed,
-            "0.weight has max_norm=0.5, with which a forward changes the rows that it reads, and "
-            "other ranks have copies of them, which would part: make it without max_norm",
+            "0.weight has max_norm=0.5, so a forward changes the rows that it reads, and the "
+            "copies on other ranks would diverge: make it without max_norm",
         ),
     ],
 )

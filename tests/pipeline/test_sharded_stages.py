@@ -240,8 +240,8 @@ def refusal(what):
         ("plain", "sharding is given, but the schedule has no action that gathers or reduces"),
         ("without", "0UNSHARD cannot be run: pass sharding, such as zero.ZeroStages, and replicas"),
         ("alone", "the ranks over which stages are sharded (replicas is None)"),
-        ("tied", "stages 0 and 1 share a tied parameter, of which each would have other shards"),
-        ("data", 'trial="data" reads values, of which a rank has only shards at stage 3'),
+        ("tied", "stages 0 and 1 share a tied parameter, and would shard it differently: untie"),
+        ("data", 'at stage 3 a rank has only shards: use trial="shapes"'),
         ("frozen", "stage 1 has no parameter to train, so nothing to shard"),
     ],
 )
@@ -494,6 +494,6 @@ def unfrozen(stage):
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_layer_that_is_unfrozen_later_is_refused_on_every_rank(four, stage):
-    words = "requires a gradient, and did not when the pipeline's `sharded` was made"
+    words = "was unfrozen, added or replaced after the pipeline's `sharded` was made"
     for first, second, third in four.call(unfrozen, stage):
         assert first is None and words in second and third is None

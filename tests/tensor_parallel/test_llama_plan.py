@@ -89,7 +89,7 @@ def test_what_the_plan_does_not_fit_is_refused(five):
         "groups": "1.attn: 2 ranks do not divide 1 heads of keys and values",
         "kind": "0: the plan has to split its qkv as Column(parts=1)",
         "parts": "1.attn: the plan has to split its qkv as Column(parts=1)",
-        "norms": "1.attn: it has norms of heads, and the plan is for one that has none: take "
+        "norms": "1.attn: it has norms of heads, and the plan is for attention without them: use "
         "llama_plan(head_norms=True)",
         "no norms": "the plan names '*.attn.[qk]_norm', but no layer has such a name",
         "another model": "the plan names '*.attn.c_attn', but no layer has such a name",

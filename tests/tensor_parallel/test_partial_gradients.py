@@ -112,7 +112,7 @@ def unsummed():
 def test_a_forgotten_sum_and_a_composed_layer_are_refused(five):
     for forgotten, composed in five.call(unsummed)[:2]:
         assert "sum_sequence_gradients" in forgotten and "q_norm.weight" in forgotten
-        assert "has to be named, layer by layer" in composed
+        assert "has to name the layers inside it, one by one" in composed
 
 
 def in_stages(way):

@@ -101,7 +101,7 @@ def only(name, **plan):
 
 
 LATER = (
-    "would be lost, or see a part of what it saw: make its effect permanent, as prune.remove "
+    "would be lost, or get only parts of tensors: make its effect permanent, as prune.remove "
     "and remove_weight_norm do, or register it on what parallelize returns"
 )
 
@@ -189,19 +189,19 @@ REFUSED = {  # what is made, its plan, and the message
         lambda: gpt2_with(lambda layers: layers[1].block.ln_2.register_forward_hook(hook)),
         gpt2_plan,
         ValueError,
-        "1.block.ln_2: the forward hook hook would be lost, or see a part",
+        "1.block.ln_2: the forward hook hook would be lost, or get only parts",
     ),
     "hook of a parameter": (
         lambda: mlp(parameter_hook),
         mlp_plan,
         ValueError,
-        "up: its weight has a hook, which would see a part of the gradient",
+        "up: its weight has a hook, which would see only a part of the gradient",
     ),
     "hook of a norm's parameter": (
         lambda: gpt2_with(lambda layers: parameter_hook(layers[1].block.ln_2)),
         gpt2_plan,
         ValueError,
-        "1.block.ln_2: its weight has a hook, which would see a part",
+        "1.block.ln_2: its weight has a hook, which would see only a part",
     ),
     "old spectral norm": (
         lambda: mlp(spectral_norm),
@@ -262,7 +262,7 @@ REFUSED = {  # what is made, its plan, and the message
         lambda: mlp(lambda up: up.register_parameter("scale", nn.Parameter(torch.ones(1)))),
         mlp_plan,
         ValueError,
-        "up: it should hold weight and bias only, but for scale this is not",
+        "up: it must hold weight and bias, and nothing else, but differs in scale",
     ),
     "frequencies": (
         lambda: nn.ModuleDict({"wte": nn.Embedding(10, 4, scale_grad_by_freq=True)}),
@@ -323,8 +323,7 @@ REFUSED = {  # what is made, its plan, and the message
         lambda: nn.TransformerEncoderLayer(8, 2, 12, batch_first=True),
         lambda: {"linear1": Column(), "linear2": Row()},
         ValueError,
-        "linear1: in evaluation, nn.TransformerEncoderLayer computes with its layers' weights "
-        "itself",
+        "linear1: in evaluation, nn.TransformerEncoderLayer uses its layers' weights directly",
     ),
 }
 
@@ -596,9 +595,8 @@ def test_a_head_of_some_words_is_refused_where_all_are_needed(five):
         assert (
             tokens[1::2]
             == [
-                "generate needs the logits of all words, and lm_head returns those of this rank "
-                "only: "
-                "cut it by Vocabulary(gather_output=True)"
+                "generate needs the logits of all words, and lm_head returns only those of this "
+                "rank: split it with Vocabulary(gather_output=True)"
             ]
             * 3
         )

@@ -96,7 +96,7 @@ REFUSED = {  # what is made, its plan, and the message
     "a norm made of layers": (
         lambda: [nn.Sequential(nn.LayerNorm(8))],
         lambda: {"0": SequenceParallel()},
-        "0: what it is made of has to be named",
+        "0: the plan has to name the layers inside it",
     ),
     "heads alone": (
         gpt2,

@@ -189,7 +189,7 @@ def test_a_configuration_alone_begins_with_random_weights(eight, tmp_path):
     ("ranks", "kind", "options", "message"),
     [
         (4, "llama", "--tp=4", "4 ranks do not divide 2 heads of keys and values"),
-        (1, "llama", "--dropout=0.1", "is a llama, which has no dropout, not 0.1"),
+        (1, "llama", "--dropout=0.1", "is a llama, which has no dropout: do not set it to 0.1"),
         (2, "llama", "--experts=2 --ep=2", "--experts goes with a GPT-2"),
         (2, "llama", "--ep=2", "--ep goes with --experts N, the number of experts, or with a mix"),
         (1, "mixtral", "--experts=4", "is a mixture of 4 experts, 2 for each token"),

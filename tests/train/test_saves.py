@@ -89,6 +89,6 @@ def test_a_rank_that_dies_in_a_save_is_named(small, tmp_path):
     with Forked("datasets", "torch._dynamo", "transformers.models.gpt2.modeling_gpt2") as forked:
         done = forked.run(2, tmp_path / "dies.py", *options)
     assert done.returncode == 1
-    assert "rank 0 ends, because it has lost rank 1: a rank was lost, or waited" in done.stderr
+    assert "rank 0 ends, because it has lost rank 1: a rank was lost, or did" in done.stderr
     assert "Traceback" not in done.stderr
     assert not [*(tmp_path / "run").glob("step-*")]

@@ -286,7 +286,7 @@ def test_without_a_network_and_a_name(needs, small):
     "ranks, options, message",
     [
         (2, ("--corpus", "nowhere.json"), "the corpus nowhere.json does not exist"),
-        (2, ("--balance", "4,3,3,5"), "the balance [4, 3, 3, 5] gives 4 stages 15 layers"),
+        (2, ("--balance", "4,3,3,5"), "the balance [4, 3, 3, 5] divides 15 layers into 4 stages"),
         (1, ("--steps", "none"), "argument --steps: 'none' is no whole number"),
         (
             2,

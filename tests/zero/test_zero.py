@@ -491,12 +491,12 @@ def gradient_on_some(stage):
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_gradient_on_some_ranks_only_is_named(five, stage):
     nothing = (
-        "RuntimeError: rank 1 has no forward in this step: without a sample, run the model "
-        "on rows that do not count"
+        "RuntimeError: rank 1 has no forward in this step: a rank without samples still has to "
+        "run the model, on rows that the loss ignores"
         if stage == 3
         else "RuntimeError: parameter a.weight has a gradient on rank 0, 2, but none on rank 1; "
-        "rank 1 has none of any parameter: without a sample, run the model on rows that do "
-        "not count"
+        "rank 1 has no gradient at all: a rank without samples still has to run the model, on "
+        "rows that the loss ignores"
     )
     for found in five.call(gradient_on_some, stage)[:3]:
         assert found == [
@@ -550,8 +550,8 @@ def absent(precision, with_root, joins):
 @pytest.mark.parametrize("with_root, joins", [(False, False), (True, False), (False, True)])
 def test_a_rank_without_a_forward_is_told_to_all(five, precision, with_root, joins):
     told = (
-        "RuntimeError: rank 1 has no forward in this step: without a sample, run the model on "
-        "rows that do not count"
+        "RuntimeError: rank 1 has no forward in this step: a rank without samples still has to run "
+        "the model, on rows that the loss ignores"
     )
     assert five.call(absent, precision, with_root, joins)[:3] == [[told] * 2] * 3
 
@@ -592,9 +592,9 @@ def early_and_late_terms(stage):
 def test_a_gradient_that_comes_too_late_is_not_lost(five, stage):
     for found in five.call(early_and_late_terms, stage)[:2]:
         assert found == [
-            "RuntimeError: parameter 2.bias gets a gradient when its unit's backward is over: "
-            "what uses it outside of the forward has to come after the forward, and graphs from "
-            "before the last backward need a backward of their own"
+            "RuntimeError: parameter 2.bias gets a gradient after its unit's backward has ended: "
+            "use it outside the forward only after the forward, and run a separate backward for "
+            "graphs from before the last backward"
         ]
 
 
@@ -669,8 +669,7 @@ def test_after_what_fails_the_next_step_is_right_or_refused(five, stage):
         assert found == [
             "ValueError: a forward fails",
             "ValueError: a backward fails",
-            *2
-            * ["RuntimeError: the last backward did not come to its end: call zero_grad() first"],
+            *2 * ["RuntimeError: the last backward did not finish: call zero_grad() first"],
             "RuntimeError: no parameter has a gradient in this step, on any rank: run a backward "
             "first",
             "FloatingPointError: the gradients' norm is nan",
@@ -767,9 +766,9 @@ def test_misuse_is_told(five):
         "stages": "ValueError: stage: 1 on rank 0, 2 on rank 1",
         "units": "ValueError: units: ['0'] on rank 0, ['1'] on rank 1",
         "frozen": "ValueError: no parameter of this model requires a gradient",
-        "double": "ValueError: mixed precision is for parameters in float32, 1.weight is in "
+        "double": "ValueError: mixed precision needs parameters in float32, but 1.weight is in "
         "torch.float64",
-        "norm": "ValueError: 1 is a BatchNorm1d with running statistics in float32, beside which "
+        "norm": "ValueError: 1 is a BatchNorm1d with running statistics in float32, so "
         "its weight cannot be in bf16: convert the statistics to bf16, make it without "
         "them (track_running_stats=False), or use precision='fp32', under autocast",
         "empty": "ValueError: a unit has no module",
@@ -777,7 +776,7 @@ def test_misuse_is_told(five):
         "nested": "ValueError: unit 0.0 lies in unit 0",
         "foreign unit": "ValueError: a unit has to be a module in the model, not Linear",
         "no group": "ValueError: parameter 0.bias requires a gradient and is in no group",
-        "foreign": "ValueError: parameter group 0 has one that is not the model's",
+        "foreign": "ValueError: parameter group 0 has a parameter not in the model",
         "before": "RuntimeError: this optimizer does not work on the shards of this model: make it "
         "after Zero, of its param_groups",
         **{
@@ -797,5 +796,5 @@ def test_misuse_is_told(five):
         "nan": "FloatingPointError: the gradient of parameter 0.weight is not finite: so it is in "
         "the shard of rank 0, 1",
         "nan norm": "FloatingPointError: the gradients' norm is nan",
-        "limit": "ValueError: a norm is clipped to a number above 0, not to -1.0",
+        "limit": "ValueError: max_norm must be above 0, not -1.0",
     }

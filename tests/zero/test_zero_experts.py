@@ -260,7 +260,7 @@ def marked_later(mesh):
 @pytest.mark.parametrize("mesh", ["tensor and expert", "tensor and data"])
 def test_copies_on_a_tensor_group_are_not_forgotten(five, mesh):
     for said in five.call(marked_later, mesh)[:4]:
-        assert "does not fit a group of 2 ranks and tensor groups of 2: give the layer all" in said
+        assert "does not fit a group of 2 ranks and tensor groups of 2: pass to the layer" in said
 
 
 def told(case):
@@ -291,7 +291,7 @@ def told(case):
         (
             "copies that the layer does not know",
             "has experts that are divided over 2 ranks (copies of each: 1), which does not fit a "
-            "group of 4 ranks: give the layer all ranks with copies as `replicas`",
+            "group of 4 ranks: pass to the layer, as `replicas`, all ranks with copies",
         ),
         ("experts outside of the group", "(copies of each: 2), which does not fit a group of 2"),
         ("both", "over 2 ranks (copies of each: 1), which does not fit a group of 2 ranks"),

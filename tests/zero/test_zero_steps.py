@@ -208,8 +208,8 @@ def other_parameters(stage):
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_parameter_that_is_trained_or_frozen_later_is_named(five, stage):
     end = (
-        "requires a gradient, and did not when Zero was made, or was not there: close() it and "
-        "make another"
+        "was unfrozen, added or replaced after Zero was made: call close() on Zero, and make a new "
+        "one"
     )
     for found in five.call(other_parameters, stage)[:2]:
         assert found == [
@@ -217,8 +217,8 @@ def test_a_parameter_that_is_trained_or_frozen_later_is_named(five, stage):
                 f"RuntimeError: parameter {name} {end}"
                 for name in ("0.weight", "1.weight", "1.weight", "3.weight")
             ],
-            "RuntimeError: parameter 1.weight was frozen after Zero was made: close() it and make "
-            "another",
+            "RuntimeError: parameter 1.weight was frozen after Zero was made: close() that Zero "
+            "and make a new one",
         ]
 
 
@@ -339,8 +339,8 @@ def zeroed_by_the_model(stage):
 def test_a_backward_beside_sums_of_the_step_is_refused(five, stage):
     for error in five.call(zeroed_by_the_model, stage)[:2]:
         assert error == (
-            "RuntimeError: parameter 2.bias gets a gradient, but this step's are summed already: "
-            "call step() or zero_grad() of Zero before another backward"
+            "RuntimeError: parameter 2.bias gets a gradient, but this step's gradients are summed "
+            "already: call step() or zero_grad() of Zero before another backward"
         )
 
 
@@ -868,9 +868,9 @@ def retained(stage, together):
 def test_a_kept_graph_needs_a_backward_of_its_own(five, stage, together):
     for error in five.call(retained, stage, together)[:2]:
         assert error == (
-            "RuntimeError: parameter 2.bias gets a gradient when its unit's backward is over: what "
-            "uses it outside of the forward has to come after the forward, and graphs from before "
-            "the last backward need a backward of their own"
+            "RuntimeError: parameter 2.bias gets a gradient after its unit's backward has ended: "
+            "use it outside the forward only after the forward, and run a separate backward for "
+            "graphs from before the last backward"
             if together
             else None
         )

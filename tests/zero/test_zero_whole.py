@@ -136,7 +136,7 @@ def test_a_forward_does_not_end_a_block(five, stage, precision):
         == [
             [
                 *masters,
-                "RuntimeError: this model is gathered to be read: leave that block first",
+                "RuntimeError: this model is in gathered(write=False): leave that block first",
                 "RuntimeError: step() inside of a gathered() block: leave the block first",
             ]
         ]

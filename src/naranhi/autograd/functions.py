@@ -90,7 +90,8 @@ class MaxPool2d(torch.autograd.Function):
             raise ValueError(f"x is (batch, channels, height, width), not {tuple(x.shape)}")
         if not 1 <= window <= min(x.shape[2:]) or stride < 1:
             raise ValueError(
-                f"a window of {window} with stride {stride} does not fit into {tuple(x.shape)}"
+                "window and stride must be at least 1, and the window no larger than height and "
+                f"width: window {window}, stride {stride}, x of shape {tuple(x.shape)}"
             )
         windows = x.unfold(2, window, stride).unfold(3, window, stride).flatten(-2)
         place = windows.argmax(-1, keepdim=True)

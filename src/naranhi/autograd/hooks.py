@@ -24,8 +24,8 @@ class Attached:
         """Raise TypeError: users of wrappers, such as torch's DDP, will try to call this object."""
         kind = type(self).__name__
         raise TypeError(
-            f"{kind} has no forward of its own: call the model that it was made of, whose hooks "
-            "do the rest"
+            f"{kind} cannot be called: call the model that it was made with, whose hooks do the "
+            "rest"
         )
 
 

@@ -45,11 +45,11 @@ def require_own_forward(module: nn.Module, function: str) -> None:
     hook = next(hooks_of(module), None)
     if hook:
         raise ValueError(
-            f"{hook} would be lost, or see a part of what it saw: make its effect permanent, as "
+            f"{hook} would be lost, or get only parts of tensors: make its effect permanent, as "
             f"prune.remove and remove_weight_norm do, or register it on what {function} returns"
         )
     if "forward" in vars(module) or is_compiled(module):
         raise ValueError(
-            "its forward was replaced or compiled, which would be lost: do that to "
-            f"what {function} returns"
+            "its forward was replaced or compiled, and that would be lost: replace or compile the "
+            f"forward of what {function} returns"
         )

@@ -140,9 +140,9 @@ class _Gate:
         self.is_open = gradient is not None and not self.resting
         if self.is_open and self.later:
             raise RuntimeError(
-                f"{self.later} has a hook, and is used outside of its layer as well: the gradient "
-                "of that use comes with those of the inputs, the layer's own one later, and the "
-                "hook would see two parts; remove the hook, or run a schedule of whole backwards"
+                f"{self.later} has a hook and is also used outside its layer: in a split backward, "
+                "the gradients of the two uses arrive at different times, and the hook would see "
+                "them one by one; remove the hook, or use a schedule with unsplit backwards"
             )
 
     def end_if_free(self):

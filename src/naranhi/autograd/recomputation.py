@@ -250,8 +250,8 @@ def _refuse_gradients(name, inputs, changed):
         if inputs[place].requires_grad:
             raise RuntimeError(
                 f"{name} changes in place what needs a gradient: tensor {place} of its inputs, of "
-                f"shape {tuple(inputs[place].shape)}; it could not be computed again, or its "
-                "gradient would be lost; change a clone() of it instead"
+                f"shape {tuple(inputs[place].shape)}; the recomputation would fail, or lose that "
+                "gradient: change a clone() of it instead"
             )
 
 

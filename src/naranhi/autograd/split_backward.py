@@ -180,8 +180,9 @@ def _called(call, inputs, path):
 
 def _in_place(path):
     return RuntimeError(
-        f"{path} changes in place an argument or a weight that needs a gradient, which outside of "
-        "the layer would be another: change a clone() of it, or write `x = x + y` for `x += y`"
+        f"{path} changes in place an argument or a weight that needs a gradient, and outside the "
+        "layer autograd would not see that: change a clone() of it, or write `x = x + y` for "
+        "`x += y`"
     )
 
 
@@ -208,8 +209,8 @@ def _refuse_open_graph(ctx):
     if stranger is not None:
         raise ValueError(
             f"{ctx.layer._path} uses a tensor of shape {tuple(stranger.shape)} that requires a "
-            "gradient and is neither in its arguments nor a parameter of its own: its gradient "
-            "would be lost; pass it as an argument, or register it as a parameter"
+            "gradient and is neither an argument nor a parameter of this layer: the gradient would "
+            "be lost; pass the tensor as an argument, or register it as a parameter"
         )
     for tensor in ctx.inputs:
         if tensor.requires_grad:  # autograd adds to its `.grad` only if a path bypasses the node
@@ -218,9 +219,9 @@ def _refuse_open_graph(ctx):
 
 def _refuse_use(path, _):
     raise RuntimeError(
-        f"a tensor from within {path} was used outside of it, by a hook on a module within, say: "
-        "its gradient would end at the layer's inputs; return the tensor from the layer, or "
-        "register the hook on the layer itself"
+        f"a tensor made inside {path} was used outside that layer, for example by a hook on one of "
+        "its submodules: the gradient would end at the layer's inputs; return the tensor from the "
+        "layer, or register the hook on the layer itself"
     )
 
 

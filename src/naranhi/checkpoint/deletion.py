@@ -35,7 +35,7 @@ def or_warn(function: Callable[[Path], None], path: Path) -> None:
         function(path)
     except OSError as error:
         warnings.warn(
-            f"{path} cannot be deleted ({error.strerror}): the run goes on, and it has to be "
-            "deleted by hand",
+            f"{path} cannot be deleted ({error.strerror}): the run goes on; delete this path by "
+            "hand",
             stacklevel=2,
         )

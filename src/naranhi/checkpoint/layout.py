@@ -107,8 +107,8 @@ def merge(states: Sequence[RankState]) -> Layout:
     for name, (shape, _) in tensors.items():
         if fault := tiling_fault(shape, owners[name]):
             raise CheckpointError(
-                f"the ranks' shards of {name}, of shape {list(shape)}, are not the whole: {fault}; "
-                "every rank that has a part of the model has to take part, with the same model"
+                f"the ranks' shards of {name}, of shape {list(shape)}, do not make up the whole: "
+                f"{fault}; every rank with a part of the model must call this, with the same model"
             )
     optimizers = [
         (rank, optimizer) for rank, state in enumerate(states) for optimizer in state.optimizers
@@ -175,13 +175,13 @@ def compare(saved: Layout, own: Layout, with_optimizer: bool, strict: bool = Tru
     kinds = [
         f"{kind} with {len(options)} parameter group{'s' * (len(options) != 1)}"
         if kind
-        else "a model without an optimizer"
+        else "no optimizer"
         for kind, options in ((saved.kind, saved.options), (own.kind, own.options))
     ]
     if kinds[0] != kinds[1]:
         raise OtherModelError(
-            f"the checkpoint is of {kinds[0]}, not of {kinds[1]}; without an optimizer, load reads "
-            "the model alone"
+            f"the checkpoint was saved with {kinds[0]}, and load was given {kinds[1]}; without an "
+            "optimizer, load reads the model alone"
         )
     for name in dict.fromkeys((*saved.group_of, *own.group_of)):
         groups = [layout.group_of.get(name, "none") for layout in (saved, own)]

@@ -99,7 +99,9 @@ def require_own_parameters(model: Model) -> None:
         if isinstance(hook, ModuleHook) and isinstance(hook.owner, Whole)
     }
     if zeros - {zero_of(model)}:
-        raise CheckpointError("a Zero trains the parameters of this model: give that Zero")
+        raise CheckpointError(
+            "a Zero trains the parameters of this model: pass that Zero instead of the model"
+        )
     for method in "named_parameters", "named_buffers":
         for name, tensor in _named(model, method):
             if isinstance(tensor, DTensor):
@@ -110,14 +112,14 @@ def require_own_parameters(model: Model) -> None:
             strides = tensor.stride() if tensor.layout is torch.strided else ()
             if any(not s and n > 1 for s, n in zip(strides, tensor.shape, strict=False)):
                 raise CheckpointError(
-                    f"{name} is expanded: elements of it share memory, so nothing can be loaded "
-                    "into it; make it a tensor of its own with .clone()"
+                    f"{name} is an expanded tensor: its elements share memory, so nothing can be "
+                    "loaded into it; replace it by its clone()"
                 )
     for name, module in _named(model, "named_modules"):
         if type(module)._save_to_state_dict is not nn.Module._save_to_state_dict:
             raise CheckpointError(
-                f"{name.rstrip('.') or 'the model'}, a {type(module).__name__}, makes its state "
-                "itself (_save_to_state_dict): give it get_extra_state and set_extra_state instead"
+                f"{name.rstrip('.') or 'the model'}, a {type(module).__name__}, overrides "
+                "_save_to_state_dict: define get_extra_state and set_extra_state instead"
             )
 
 
@@ -198,8 +200,8 @@ def optimizer_parts(
                 if id(tensor) not in parts:
                     raise CheckpointError(
                         f"{type(own).__name__} works on a parameter of shape "
-                        f"{tuple(tensor.shape)} that is not this model's: make it of the model's "
-                        "parameters, after the model has been sharded"
+                        f"{tuple(tensor.shape)} that is not in this model: make the optimizer from "
+                        "the model's parameters, after the model has been sharded"
                     )
                 optimizer_parts.append(OptimizerPart(own, number, tensor, parts[id(tensor)]))
     return optimizer_parts

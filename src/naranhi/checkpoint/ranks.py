@@ -47,8 +47,8 @@ def none_lost() -> Iterator[None]:
             raise
         cause = str(error).strip().partition("\n")[0]
         raise LostRankError(
-            f"a rank was lost, or waited for in vain ({cause}): its own output says why; the "
-            "checkpoints that are committed are as they were"
+            f"a rank was lost, or did not answer in time ({cause}): the output of that rank says "
+            "why; the checkpoints committed before are intact"
         ) from error
 
 

@@ -28,8 +28,8 @@ def serialized(content: object) -> bytes:
     unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(file)
     if unsafe:
         raise CheckpointError(
-            f"the state, or the optimizer, has a {', '.join(unsafe)}, which is not read from "
-            "files: save plain values and tensors"
+            f"the state, or the optimizer, has a {', '.join(unsafe)}, which cannot be read safely "
+            "from a file: save plain values and tensors"
         )
     return file.getvalue()
 

@@ -100,8 +100,8 @@ class Storage:
             owner = lock.read(1000).strip() or "another process"
             lock.close()
             raise CheckpointError(
-                f"{self.folder} is in use: {owner} saves into it; end that run, or give this one "
-                "another folder"
+                f"{self.folder} is in use: {owner} saves into it; end that run, or give this run "
+                "a different folder"
             ) from None
         except OSError as error:
             if error.errno not in UNSUPPORTED:
@@ -116,8 +116,8 @@ class Storage:
         if not (known := lock.read(len(OWNER))).startswith(OWNER) and known:
             lock.close()
             raise CheckpointError(
-                f"{self.folder / '.lock'} is another program's, and a save would empty it: give "
-                "the run a folder of its own"
+                f"{self.folder / '.lock'} belongs to another program, and a save would empty it: "
+                "give the run a different folder"
             )
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         lock.truncate(0)

@@ -176,10 +176,10 @@ def _warn_of_differences(of_ranks, group):
                 differ.setdefault(where[0].partition(".")[2], (one, rank))
     if differ and dist.get_rank(group) == 0:
         name, (one, rank) = next(iter(differ.items()))
-        others = f", and {len(differ) - 1} others differ" if len(differ) > 1 else ""
+        others = f" (and {len(differ) - 1} more parameters)" if len(differ) > 1 else ""
         warnings.warn(
             f"parameter {name} is not the same on rank {one} and rank {rank}{others}: the "
-            "checkpoint has each parameter from one of the ranks, and is the model of none",
+            "checkpoint takes each parameter from one rank, so it may match the model of no rank",
             stacklevel=2,
         )
 

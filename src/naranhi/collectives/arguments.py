@@ -61,13 +61,13 @@ def expect(name: str, tensor: object, shape: Sequence[int], like: torch.Tensor) 
 def expect_none(name: str, tensor: object) -> None:
     """Raise ValueError unless `tensor` is None, as it must be on a rank that is not the root."""
     if tensor is not None:
-        raise ValueError(f"{name} is the root's alone: pass None on the other ranks")
+        raise ValueError(f"only the root passes {name}: pass None on all other ranks")
 
 
 def require_sum(tensor: torch.Tensor) -> None:
     """Raise TypeError if torch cannot add tensors of this dtype on this device."""
     if not _has_sum(tensor.dtype, tensor.device):
-        raise TypeError(f"{tensor.dtype} has no sum on {tensor.device}")
+        raise TypeError(f"torch cannot add tensors of {tensor.dtype} on {tensor.device}")
 
 
 @cache

@@ -160,7 +160,10 @@ def _require_shapes(query, key, value):
     if not query.is_floating_point():
         raise TypeError(f"attention is for floating point, not {query.dtype}")
     if not query.numel() or not key.numel():
-        raise ValueError(f"nothing to attend: query {tuple(query.shape)}, key {tuple(key.shape)}")
+        raise ValueError(
+            f"query and key must have elements, not shapes {tuple(query.shape)} and "
+            f"{tuple(key.shape)}"
+        )
     batch, heads, length, size = query.shape
     expect("key", key, (batch, key.shape[1], length, size), query)
     expect("value", value, key.shape, query)

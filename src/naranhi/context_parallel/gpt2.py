@@ -42,12 +42,18 @@ class SequenceEmbedding(SharesGroups, nn.Module):
                 positions, a padding mask is given, or the ranks have different tokens.
         """
         if isinstance(tokens, tuple):
-            raise ValueError("no padding masks: pad at the end, with targets that the loss ignores")
+            raise ValueError(
+                "padding masks are not supported: pad at the end, with targets that the loss "
+                "ignores"
+            )
         if not is_a_shape(tokens):
             agree(self.group, tokens=tokens)
         length = tokens.shape[-1]
         if length > self.wpe.num_embeddings:
-            raise ValueError(f"{length} tokens, but the model has {self.wpe.num_embeddings}")
+            raise ValueError(
+                f"a sequence of {length} tokens, but the model has {self.wpe.num_embeddings} "
+                "positions"
+            )
         own = split_sequence(tokens, self.group, order=self.order)
         place = positions(length, self.group, order=self.order, device=tokens.device)
         return self.wte(own) + self.wpe(place.unsqueeze(0))

@@ -38,7 +38,10 @@ class SequenceTokens(SharesGroups, LlamaEmbedding):
                 positions, a padding mask is given, or the ranks have different tokens.
         """
         if isinstance(tokens, tuple):
-            raise ValueError("no padding masks: pad at the end, with targets that the loss ignores")
+            raise ValueError(
+                "padding masks are not supported: pad at the end, with targets that the loss "
+                "ignores"
+            )
         if not is_a_shape(tokens):
             agree(self.group, tokens=tokens)
         self.require_positions(tokens.shape[-1])

@@ -57,7 +57,7 @@ def runs(order: str, ranks: int, rank: int, length: int) -> list[Run]:
     half, odd = divmod(length, 2)
     if odd:
         raise ValueError(
-            f"head_tail order halves each rank's part, which {length} positions forbid"
+            f"head_tail order halves each rank's part, so its length must be even, not {length}"
         )
     return [Run(rank * half, half, 0), Run((2 * ranks - 1 - rank) * half, half, half)]
 

@@ -39,8 +39,8 @@ def spans(
     documents = [length] if documents is None else documents
     if not _are_lengths(documents):
         raise ValueError(
-            "documents must be lengths, such as [5, 3], or such a list for each row, whole numbers "
-            f"and no tensor, not {documents!r}"
+            "documents must be a list of lengths (whole numbers, not a tensor), such as [5, 3], or "
+            f"one such list for each row, not {documents!r}"
         )
     documents = list(documents)
     if all(isinstance(count, Integral) for count in documents):
@@ -62,7 +62,9 @@ def _are_lengths(documents, of_rows=True):
 
 def _ends(counts, length):
     if sum(counts) != length or min(counts) < 1:
-        raise ValueError(f"documents of {counts} tokens do not make a sequence of {length}")
+        raise ValueError(
+            f"document lengths must be at least 1 and sum to {length}, the sequence's, not {counts}"
+        )
     return list(pairwise(accumulate(counts, initial=0)))
 
 

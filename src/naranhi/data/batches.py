@@ -218,7 +218,7 @@ def stream(
         raise ValueError("there are no sequences to make batches of")
     _require_a_row(size)
     if start < 0:
-        raise ValueError(f"start is the number of batches to leave out, not {start}")
+        raise ValueError(f"start must be a number of batches to leave out, not {start}")
     lengths = [len(sequence) for sequence in sequences]
     for epoch in count():
         batches = batching(lengths, size, random.Random(f"{seed}/{epoch}"))

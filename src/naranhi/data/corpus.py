@@ -99,8 +99,8 @@ def tokenizer(name: str | os.PathLike[str] | None = None) -> PreTrainedTokenizer
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token is None:
             raise ValueError(
-                f"the tokenizer of {name!r} has neither a padding token nor one for the end: name "
-                "one in its tokenizer_config.json"
+                f"the tokenizer of {name!r} has neither a padding token nor an end-of-text token: "
+                "set pad_token in its tokenizer_config.json"
             )
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -122,7 +122,7 @@ def _squad():
 
 def _read(path):
     if not path.is_file():
-        there = "is no file" if path.exists() else "does not exist"
+        there = "is not a file" if path.exists() else "does not exist"
         raise FileNotFoundError(f"the corpus {path} {there}")
     packed = path.read_bytes()
     if not packed:
@@ -150,7 +150,7 @@ def _lines(text):
             entry = _json(line, f"line {number} is ")
             passage = entry.get("text") if isinstance(entry, dict) else None
             if fault := _fault_of(passage):
-                raise ValueError(f'line {number} {fault} as its "text"')
+                raise ValueError(f'the "text" of line {number} {fault}')
             passages.append(passage)
     return passages
 
@@ -175,15 +175,15 @@ def _json(text, where):
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}no JSON ({error})") from None
+        raise ValueError(f"{where}not JSON ({error})") from None
 
 
 def _fault_of(passage):
     """Return what is wrong with a passage, or None if it is text that can be encoded."""
     if not isinstance(passage, str):
-        return "has no text"
+        return "is missing, or not a string"
     if SURROGATES.search(passage):
-        return "has half of a character (a surrogate)"
+        return "contains half of a character (a surrogate)"
     return None
 
 
@@ -203,7 +203,7 @@ def _fault_in(content):
         for j, paragraph in enumerate(paragraphs):
             context = paragraph.get("context") if isinstance(paragraph, dict) else None
             if fault := _fault_of(context):
-                return f'data[{i}].paragraphs[{j}] {fault} as its "context"'
+                return f'the "context" of data[{i}].paragraphs[{j}] {fault}'
     if not any(article["paragraphs"] for article in articles):
         return "no article has a paragraph"
     return None

@@ -35,7 +35,7 @@ def global_count(count: int, group: dist.ProcessGroup | None = None) -> int:
     total = torch.tensor([count], device=device_of(group))
     all_reduce(total, group)
     if not (valid := total.item()):
-        raise ValueError("no rank has anything valid in this step")
+        raise ValueError("`count` is 0 on every rank in this step: there is no loss to average")
     return valid
 
 

@@ -283,7 +283,7 @@ class DDP(Attached):
             for parameter in group["params"]:
                 if parameter in self._local and parameter.grad is not None:
                     raise RuntimeError(
-                        f"the gradient of parameter {self.names[parameter]} is this rank's alone: "
+                        f"the gradient of parameter {self.names[parameter]} is not yet summed: "
                         "run the last backward of a step outside of no_sync(), or call "
                         "synchronize()"
                     )

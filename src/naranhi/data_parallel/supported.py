@@ -119,8 +119,8 @@ def require_same_parameters(model: nn.Module, names: Container[nn.Parameter], ki
     for name, param in model.named_parameters():
         if param.requires_grad and param not in names:
             raise RuntimeError(
-                f"parameter {name} requires a gradient, and did not when {kind} was "
-                "made, or was not there: close() it and make another"
+                f"parameter {name} was unfrozen, added or replaced after {kind} was made: call "
+                f"close() on {kind}, and make a new one"
             )
 
 
@@ -135,9 +135,9 @@ def _unsupported(model):
                 )
             if module.max_norm is not None:
                 return (
-                    f"embedding {name or 'itself'} has max_norm={module.max_norm}, with which "
-                    "its forward changes the rows that this rank's share reads: the ranks' "
-                    "weights would part"
+                    f"embedding {name or 'itself'} has max_norm={module.max_norm}, so its forward "
+                    "changes the rows that it reads, and the ranks' weights would diverge: make it "
+                    "without max_norm"
                 )
     for name, buffer in model.named_buffers():
         if isinstance(buffer, nn.parameter.UninitializedTensorMixin):
@@ -184,8 +184,8 @@ def _sharded(model, ranks, experts):
             others = ranks & _ranks(module.group) - {dist.get_rank()}
             if others and not (experts and own_tokens):
                 return (
-                    f"{what} has other shards on rank {_list(others)}: replicas are ranks that "
-                    "hold the same shards"
+                    f"{what} has different shards on rank {_list(others)}: pass a group of ranks "
+                    "that hold the same shards, such as Mesh.replicas"
                 )
     return None
 
@@ -196,8 +196,8 @@ def _experts(module, ranks, apart):
     if module.replicas is not None:
         copies = _ranks(module.replicas)
     left_out = (
-        ", which is not in the group and has tokens of its own, whose gradients would be left out: "
-        "use expert_parallel.sum_gradients instead"
+        ", outside the group: the gradients of the tokens there would be left out; use "
+        "expert_parallel.sum_gradients instead"
     )
     if not apart and (outside := holders - ranks):
         return f"experts on rank {_list(outside)} too{left_out}"
@@ -211,9 +211,9 @@ def _experts(module, ranks, apart):
         groups = f" and tensor groups of {len(tensor)}" if len(tensor) > 1 else ""
         return (
             f"experts that are divided over {len(holders)} ranks (copies of each: {len(copies)}), "
-            f"which does not fit a group of {len(ranks)} ranks{groups}: give the layer all ranks "
-            "with copies as `replicas`, such as Mesh.expert_replicas, and pass all with the same "
-            "dense layers as the group, such as Mesh.replicas"
+            f"which does not fit a group of {len(ranks)} ranks{groups}: pass to the layer, as "
+            "`replicas`, all ranks with copies (Mesh.expert_replicas), and here, as the group, all "
+            "ranks with the same dense layers (Mesh.replicas)"
         )
     return None
 

@@ -200,8 +200,8 @@ def require_same_gradients(names: Iterable[str], table: torch.Tensor) -> None:
     busy = table.any(1).tolist()
     hint = (
         (
-            f"; rank {_list(busy, False)} has none of any parameter: without a sample, run the "
-            "model on rows that do not count"
+            f"; rank {_list(busy, False)} has no gradient at all: a rank without samples still has "
+            "to run the model, on rows that the loss ignores"
         )
         if not all(busy)
         else ""

@@ -83,7 +83,9 @@ class Peers:
         except dist.DistError as error:
             if not self._stopped.is_set():
                 cause = str(error).partition("\n")[0]
-                self._give_up(f"the store of the ranks is gone, with the one that kept it: {cause}")
+                self._give_up(
+                    f"the store of the ranks is gone, with the process that kept it: {cause}"
+                )
 
     def _watch_the_store(self):
         """Give up if `_beat` hangs: a store whose keeper or host is gone or stopped is silent."""

@@ -103,4 +103,4 @@ def _explain(problem, circumstances, group, replicas):
         raise ValueError(f"on rank {ranks}: {problem}")
     first, _, expected = reports[0]
     rank, given = next((rank, other) for rank, _, other in reports if other != expected)
-    raise ValueError(f"tokens are {expected} on rank {first}, {given} on rank {rank}")
+    raise ValueError(f"the ranks' tokens differ. Rank {first}: {expected}. Rank {rank}: {given}")

@@ -37,8 +37,8 @@ def exchange_rows(
     ranks = dist.get_world_size(group)
     if sum(sent) != len(rows) or not len(sent) == len(received) == ranks:
         raise ValueError(
-            f"to send {list(sent)} rows and receive {list(received)} does not fit {len(rows)} rows "
-            f"and {ranks} ranks"
+            f"sent and received must have a number for each of {ranks} ranks, and sent must sum to "
+            f"{len(rows)} rows: sent is {list(sent)}, received {list(received)}"
         )
     return rows if ranks == 1 else ExchangeFunction.apply(rows, sent, received, group)
 

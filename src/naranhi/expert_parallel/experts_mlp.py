@@ -118,8 +118,8 @@ def require_copies_on(
     copies = dist.get_process_group_ranks(replicas) if replicas else []
     if not {*dist.get_process_group_ranks(tensor)} <= {*copies}:
         raise ValueError(
-            "the ranks of the tensor group have copies of the experts, and tokens of their own: "
-            "replicas has to have them too, such as Mesh.expert_replicas"
+            "the ranks of the tensor group have copies of the experts and different tokens: "
+            "`replicas` must include these ranks, as Mesh.expert_replicas does"
         )
     return tensor
 

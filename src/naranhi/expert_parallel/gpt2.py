@@ -61,7 +61,7 @@ def add_experts(
     blocks = [n for n, layer in enumerate(layers) if isinstance(layer, GPT2Block)]
     blocks = blocks[every - 1 :: every]
     if not blocks:
-        raise ValueError(f"among {len(layers)} layers there is no block for experts, every {every}")
+        raise ValueError(f"every={every} leaves no block for experts among {len(layers)} layers")
     tensor = require_copies_on(tensor, replicas)
     for number in blocks if own is None else [number for number in blocks if number in own]:
         layer = layers[number]

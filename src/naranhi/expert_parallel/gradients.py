@@ -139,7 +139,7 @@ def _require_same_shards(model, group):
             others = ranks & {*dist.get_process_group_ranks(module.group)}
             if others:
                 raise ValueError(
-                    f"{type(module).__name__} {name or 'itself'} has other shards on rank "
-                    f"{_list(others)}, whose gradients belong to other "
+                    f"{type(module).__name__} {name or 'itself'} has different shards on rank "
+                    f"{_list(others)}, whose gradients belong to different "
                     "parameters: pass the ranks that hold the same shards, such as Mesh.replicas"
                 )

@@ -25,8 +25,8 @@ def grouped_mm(rows: torch.Tensor, weights: torch.Tensor, sizes: Sequence[int]) 
     """
     if sum(sizes) != len(rows) or len(sizes) != len(weights):
         raise ValueError(
-            f"{len(sizes)} sizes with a sum of {sum(sizes)} for {len(rows)} rows and "
-            f"{len(weights)} weights"
+            f"{len(sizes)} sizes for {len(weights)} weights, with a sum of {sum(sizes)} for "
+            f"{len(rows)} rows: the numbers must be equal in both cases"
         )
     return GroupedProduct.apply(rows, weights, sizes)
 

@@ -246,8 +246,8 @@ def _require(ranks, capacity_factor, **sizes):
         raise ValueError(f"capacity_factor must be a number or None, not {capacity_factor!r}")
     if capacity_factor is not None and not 0 < capacity_factor < math.inf:
         raise ValueError(
-            f"with capacity_factor={capacity_factor} an expert has no capacity, or no limit: it "
-            "must be positive, or None to drop nothing"
+            "capacity_factor must be positive and finite, or None to drop nothing, not "
+            f"{capacity_factor}"
         )
 
 

@@ -23,7 +23,10 @@ def deepspeed() -> ModuleType:
             torchrun and `naranhi.World` set it, and a `PipelineModule` reads it.
     """
     if not dist.is_initialized() or "LOCAL_RANK" not in os.environ:
-        raise RuntimeError("a default process group is needed, and LOCAL_RANK in the environment")
+        raise RuntimeError(
+            "DeepSpeed needs a default process group, and LOCAL_RANK in the environment, which "
+            "torchrun and naranhi.World set"
+        )
     device = device_of()
     if device.type == "cpu":  # fewer GPUs than ranks, or none
         os.environ.setdefault("DS_ACCELERATOR", "cpu")

@@ -197,9 +197,9 @@ def link_seconds(
     group = dist.group.WORLD if group is None else group
     rank = dist.get_rank(group)
     if dist.get_world_size(group) < 2:
-        raise ValueError("a link has two ends, and this group has one rank")
+        raise ValueError("measuring a link needs 2 ranks or more, and this group has 1")
     if min(sizes) < 1:
-        raise ValueError("a message has at least one byte")
+        raise ValueError(f"sizes must be at least 1 byte, not {min(sizes)}")
     buffer = torch.ones(max(sizes), dtype=torch.uint8, device=device)
 
     def there_and_back(message):

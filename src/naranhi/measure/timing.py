@@ -46,7 +46,10 @@ def interleaved(
         ValueError: there are no contenders, `repeats` is below 1, or `warmup` below 0.
     """
     if not contenders or repeats < 1 or warmup < 0:
-        raise ValueError("measure at least one contender, at least once, after 0 rounds or more")
+        raise ValueError(
+            f"contenders and repeats must be at least 1, and warmup at least 0, not "
+            f"{len(contenders)}, {repeats} and {warmup}"
+        )
     group = dist.group.WORLD if group is None else group
     device = device_of(group)
 
@@ -128,7 +131,7 @@ def best_seconds(
         ValueError: there are no runs, or `repeats` is below 1.
     """
     if not runs or repeats < 1:
-        raise ValueError("measure at least one run, at least once")
+        raise ValueError(f"runs and repeats must be at least 1, not {len(runs)} and {repeats}")
     on_gpu = torch.device(device).type == "cuda"
     settle = partial(torch.cuda.synchronize, device) if on_gpu else lambda: None
 

@@ -76,7 +76,9 @@ def require_kind(config: PreTrainedConfig, given: str, dropout: float | None = N
             f"{given} is a model of the kind {config.model_type!r}, neither a GPT-2 nor {KIND}"
         )
     if dropout:
-        raise ValueError(f"{given} is a {config.model_type}, which has no dropout, not {dropout}")
+        raise ValueError(
+            f"{given} is a {config.model_type}, which has no dropout: do not set it to {dropout}"
+        )
 
 
 def transformers_model(

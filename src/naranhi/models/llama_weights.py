@@ -150,9 +150,11 @@ def _require_supported(config):
     if config.model_type not in KINDS:
         raise ValueError(f"a model of the kind {config.model_type!r} is not {KIND}")
     if dropout := getattr(config, "attention_dropout", 0.0):
-        raise ValueError(f"attention_dropout is {dropout}: these layers have no dropout, set it 0")
+        raise ValueError(
+            f"attention_dropout is {dropout}: these layers have no dropout, set it to 0"
+        )
     if noise := getattr(config, "router_jitter_noise", 0.0):
-        raise ValueError(f"router_jitter_noise is {noise}: these layers have no noise, set it 0")
+        raise ValueError(f"router_jitter_noise is {noise}: these layers have no noise, set it to 0")
     kind = (config.rope_parameters or {}).get("rope_type", "default")
     if kind in ("dynamic", "longrope"):
         raise ValueError(
@@ -165,7 +167,9 @@ def _require_supported(config):
         raise ValueError(f"{groups} heads of keys and values do not divide {heads} of queries")
     size = head_size(config)
     if size < 2 or size % 2:
-        raise ValueError(f"a head of {size} has no pairs of elements, which positions rotate")
+        raise ValueError(
+            f"a head needs a positive, even size, not {size}: positions rotate pairs of elements"
+        )
 
 
 def _block(layer, rotary):

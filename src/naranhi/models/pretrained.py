@@ -145,8 +145,8 @@ def require_all_weights(
         )
     if unknown:
         raise ValueError(
-            f"the weights of {name!r} have {unknown[0]}{_more(unknown)}, of which its config.json "
-            "says nothing: without them another model would be trained"
+            f"the weights of {name!r} have {unknown[0]}{_more(unknown)}, which its config.json "
+            "does not describe: without them, a different model would be trained"
         )
 
 

@@ -116,8 +116,8 @@ def _files(name):
     index = cached_file(name, SAFE_WEIGHTS_INDEX_NAME, **if_there)
     if index is None:
         raise ValueError(
-            f"there is neither {SAFE_WEIGHTS_NAME} nor its index: where the weights have another "
-            "format, load them by transformers and save them by save_pretrained"
+            f"there is neither {SAFE_WEIGHTS_NAME} nor its index: if the weights have a different "
+            "format, load them with transformers, then call save_pretrained"
         )
     with open(index) as file:
         parts = sorted({*json.load(file)["weight_map"].values()})

@@ -58,9 +58,11 @@ def _split(name, batch, number):
     tensors = batch if isinstance(batch, tuple) else (batch,)
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor) or not tensor.dim():
+            is_tensor = isinstance(tensor, torch.Tensor)
+            kind = "a tensor without dimensions" if is_tensor else type(tensor).__name__
             raise TypeError(
-                f"{name}: a tensor with a first dimension to divide is needed, or "
-                f"a tuple of them, not {type(tensor).__name__}"
+                f"{name} must be a tensor with a first dimension to divide, or a tuple of such "
+                f"tensors, not {kind}"
             )
         if not len(tensor) or len(tensor) % number or len(tensor) != len(tensors[0]):
             rows = " and ".join(str(len(tensor)) for tensor in tensors)

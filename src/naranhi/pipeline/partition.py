@@ -51,8 +51,8 @@ def cut(
     balance = uniform(layers, stages) if balance is None else list(balance)
     if len(balance) != stages or sum(balance) != len(layers) or min(balance) < 1:
         raise ValueError(
-            f"the balance {balance} gives {len(balance)} stages {sum(balance)} layers: it "
-            f"should give {stages} stages {len(layers)} layers, and each at least one"
+            f"the balance {balance} divides {sum(balance)} layers into {len(balance)} stages: it "
+            f"must divide {len(layers)} layers into {stages} stages, with at least one in each"
         )
     ends = [sum(balance[: stage + 1]) for stage in range(stages)]
     return [layers[end - size : end] for size, end in zip(balance, ends, strict=True)]
@@ -99,8 +99,8 @@ def check_kinds(
             )
         if kind == "U" and (name := _shares_tokens(parts[stage])):
             raise ValueError(
-                f"{action} cannot be run: the experts of {name} have tokens of other ranks, whose "
-                "gradients of all other weights are added up at a step's end"
+                f"{action} cannot be run: the experts of {name} get tokens of other ranks, and the "
+                "gradients of those ranks are summed only at a step's end"
             )
         if kind == "U" and tied:
             raise ValueError(

@@ -62,7 +62,8 @@ def prepared(
     try:
         check(schedule)
         if len(schedule) != dist.get_world_size(group):
-            raise ValueError(f"a schedule of {len(schedule)} ranks on {dist.get_world_size(group)}")
+            ranks = dist.get_world_size(group)
+            raise ValueError(f"a schedule for {len(schedule)} ranks in a pipeline of {ranks}")
         if trial not in ("shapes", "data"):
             raise ValueError(f'trial is "shapes" or "data", not {trial!r}')
         parts = cut(

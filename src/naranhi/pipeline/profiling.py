@@ -57,7 +57,10 @@ def profile(
     """
     layers = list(layers)
     if not layers or repeats < 1 or warmup < 0:
-        raise ValueError("profile at least one layer, at least once, after 0 or more warm-ups")
+        raise ValueError(
+            f"layers and repeats must be at least 1, and warmup at least 0, not {len(layers)}, "
+            f"{repeats} and {warmup}"
+        )
     saved, output_bytes = _count(layers, inputs)
     runs = [_time(layers, inputs) for _ in range(warmup + repeats)][warmup:]
     profiles = []

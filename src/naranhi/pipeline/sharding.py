@@ -106,7 +106,10 @@ def check_sharding(
             f"ranks over which stages are sharded ({what} is None)"
         )
     if level == 3 and trial == "data":
-        raise ValueError('trial="data" reads values, of which a rank has only shards at stage 3')
+        raise ValueError(
+            'trial="data" needs whole parameters, and at stage 3 a rank has only shards: use '
+            'trial="shapes"'
+        )
     users = {}
     for stage, part in enumerate(parts):
         trained = [p for layer in part for p in layer.parameters() if p.requires_grad]
@@ -116,6 +119,6 @@ def check_sharding(
             other = users.setdefault(parameter, stage)
             if other != stage:
                 raise ValueError(
-                    f"stages {other} and {stage} share a tied parameter, of which each would have "
-                    "other shards: untie it, or put its layers into one stage"
+                    f"stages {other} and {stage} share a tied parameter, and would shard it "
+                    "differently: untie it, or put its layers into one stage"
                 )

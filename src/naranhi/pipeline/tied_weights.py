@@ -52,9 +52,9 @@ def check_max_norm(
             continue
         if has_replicas or module.weight in names:
             raise ValueError(
-                f"{names.get(module.weight, 'an embedding')} has max_norm={module.max_norm}, with "
-                "which a forward changes the rows that it reads, and other ranks have copies of "
-                "them, which would part: make it without max_norm"
+                f"{names.get(module.weight, 'an embedding')} has max_norm={module.max_norm}, so a "
+                "forward changes the rows that it reads, and the copies on other ranks would "
+                "diverge: make it without max_norm"
             )
 
 

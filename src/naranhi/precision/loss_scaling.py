@@ -75,8 +75,8 @@ class LossScaler:
             if self.scale < limits.tiny:
                 raise RuntimeError(
                     f"the scale has fallen to {self.scale:.3g}, and gradients are still inf or "
-                    "NaN: they do not fit with any scale; look for the operation that makes them, "
-                    "with precision.first_nonfinite"
+                    "NaN: no scale makes them finite; find the operation that produces them with "
+                    "precision.first_nonfinite"
                 )
         elif self._good_steps == self._interval:
             if self.scale * self._growth <= limits.max:

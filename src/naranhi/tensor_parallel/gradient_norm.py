@@ -154,7 +154,7 @@ def scale_to(gradients: Iterable[torch.Tensor], max_norm: float, norm: float) ->
         FloatingPointError: `norm` is not finite.
     """
     if not max_norm > 0:
-        raise ValueError(f"a norm is clipped to a number above 0, not to {max_norm!r}")
+        raise ValueError(f"max_norm must be above 0, not {max_norm!r}")
     if not isfinite(norm):
         raise FloatingPointError(f"the gradients' norm is {norm}")
     factor = max_norm / (norm + 1e-6)

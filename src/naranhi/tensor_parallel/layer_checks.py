@@ -71,13 +71,13 @@ def require_grouped_heads(layer: nn.Module, ranks: int, norms: bool) -> None:
         raise TypeError(f"the attention of models.llama is needed, not {type(layer).__name__}")
     if layer.groups % ranks:
         raise ValueError(
-            f"{ranks} ranks do not divide {layer.groups} heads of keys and values, of which each "
-            "needs whole ones: take a smaller tensor group"
+            f"{ranks} ranks do not divide {layer.groups} heads of keys and values, and each rank "
+            "needs whole heads: use a smaller tensor group"
         )
     if (layer.q_norm is not None) != norms:
         raise ValueError(
-            f"it {'has no' if norms else 'has'} norms of heads, and the plan is for one that has "
-            f"{'them' if norms else 'none'}: take llama_plan(head_norms={not norms})"
+            f"it {'has no' if norms else 'has'} norms of heads, and the plan is for attention "
+            f"{'with' if norms else 'without'} them: use llama_plan(head_norms={not norms})"
         )
 
 
@@ -93,7 +93,7 @@ def require_tokenwise(layer: nn.Module) -> None:
         raise _wrong_kind("a Dropout is needed", layer, nn.Dropout)
     _require_own_forward(layer)
     if list(layer.children()):
-        raise ValueError("what it is made of has to be named, layer by layer")
+        raise ValueError("the plan has to name the layers inside it, one by one")
     for name, param in layer.named_parameters():
         _require_plain_parameter(name, param)
 
@@ -103,8 +103,8 @@ def require_slow_path(parent: nn.Module) -> None:
     is_fast = torch.backends.mha.get_fastpath_enabled()
     if isinstance(parent, nn.TransformerEncoderLayer) and is_fast:
         raise ValueError(
-            "in evaluation, nn.TransformerEncoderLayer computes with its layers' weights itself, "
-            "and would take a part for the whole: call "
+            "in evaluation, nn.TransformerEncoderLayer uses its layers' weights directly, and "
+            "would mistake a shard for the whole weight: call "
             "torch.backends.mha.set_fastpath_enabled(False) first"
         )
 
@@ -155,8 +155,8 @@ def _require_plain(layer, *names):
     if held != set(names):
         differ = ", ".join(sorted(held ^ set(names)))
         raise ValueError(
-            f"it should hold {' and '.join(names)} only, but for {differ} this is not "
-            "so: what they do would be lost"
+            f"it must hold {' and '.join(names)}, and nothing else, but differs in {differ}: "
+            "what they do would be lost"
         )
     for name, param in layer.named_parameters():
         _require_plain_parameter(name, param)
@@ -167,6 +167,6 @@ def _require_plain_parameter(name, param):
         raise TypeError(f"its {name} is a {type(param).__name__}, not a torch.nn.Parameter")
     if has_hooks(param):
         raise ValueError(
-            f"its {name} has a hook, which would see a part of the gradient: register "
-            "it on the parameters of what parallelize returns, for a part of them"
+            f"its {name} has a hook, which would see only a part of the gradient: register a hook "
+            "for such parts on the parameters of what parallelize returns"
         )

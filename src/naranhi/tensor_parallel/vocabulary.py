@@ -155,8 +155,8 @@ def refuse_partial_logits(model: nn.Module) -> None:
 
 def _refuse_part(name, method, *_, **__):
     raise ValueError(
-        f"{method} needs the logits of all words, and {name} returns those of this "
-        "rank only: cut it by Vocabulary(gather_output=True)"
+        f"{method} needs the logits of all words, and {name} returns only those of this rank: "
+        "split it with Vocabulary(gather_output=True)"
     )
 
 

@@ -192,15 +192,15 @@ class Hooks(Attached):
         self._begin_backward()
         if self._phase is Phase.REDUCED:
             raise RuntimeError(
-                f"parameter {self.names[parameter]} gets a gradient, but this step's are summed "
-                "already: call step() or zero_grad() of Zero before another backward"
+                f"parameter {self.names[parameter]} gets a gradient, but this step's gradients are "
+                "summed already: call step() or zero_grad() of Zero before another backward"
             )
         unit = self.units[number]
         if unit.done:
             raise RuntimeError(
-                f"parameter {self.names[parameter]} gets a gradient when its unit's backward is "
-                "over: what uses it outside of the forward has to come after the forward, and "
-                "graphs from before the last backward need a backward of their own"
+                f"parameter {self.names[parameter]} gets a gradient after its unit's backward has "
+                "ended: use it outside the forward only after the forward, and run a separate "
+                "backward for graphs from before the last backward"
             )
         require_gradient(self.names[parameter], parameter.grad)
         self._gradients.advance()
@@ -294,4 +294,4 @@ class Hooks(Attached):
 
     def _require_end(self):
         if self._backward.failed:
-            raise RuntimeError("the last backward did not come to its end: call zero_grad() first")
+            raise RuntimeError("the last backward did not finish: call zero_grad() first")

@@ -18,7 +18,7 @@ def require_mixed(model: nn.Module) -> None:
             if mean is not None and mean.dtype == torch.float32:
                 raise ValueError(
                     f"{name or 'the model'} is a {type(module).__name__} with running statistics "
-                    "in float32, beside which its weight cannot be in bf16: convert the statistics "
+                    "in float32, so its weight cannot be in bf16: convert the statistics "
                     "to bf16, make it without them (track_running_stats=False), or use "
                     "precision='fp32', under autocast"
                 )
@@ -39,6 +39,6 @@ def computes_in(precision: str, name: str, parameter: nn.Parameter) -> torch.dty
         return parameter.dtype
     if parameter.dtype != torch.float32:
         raise ValueError(
-            f"mixed precision is for parameters in float32, {name} is in {parameter.dtype}"
+            f"mixed precision needs parameters in float32, but {name} is in {parameter.dtype}"
         )
     return torch.bfloat16

@@ -82,8 +82,8 @@ def axes_of(group: dist.ProcessGroup, replicas: dist.ProcessGroup | None) -> Axe
         if len({shard for _, shard in shards}) > 1:
             places = ", ".join(f"rank {rank} has shard {shard}" for rank, shard in shards)
             raise ValueError(
-                f"replicas have to hold the same shard, one in each group, but {places}: make both "
-                "of one mesh, such as init_device_mesh's"
+                f"replicas have to hold the same shard, one in each group, but {places}: take both "
+                "groups from one mesh, such as that of init_device_mesh"
             )
 
     raise_on_all(require_one_shard, axes, kind=ValueError)
@@ -109,8 +109,8 @@ def require_all(present: bool, group: Axes, device: torch.device) -> None:
     absent = [str(rank) for rank, flag in enumerate(flags.flatten().tolist()) if not flag]
     if 0 < len(absent) < flags.numel():
         raise RuntimeError(
-            f"rank {', '.join(absent)} has no forward in this step: without a sample, run the "
-            "model on rows that do not count"
+            f"rank {', '.join(absent)} has no forward in this step: a rank without samples still "
+            "has to run the model, on rows that the loss ignores"
         )
 
 
@@ -150,7 +150,7 @@ def require_trained(flats: Iterable[FlatParam]) -> None:
             if not param.requires_grad and flat.group_of[param] in busy:
                 raise RuntimeError(
                     f"parameter {flat.name_of[param]} was frozen after Zero was "
-                    "made: close() it and make another"
+                    "made: close() that Zero and make a new one"
                 )
 
 

@@ -290,7 +290,7 @@ def _groups(groups, named, name_of):
         for parameter in [params] if isinstance(params, torch.Tensor) else params:
             parameter = parameter[1] if isinstance(parameter, tuple) else parameter  # with name
             if parameter not in name_of:
-                raise ValueError(f"parameter group {number} has one that is not the model's")
+                raise ValueError(f"parameter group {number} has a parameter not in the model")
             if parameter in group_of:
                 raise ValueError(f"parameter {name_of[parameter]} is in two groups")
             group_of[parameter] = number

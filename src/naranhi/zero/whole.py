@@ -68,7 +68,7 @@ class Whole:
         """
         if self.state:
             if write and self.state != "written":
-                raise RuntimeError("this model is gathered to be read: leave that block first")
+                raise RuntimeError("this model is in gathered(write=False): leave that block first")
             yield
             return
         self.require_own_memory()
