@@ -71,9 +71,10 @@ Odd() if rank == 1 else None
         "import pathlib\n"
         "pathlib.Path(f'{rank}.py').write_text('raise ValueError(\"real cause\")')\n"
         "if rank == 1:\n    get_ipython().run_line_magic('run', '1.py')\ndist.barrier()",
+        "if rank == 1:\n    get_ipython().run_cell('raise ValueError(\"real cause\")')\n    1 / 0",
         OWN_REPR,
     ],
-    ids=["capture", "run", "repr"],
+    ids=["capture", "run", "consequence", "repr"],
 )
 def test_an_error_that_ipython_only_shows(world, tmp_path, cell):
     world.execute(f"import os\nbefore = os.getcwd()\nos.chdir({str(tmp_path)!r})")
