@@ -304,7 +304,7 @@ def test_what_was_executed_beside_another_does_not_stand_for_long(book):
     assert executed(build(book, "--jobs", "2")) == []
     result = build(book, "--execute-only")
     assert executed(result) == list(CHAPTERS)
-    assert "beside another" in result.stdout
+    assert "executed at the same time as another notebook" in result.stdout
     assert executed(build(book)) == []
 
 
