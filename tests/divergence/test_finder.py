@@ -444,9 +444,17 @@ def refusals():
     said["no names"] = raised(divergence.find, gpt2(0), run, reference, mesh=unnamed)
     short = lambda layers: alone(layers, batch(0)[0][:, :5], batch(0)[1][:, :5])  # noqa: E731
     said["shape"] = raised(find, gpt2(0), short)
+    twice = partial(divergence.find, Twice(), lambda model: model(torch.ones(2, 2)))
+    reference = divergence.trace(Twice(), lambda model: model(torch.ones(2, 2), torch.ones(2, 2)))
+    said["fewer tensors"] = raised(twice, reference, mesh=mesh)
     one_rank_only = partial(_stop_on_rank_1, run)
     said["one rank"] = raised(find, gpt2(0), one_rank_only)
     return said
+
+
+class Twice(nn.Module):
+    def forward(self, *tensors):
+        return sum(tensors)
 
 
 def _other_rows(seed):
@@ -476,6 +484,8 @@ REFUSED = {
     "one rank": "RuntimeError: on rank 1: run(model) has called no layer of the model: it should "
     "run a step",
     "other reference": "ValueError: rank 0 and rank 1 have different values of the batch",
+    "fewer tensors": "ValueError: the model takes fewer tensors here than in one process; pass the "
+    "same ones",
     "no names": "ValueError: the finder needs a mesh of all 2 ranks whose axes have names "
     "(mesh_dim_names), not one of 2 ranks with the axes None",
     "shape": "ValueError: dimension 1 has 5 elements here and 6 in one process: no split over "

@@ -555,7 +555,47 @@ def hooked(late):
 FORMS = {
     "one backward": lambda: found(linears, one_backward),
     "hook": lambda: found(partial(hooked, False), backward),
+    "mask": lambda: found(Masked, masked, masked),
+    "mask with a row for each row": lambda: found(Masked, masked_by_rows, masked_by_rows),
+    "recurrent": lambda: found(Recurrent, backward),
 }
+
+
+class Masked(nn.Module):
+    """Mix the positions of each row by a mask that all rows share, after a scale in one number."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.mix = nn.Linear(2, 2)
+
+    def forward(self, x, mask, scale):
+        x = x.unflatten(1, (-1, 2))
+        return (mask.tril() @ self.mix(x) * scale).flatten(1)
+
+
+def masked(model, inputs, targets):
+    mask = torch.linspace(-1, 1, 16).view(4, 4)
+    output = model(inputs, mask, torch.tensor(0.5))
+    (squared_error(output, targets) / ROWS).backward()
+
+
+def masked_by_rows(model, inputs, targets):
+    """The mask has as many rows as the batch of one process."""
+    mask = torch.linspace(-1, 1, 64).view(8, 8)
+    output = model(inputs.repeat(1, 2), mask, torch.tensor(0.5))
+    (squared_error(output, targets.repeat(1, 2)) / ROWS).backward()
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.lstm = nn.LSTM(2, 3, num_layers=2, batch_first=True)
+
+    def forward(self, x):
+        output, (hidden, _) = self.lstm(x.unflatten(1, (-1, 2)))
+        return (output.sum((1, 2)) + hidden[-1].sum(1))[:, None]
 
 
 def found_in(form):

@@ -149,6 +149,46 @@ def test_a_step_that_draws_random_numbers_on_a_gpu_is_known(monkeypatch):
     assert reference.noise[key] < 1e-4, "float64's step draws the same masks"
 
 
+class Drops(nn.Module):
+    """Dropout from a generator that the layer keeps; it may seed it itself in each forward."""
+
+    def __init__(self, seeds):
+        super().__init__()
+        self.generator, self.seeds = torch.Generator().manual_seed(3), seeds
+
+    def forward(self, x):
+        if self.seeds:
+            self.generator.manual_seed(5)
+        return x * torch.empty_like(x).bernoulli_(0.5, generator=self.generator)
+
+
+@pytest.mark.parametrize("seeds", [False, True])
+def test_a_generator_that_a_layer_keeps(seeds):
+    """Both runs draw the same, and the next step draws what it would have drawn."""
+    run, _ = step()
+    drops = Drops(seeds)
+    before = drops.generator.get_state()
+    reference = divergence.trace([*layers(), drops], run)
+    assert reference.draws == (not seeds)
+    assert 0 < reference.noise[Key("forward", "2")] < 1e-5
+    assert seeds or torch.equal(before, drops.generator.get_state())
+
+
+def test_a_generator_of_the_step_itself():
+    generator = torch.Generator().manual_seed(3)
+    _, inputs = step()
+
+    def drawing(layers):
+        kept = torch.rand(6, 1, generator=generator) < 0.5
+        layers[0](inputs * kept).square().sum().backward()
+
+    before = generator.get_state()
+    reference = divergence.trace(layers(), drawing)
+    assert reference.draws
+    assert 0 < reference.noise[Key("forward", "0")] < 1e-5
+    assert torch.equal(before, generator.get_state())
+
+
 class Scaled(nn.Module):
     """x times a table's column, which does not depend on the rows of x."""
 
@@ -200,6 +240,31 @@ def test_recomputed_layers_have_their_own_names():
     assert not any(key.phase == "backward" for key in whole.values)
     for key, value in whole.values.items():
         torch.testing.assert_close(value, plain.values[key], rtol=1e-13, atol=1e-13)
+
+
+LOSSES = {
+    "huber": F.huber_loss,
+    "binary cross-entropy": lambda x, y: F.binary_cross_entropy(x.sigmoid(), y.sigmoid()),
+    "weighted cross-entropy": lambda x, y: F.cross_entropy(x, y.argmax(1), weight=y[0].abs()),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_loss_that_refuses_targets_of_another_dtype(name, dtype):
+    _, inputs = step()
+    inputs = inputs.to(dtype)
+
+    def run(layers):
+        LOSSES[name](layers[0](inputs), inputs.flip(0)).backward()
+
+    model = nn.ModuleList(layers()).to(dtype)
+    reference = divergence.trace(list(model), run)
+    exact = nn.ModuleList(layers()).double()
+    LOSSES[name](exact[0](inputs.double()), inputs.double().flip(0)).backward()
+    key = Key("gradient", "0.up.weight")
+    torch.testing.assert_close(reference.values[key], exact[0].up.weight.grad)
+    assert reference.noise[key] > 0
 
 
 def test_a_run_without_a_layer():

@@ -26,20 +26,27 @@ def rows_of(records: Recorder, reference: Reference, axes: Axes) -> Candidates |
     """
     if not records.inputs:
         return None
-    wholes = [
-        _columns(axes, own.shape[1:], whole)
-        for whole, own in zip(reference.inputs, records.inputs[0], strict=True)
-    ]
-    known = _by_content(wholes)
+    if any(len(taken) <= max(reference.inputs) for taken in records.inputs):
+        raise ValueError(
+            f"{reference.first or 'the model'} takes fewer tensors here than in one process; "
+            "pass the same ones"
+        )
+    wholes = {  # not a mask that has as many rows as one process's batch by chance
+        place: _columns(axes, records.inputs[0][place].shape[1:], whole)
+        for place, whole in reference.inputs.items()
+        if all(len(taken[place]) == len(taken[0]) for taken in records.inputs)
+    }
+    known = _by_content(list(wholes.values()))
     return [
-        [tuple(known.get(digest, ())) for digest in _digests(tensors)] for tensors in records.inputs
+        [tuple(known.get(digest, ())) for digest in _digests([taken[place] for place in wholes])]
+        for taken in records.inputs
     ]
 
 
 def equal_rows(reference: Reference) -> dict[int, list[int]]:
     """Return {row: itself and the rows that are equal to it}, of the rows that are not unique."""
-    several = [rows for rows in _by_content(reference.inputs).values() if len(rows) > 1]
-    return {row: rows for rows in several for row in rows}
+    known = _by_content(list(reference.inputs.values()))
+    return {row: rows for rows in known.values() if len(rows) > 1 for row in rows}
 
 
 def numbered(candidates: Sequence[Candidates | None], axes: Axes) -> list[Rows | None]:

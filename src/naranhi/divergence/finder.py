@@ -214,16 +214,19 @@ def _parts(layers, records, step, reference, rows, axes, scale) -> Iterator[tupl
 
 
 def _grows_with_rows(value, whole, taken, reference):
-    """Return whether an output may be rows times something, such as flattened tokens.
+    """Return whether an output may be rows times something: flattened tokens, states of an LSTM.
 
     With several micro-batches in one process such outputs differ, and are not in the reference.
     With one, nothing distinguishes them from a table of positions.
     """
     return (
         reference.microbatches == 1
-        and value.dim() > 0
+        and value.dim() == whole.dim()
         and len(taken) != reference.rows
-        and len(value) * reference.rows == len(whole) * len(taken)
+        and any(
+            own * reference.rows == size * len(taken)
+            for own, size in zip(value.shape, whole.shape, strict=True)
+        )
     )
 
 

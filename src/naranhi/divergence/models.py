@@ -57,7 +57,8 @@ def recorded_layers(layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
 def copied(model: nn.Module | list[nn.Module]) -> nn.Module | list[nn.Module]:
     """Return a copy of a model that shares process groups and the state kept by a forward.
 
-    Hooks and attributes of parameters, which `deepcopy` leaves out, are copied too.
+    Hooks and attributes of parameters, which `deepcopy` leaves out, are copied too. A random
+    generator is shared: runs of copies would otherwise start with the same numbers again.
     """
     layers = model if isinstance(model, list) else [model]
     copies = copied_layers(layers)
@@ -66,6 +67,10 @@ def copied(model: nn.Module | list[nn.Module]) -> nn.Module | list[nn.Module]:
         vars(copy).update(vars(param))
         copy._backward_hooks = param._backward_hooks
         copy._post_accumulate_grad_hooks = param._post_accumulate_grad_hooks
+    pairs = zip(as_module(layers).modules(), as_module(copies).modules(), strict=True)
+    for module, copy in pairs:
+        own = vars(module).items()
+        vars(copy).update({k: value for k, value in own if isinstance(value, torch.Generator)})
     return copies if isinstance(model, list) else copies[0]
 
 

@@ -1,12 +1,14 @@
-"""The states of the random number generators of this process: read, set, and compared."""
+"""The states of the random number generators of a step: read, set, and compared."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 States = tuple[Any, Any, list[torch.Tensor]]
 
@@ -35,6 +37,45 @@ def same_states(before: States, after: States) -> bool:
         and all(map(np.array_equal, _fields(numpy), _fields(others[0])))
         and all(map(torch.equal, torchs, others[1]))
     )
+
+
+class OwnGenerators(TorchDispatchMode):
+    """A dispatch mode that notes the generators that a step passes to its operations.
+
+    In a second run, a generator of the first one starts again where it started there.
+
+    Args:
+        first: the `states` of the first run; empty in the first.
+
+    Attributes:
+        states: {generator: its state before its first use}.
+        advanced: whether a generator was set back: one that a run itself seeds is not.
+    """
+
+    states: dict[torch.Generator, torch.Tensor]
+    advanced: bool
+
+    def __init__(self, first: Mapping[torch.Generator, torch.Tensor]) -> None:
+        super().__init__()
+        self.states, self.advanced = {}, False
+        self._first = first
+
+    def __torch_dispatch__(
+        self,
+        operation: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        generator = kwargs.get("generator")
+        if generator is not None and generator not in self.states:
+            state = self._first.get(generator, generator.get_state())
+            if not torch.equal(state, generator.get_state()):
+                generator.set_state(state)
+                self.advanced = True
+            self.states[generator] = state
+        return operation(*args, **kwargs)
 
 
 def _fields(state):

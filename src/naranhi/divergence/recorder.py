@@ -48,7 +48,7 @@ class Recorder:
     Attributes:
         layers: {name: module}.
         first: the name of the layer that takes the batch.
-        inputs: the tensors that each call of the first layer takes, in order.
+        inputs: the tensors that each call of the first layer takes, in order, but for numbers.
         outputs: {layer: the tensors that each of its calls returns}.
         gradients: {layer: {(call, number of the tensor): gradient}}.
         masks: {first part of the layer's name: [(layer, mask) in the order they are drawn]}; masks
@@ -137,7 +137,8 @@ class Recorder:
         if self.first is None:
             self.first = name
         if name == self.first:
-            self.inputs.append([tensor.detach().to("cpu", copy=True) for tensor in tensors])
+            rows = [tensor for tensor in tensors if tensor.dim()]
+            self.inputs.append([tensor.detach().to("cpu", copy=True) for tensor in rows])
 
     def _after(self, name, module, args, output):
         tensors = _tensors(output)

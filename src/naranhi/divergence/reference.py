@@ -28,7 +28,13 @@ from naranhi.divergence.models import (
     recorded_layers,
     weights_of,
 )
-from naranhi.divergence.random_states import random_states, same_states, set_random_states
+from naranhi.divergence.promoted import Promoted
+from naranhi.divergence.random_states import (
+    OwnGenerators,
+    random_states,
+    same_states,
+    set_random_states,
+)
 from naranhi.divergence.recorder import Key, Recorder, row_size
 from naranhi.divergence.tolerance import FLOAT64, bound, largest
 
@@ -42,7 +48,8 @@ class Reference:
 
     Attributes:
         first: the name of the layer that takes the batch.
-        inputs: the tensors that it takes, all micro-batches concatenated.
+        inputs: {place among the tensors that it takes: the tensor, all micro-batches concatenated}
+            of those with a row of the batch for each index; a mask that all rows share has not.
         rows: the number of rows of the batch.
         microbatches: the number of micro-batches of the step.
         values: {key with micro-batch 0: the whole tensor}, in the order of the step.
@@ -59,7 +66,7 @@ class Reference:
     """
 
     first: str
-    inputs: list[torch.Tensor]
+    inputs: dict[int, torch.Tensor]
     rows: int
     microbatches: int
     values: dict[Key, torch.Tensor]
@@ -103,15 +110,20 @@ def trace(
     try:
         params = [param for param in parameters_of(model).values() if param.is_floating_point()]
         is_double = bool(params) and all(param.dtype == torch.float64 for param in params)
-        single, records = _record(model, run, torch.float32 if is_double else None)
+        with OwnGenerators({}) as own:
+            single, records = _record(model, run, torch.float32 if is_double else None)
         draws = not same_states(before, random_states())
         set_random_states(before)
-        double, exact = _record(model, run, torch.float64)
+        with OwnGenerators(own.states) as again:
+            double, exact = _record(model, run, torch.float64)
+        draws = draws or again.advanced
         scale = FLOAT64 if is_double else 1.0
         slack = _slack(single, double, update, scale) if update else {}
         step, exact_step = Update(single, update), Update(double, update)
     finally:
         set_random_states(before)
+        for generator, state in own.states.items():
+            generator.set_state(state)
     if records.first is None:
         raise RuntimeError("run(model) has called no layer of the model: it should run a step")
     names = _first_names(parameters_of(model))
@@ -187,7 +199,8 @@ def _record(model, run, dtype):
         handles = [
             layer.register_forward_pre_hook(cast, with_kwargs=True) for layer in layers.values()
         ]
-    with Recorder(recorded_layers(layers), None, masks=dtype != torch.float64) as records:
+    recorder = Recorder(recorded_layers(layers), None, masks=dtype != torch.float64)
+    with recorder as records, Promoted(dtype):
         run(model)
     for handle in handles:
         handle.remove()
@@ -260,7 +273,11 @@ def _reference(model, records, own, referee, draws, stepped, slack, scale):
     }
     return Reference(
         first=records.first,
-        inputs=[torch.cat(tensors) for tensors in zip(*records.inputs, strict=True)],
+        inputs={
+            place: torch.cat(tensors)
+            for place, tensors in enumerate(zip(*records.inputs, strict=True))
+            if [len(tensor) for tensor in tensors] == rows
+        },
         rows=sum(rows),
         microbatches=len(rows),
         values=values,

@@ -34,11 +34,11 @@ def require_same_model(
     agree(
         layers_of_one_process=sorted(reference.layers),
         parameters_of_one_process={name: _shape(name, reference) for name in reference.parameters},
-        batch_of_one_process=[tensor.shape for tensor in reference.inputs],
+        batch_of_one_process=[tensor.shape for tensor in reference.inputs.values()],
         phases_of_one_process=sorted({key.phase for key in reference.values}),
     )
     agree(an_update_is_given=update is not None)
-    agree(values_of_the_batch=torch.cat([x.double().flatten() for x in reference.inputs]))
+    agree(values_of_the_batch=torch.cat([x.double().flatten() for x in reference.inputs.values()]))
     if (update is None) != (reference.stepped is None):
         has, lacks = ("trace", "find") if update is None else ("find", "trace")
         raise RuntimeError(f"{has} was given an update, and {lacks} was not: give it to both")
