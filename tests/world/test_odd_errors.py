@@ -83,6 +83,35 @@ def test_an_error_that_ipython_only_shows(world, tmp_path, cell):
     world.execute("os.chdir(before)")
 
 
+@pytest.mark.parametrize("magic", ["", "%%capture out\n"])
+def test_an_error_is_not_kept_after_its_cell(world, magic):
+    """Its frames hold what the cell held, such as a model."""
+    cell = f"{magic}import weakref\nclass Held: pass\ndef fail():\n    held = Held()\n"
+    cell += "    globals()['alive'] = weakref.ref(held)\n    raise ValueError('no')\nfail()"
+    with pytest.raises(naranhi.RankError, match="raised ValueError: no"):
+        world.execute(cell)
+    assert world.run(lambda: __import__("gc").collect()) != []
+    world.execute("is_alive = alive() is not None")
+    assert world["is_alive"] == [False, False]
+
+
+TASKS = """
+import asyncio
+async def fail():
+    raise ValueError("real cause")
+async def both():
+    async with asyncio.TaskGroup() as group:
+        group.create_task(fail())
+await both()
+"""
+
+
+def test_the_causes_within_a_group_of_errors(world):
+    cause = r"raised ExceptionGroup: unhandled errors in a TaskGroup: ValueError: real cause\n"
+    with pytest.raises(naranhi.RankError, match=cause):
+        world.execute(TASKS)
+
+
 def test_a_timeout_and_a_mismatch_can_be_sent(world):
     world.execute("from naranhi.world.collective_checks import *")
     world.execute("late = CollectiveTimeout('all_reduce', [1])\nodd = CollectiveMismatch({0: 'a'})")
@@ -177,6 +206,12 @@ def test_a_host_name_that_changes(world, monkeypatch):
     world.execute("kept = 1")
     monkeypatch.setattr(socket, "gethostname", lambda: "laptop-vpn")
     assert world["kept"] == [1, 1]
+
+
+def test_a_world_within_a_rank_is_refused(world):
+    message = "this process is a rank of a World, and a rank starts no other World; start it in a"
+    with pytest.raises(naranhi.RankError, match=f"raised RankError: {message} cell without"):
+        world.execute("import naranhi\nnaranhi.World(1)")
 
 
 def test_a_value_that_cannot_travel(world):

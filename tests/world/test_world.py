@@ -11,6 +11,7 @@ import torch
 
 import naranhi
 from naranhi.world import World, launch
+from naranhi.world.values import UNSTORED
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +124,20 @@ def test_tensors_come_to_the_cpu_of_the_notebook(world):
             assert {x["weight"].device.type for x in values} == {"cpu"}
     finally:
         world.execute("of._package_registry.pop(0)")
+
+
+@pytest.mark.parametrize("dtype", UNSTORED)
+def test_tensors_whose_own_pickles_cannot_be_read(world, dtype):
+    one = torch.arange(16, dtype=torch.uint8).view(getattr(torch, dtype))
+    zero = torch.zeros((), dtype=one.dtype)
+    parameter = torch.nn.Parameter(one.view(torch.uint8), requires_grad=False)
+    sent = {"one": one, "zero": zero, "parameter": parameter}
+    for got in world.run(lambda sent: {**sent, "dtype": sent["one"].dtype}, sent):
+        assert got["dtype"] == got["one"].dtype == got["zero"].dtype == one.dtype
+        assert torch.equal(got["one"].view(torch.uint8), parameter) and got["zero"].dim() == 0
+        assert isinstance(got["parameter"], torch.nn.Parameter)
+    world.execute(f"odd = torch.arange(16, dtype=torch.uint8).view(torch.{dtype})[rank:rank + 1]")
+    assert [odd.dtype for odd in world["odd"]] == 4 * [one.dtype]
 
 
 def test_a_call_from_another_thread_is_refused_while_the_ranks_are_busy(world):

@@ -14,7 +14,7 @@ import sys
 from typing import Any
 
 from naranhi.distributed import addresses
-from naranhi.world import capture, event_loop, leftovers, lifeline, server, shell
+from naranhi.world import capture, event_loop, leftovers, lifeline, server, shell, values
 
 _own_sockets = set()
 _store = _checks = None
@@ -128,22 +128,19 @@ def join(
 
 def execute(source: str) -> dict[str, Any]:
     """Run a cell's source in this rank's namespace; return its outcome (see `outcome`)."""
-    own, values = shell.shell(), []
-    own.display_trap.hook = values.append
+    own, shown = shell.shell(), []
+    own.display_trap.hook = shown.append
 
     def run(displays):
-        shell.raised.clear()
         result = own.run_cell(source, store_history=False)
         own.history_manager.outputs.clear()  # where IPython keeps a cell's output
-        if shell.raised:  # the first: another may be its consequence
-            raise shell.raised[0]
+        own.last_execution_result = None  # and its error
+        shell.raise_shown()
         result.raise_error()
         _synchronize()
         if not own.displayhook.semicolon_at_end_of_expression(source):
-            shown = (own.display_formatter.format(v) for v in values if v is not None)
-            displays.extend(shown)
-        if shell.raised:
-            raise shell.raised[0]
+            displays.extend(own.display_formatter.format(v) for v in shown if v is not None)
+        shell.raise_shown()
 
     return _outcome_of(run)
 
@@ -160,21 +157,25 @@ def call(pickled: bytes) -> dict[str, Any]:
         function, args, kwargs = cloudpickle.loads(pickled)
         value = function(*args, **kwargs)
         _synchronize()
-        return cloudpickle.dumps(value)
+        return values.pickled(value)
 
     return _outcome_of(run)
 
 
 def get(name: str) -> dict[str, Any]:
     """Look up a variable of this rank; return the outcome (see `outcome`)."""
-    import cloudpickle
 
     def run(displays):
         if name not in shell.shell().user_ns:
             raise NameError(f"name {name!r} is not defined")
-        return cloudpickle.dumps(shell.shell().user_ns[name])
+        return values.pickled(shell.shell().user_ns[name])
 
     return _outcome_of(run)
+
+
+def is_rank() -> bool:
+    """Return whether this process is a rank of a World."""
+    return _store is not None
 
 
 def _outcome_of(run):

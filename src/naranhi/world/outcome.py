@@ -93,6 +93,9 @@ def _described(error):
 
 def _message(error):
     try:
+        if isinstance(error, BaseExceptionGroup):
+            inner = (f"{_text(type(one).__name__)}: {_message(one)}" for one in error.exceptions)
+            return f"{_text(error.message)}: {'; '.join(inner)}"
         return _text(str(error))
     except BaseException as second:  # its own __str__ failed, even by SystemExit
         return f"<an error without words: its __str__ raised {_text(type(second).__name__)}>"

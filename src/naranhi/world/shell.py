@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from naranhi.world import event_loop
 
-raised: list[BaseException] = []  # what the running cell would have shown as a traceback
+_shown: list[BaseException] = []  # what the running cell would have shown as a traceback
 
 
 def shell() -> Any:
@@ -34,7 +34,18 @@ def _leave_it_to_the_notebook(error=None, *args, **kwargs):
     """
     one = error[1] if isinstance(error, tuple) else sys.exc_info()[1]
     if one is not None:
-        raised.append(one)
+        _shown.append(one)
+
+
+def raise_shown() -> None:
+    """Raise what the shell would have shown, if anything, and forget it with its frames.
+
+    Raises:
+        BaseException: the first error: another may be its consequence.
+    """
+    del _shown[1:]
+    if _shown:
+        raise _shown.pop()
 
 
 def _not_by_a_cell() -> NoReturn:

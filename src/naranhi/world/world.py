@@ -26,7 +26,7 @@ from naranhi.world.errors import (
 )
 from naranhi.world.launch import Launched
 from naranhi.world.places import numbered
-from naranhi.world.values import received
+from naranhi.world.values import pickled, received
 
 LONGEST = 1e6  # seconds, the longest deadline: eleven days
 
@@ -48,7 +48,7 @@ class World:
         TypeError: an argument has the wrong type; raised before anything is started.
         ValueError: an argument is out of range; raised before anything is started. Also: NCCL is
             requested and there is not one GPU for each rank.
-        RankError: the ranks did not start.
+        RankError: the ranks did not start. Also: this process is itself a rank.
     """
 
     def __init__(self, ranks: int, *, backend: str | None = None, timeout: float = 20.0):
@@ -63,6 +63,11 @@ class World:
             )
         if backend not in (None, "gloo", "nccl"):
             raise ValueError(f"backend {backend!r} does not exist here; choose 'gloo' or 'nccl'")
+        if engine.is_rank():
+            raise RankError(
+                "this process is a rank of a World, and a rank starts no other World; "
+                "start it in a cell without %%ranks"
+            )
         self.size = ranks
         self.timeout = timeout
         self._wanted = backend
@@ -109,10 +114,7 @@ class World:
         Raises:
             RankError: a rank failed, or the ranks are busy with a call from another thread.
         """
-        import cloudpickle
-
-        pickled = cloudpickle.dumps((function, args, kwargs))
-        outcomes = self._everywhere(engine.call, pickled)
+        outcomes = self._everywhere(engine.call, pickled((function, args, kwargs)))
         return [received(outcome.pop("value")) for outcome in outcomes]
 
     def execute(self, source: str) -> None:
