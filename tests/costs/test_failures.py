@@ -86,12 +86,15 @@ def test_where_the_series_ends():
     [
         (lambda: costs.checkpoint_interval(0, 10), "save_seconds must be above 0 and finite"),
         (lambda: costs.checkpoint_interval(inf, 10), "save_seconds must be above 0 and finite"),
-        (lambda: costs.checkpoint_interval(1, -1), "mean_time_between_failures must be above 0"),
+        (lambda: costs.checkpoint_interval(1, -1), "failures must be above 0, not -1"),
         (lambda: costs.goodput(0, 1, 1, 10), "interval must be above 0"),
         (lambda: costs.goodput(inf, 1, 1, 10), "interval must be above 0 and finite, not inf"),
         (lambda: costs.goodput(1, -1, 1, 10), "save_seconds must be at least 0 and finite, not -1"),
         (lambda: costs.goodput(1, 1, inf, 10), "restart_seconds must be at least 0 and finite"),
-        (lambda: costs.goodput(1, 1, 1, float("nan")), "mean_time_between_failures must be above"),
+        (
+            lambda: costs.goodput(1, 1, 1, float("nan")),
+            "mean_time_between_failures must be above 0, not",
+        ),
     ],
 )
 def test_times_that_make_no_sense_are_refused(call, message):

@@ -210,6 +210,8 @@ def failure(ranks, case):
         schedule = schedules.gpipe(3, 4)
     elif case == "targets":
         targets = torch.zeros(10, 8)
+    elif case == "tuple":
+        inputs = torch.zeros(8, 8), torch.zeros(4, 8)
     elif case == "other inputs":
         inputs = torch.zeros(8, 8 + rank)
     elif case == "gradient of inputs":
@@ -246,6 +248,11 @@ def failure(ranks, case):
         ("width", "ValueError", "layer 1 (Linear) fails on torch.float32 (2, 8)"),
         ("split", "ValueError", "0I0 cannot be run"),
         ("ranks", "ValueError", "a schedule for 3 ranks in a pipeline of 2"),
+        (
+            "tuple",
+            "ValueError",
+            "inputs: all tensors must have the same number of rows, not 8 and 4",
+        ),
         ("targets", "ValueError", "targets: 4 micro-batches of one size cannot be made of 10 rows"),
         (
             "gradient of inputs",

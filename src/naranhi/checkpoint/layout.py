@@ -91,19 +91,19 @@ def merge(states: Sequence[RankState]) -> Layout:
         CheckpointError: ranks differ in what should be the same on them, or the boxes of a tensor
             do not cover it exactly once.
     """
-    tensors, owners = {}, {}
+    tensors, owners, first = {}, {}, {}
     for rank, state in enumerate(states):
         for name, (shape, dtype, boxes) in state.tensors.items():
             known = tensors.setdefault(name, (shape, dtype))
             if known != (shape, dtype):
-                first = min(next(iter(owners[name].values()), [0]))
                 raise CheckpointError(
-                    f"{name} has {_describe(known)} on rank {first}, "
+                    f"{name} has {_describe(known)} on rank {first[name]}, "
                     f"{_describe((shape, dtype))} on rank {rank}: give all ranks the same model"
                 )
-            for box in boxes:
-                owners.setdefault(name, {}).setdefault(box, []).append(rank)
+            first.setdefault(name, rank)
             owners.setdefault(name, {})
+            for box in boxes:
+                owners[name].setdefault(box, []).append(rank)
     for name, (shape, _) in tensors.items():
         if fault := tiling_fault(shape, owners[name]):
             raise CheckpointError(

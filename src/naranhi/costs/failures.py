@@ -80,5 +80,7 @@ def goodput(
 
 def _require_above_zero(**seconds):
     for name, value in seconds.items():
-        if not value > 0 or (value == inf and name != "mean_time_between_failures"):
-            raise ValueError(f"{name} must be above 0 and finite, not {value!r}")
+        may_be_infinite = name == "mean_time_between_failures"
+        if not value > 0 or (value == inf and not may_be_infinite):
+            bounds = "above 0" if may_be_infinite else "above 0 and finite"
+            raise ValueError(f"{name} must be {bounds}, not {value!r}")

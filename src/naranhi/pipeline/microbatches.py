@@ -64,10 +64,14 @@ def _split(name, batch, number):
                 f"{name} must be a tensor with a first dimension to divide, or a tuple of such "
                 f"tensors, not {kind}"
             )
-        if not len(tensor) or len(tensor) % number or len(tensor) != len(tensors[0]):
-            rows = " and ".join(str(len(tensor)) for tensor in tensors)
+        if len(tensor) != len(tensors[0]):
             raise ValueError(
-                f"{name}: {number} micro-batches of one size cannot be made of {rows} rows"
+                f"{name}: all tensors must have the same number of rows, not {len(tensors[0])} and "
+                f"{len(tensor)}"
+            )
+        if not len(tensor) or len(tensor) % number:
+            raise ValueError(
+                f"{name}: {number} micro-batches of one size cannot be made of {len(tensor)} rows"
             )
         if tensor.requires_grad and torch.is_grad_enabled():
             raise ValueError(
