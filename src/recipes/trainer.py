@@ -48,7 +48,7 @@ def main():
         batch = collate(rows)
         batch.pop("targets")
         batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, IGNORE_INDEX)
-        batch["labels"][:, 0] = IGNORE_INDEX  # nothing predicts it, but the Trainer would count it
+        batch["labels"][:, 0] = IGNORE_INDEX  # nothing predicts it; the Trainer counts it
         return batch
 
     ranks = int(os.environ.get("WORLD_SIZE", 1))
