@@ -3,6 +3,7 @@ summed when all its gradients have come, and its parameters are there as long as
 
 import copy
 import warnings
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,11 @@ import torch
 import torch.distributed as dist
 from gloo_ranks import first_ranks
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from naranhi.collectives import chunks
 from naranhi.zero import Zero, children, joined
@@ -149,8 +154,25 @@ def test_models_of_all_kinds_train_as_in_one_process(five, kind, stage, several)
         assert five.call(apart, kind, stage, several)[0] <= 1e-12
 
 
-def recomputed_alone(stage, reentrant, regions):
-    """Blocks joined in two units, recomputed each by itself, in pairs, or in one region."""
+def products(ctx, operation, *args, **kwargs):
+    kept = operation is torch.ops.aten.addmm.default
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def all_but_tanh(ctx, operation, *args, **kwargs):
+    recomputed = operation is torch.ops.aten.tanh.default
+    return CheckpointPolicy.MUST_RECOMPUTE if recomputed else CheckpointPolicy.MUST_SAVE
+
+
+def selectively(kept):
+    return {"context_fn": partial(create_selective_checkpoint_contexts, kept)}
+
+
+def recomputed_alone(stage, reentrant, regions, kept=None):
+    """Blocks joined in two units, recomputed each by itself, in pairs, or in one region.
+
+    kept: a policy of what a selective checkpoint keeps; None recomputes all.
+    """
     group, rank = first_ranks(2), dist.get_rank()
     if rank >= 2:
         return None
@@ -158,7 +180,7 @@ def recomputed_alone(stage, reentrant, regions):
     layers = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)]
     model = nn.Sequential(*layers).double()
     run = copy.deepcopy(model)
-    told = []
+    told, options = [], selectively(kept) if kept else {}
     zero = Zero(
         model,
         stage,
@@ -171,7 +193,7 @@ def recomputed_alone(stage, reentrant, regions):
 
     def loss(blocks, x):
         for some in zip(*[iter(blocks)] * (len(layers) // regions), strict=True):
-            x = checkpoint(nn.Sequential(*some), x, use_reentrant=reentrant)
+            x = checkpoint(nn.Sequential(*some), x, use_reentrant=reentrant, **options)
         return x.square().sum()
 
     # Zero listens to the whole model's forward: so the regions are the model's own.
@@ -202,6 +224,13 @@ def test_joined_units_are_recomputed_in_regions_of_any_size(five, stage, reentra
     if stage == 3 and regions > 1:  # in one region both are needed until its end
         last_free = max(i for i, event in enumerate(told) if event == ("free", "0 to 1"))
         assert told.index(("reduce", "2 to 3")) < last_free
+
+
+@pytest.mark.parametrize("regions", [4, 2, 1])
+@pytest.mark.parametrize("kept", [products, all_but_tanh])
+@pytest.mark.parametrize("stage", STAGES)
+def test_selective_checkpoints_neither_number_nor_keep_what_hooks_do(five, stage, kept, regions):
+    five.call(recomputed_alone, stage, False, regions, kept)
 
 
 def test_small_neighbours_are_joined():

@@ -16,6 +16,8 @@ from typing import Any, NoReturn
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from naranhi.autograd.dispatch_modes import unseen_by_checkpoints
+
 
 class Attached:
     """Base class of objects attached to a model by hooks; the model itself is called, as before."""
@@ -61,6 +63,8 @@ class Hook:
 class ModuleHook(Hook):
     """A hook of a module. In a compiled module, it runs as ordinary Python.
 
+    In a selective checkpoint, what it does is not part of the region that is recomputed.
+
     Args:
         method: the bound method.
         *args: passed before the hook's own arguments.
@@ -79,8 +83,12 @@ class ModuleHook(Hook):
         super().__init__(method, *args)
         self._kept, self._copying = method.__self__ if keep else None, copying
 
+    def _unseen(self, *args, **kwargs):
+        with unseen_by_checkpoints():
+            return super().__call__(*args, **kwargs)
+
     # torch.compiler.disable without its import, which takes seconds even if nothing is compiled.
-    __call__: Callable[..., Any] = torch._disable_dynamo(Hook.__call__)
+    __call__: Callable[..., Any] = torch._disable_dynamo(_unseen)
 
     def __reduce__(self) -> tuple[type[Silent], tuple[()]]:
         if self._copying:
