@@ -1,6 +1,7 @@
 """What a layer changes in place, and what changes between a forward and its backward."""
 
 import copy
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -199,6 +200,69 @@ def test_a_split_layer_may_change_arguments_without_a_gradient():
     assert torch.equal(split.layer[1].weight.grad, plain[1].weight.grad)
     with pytest.raises(RuntimeError, match=f"Sequential {NODE}"):
         split(x.requires_grad_() * 1)
+
+
+# --- containers among the arguments --------------------------------------------------------------
+
+
+@dataclass
+class Notes:
+    value: torch.Tensor
+    calls: int = 0
+
+
+class Noting(nn.Module):
+    """A layer that leaves a penalty in containers of its caller."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x, penalties, cache, notes):
+        y = torch.tanh(x @ self.weight)
+        penalties.append(y.square().mean())
+        cache["last"] = {"input": x, "output": y}
+        cache["calls"] = cache.get("calls", 0) + 1
+        notes.value, notes.calls = y.sum(), notes.calls + 1
+        return y
+
+
+def noted(wrap):
+    torch.manual_seed(0)
+    layers = [wrap(Noting()) for _ in range(3)]
+    x = value = torch.ones(2, WIDTH, requires_grad=True)
+    penalties, cache, notes = [], {}, Notes(torch.zeros(()))
+    for layer in layers:
+        value = layer(value, penalties, cache, notes=notes)
+    last = cache["last"]
+    (value.sum() + sum(penalties) + last["input"].exp().mean() + notes.value**2).backward()
+    grads = [parameter.grad for layer in layers for parameter in layer.parameters()]
+    return (len(penalties), cache["calls"], notes.calls), [last["output"].detach(), x.grad, *grads]
+
+
+@pytest.mark.parametrize("wrap", [Recompute, Splittable, lambda layer: splittable([layer])[0]])
+def test_what_a_layer_puts_into_an_argument_reaches_the_caller_with_its_gradient(wrap):
+    plain, expected = noted(lambda layer: layer)
+    counts, found = noted(wrap)
+    assert counts == plain == (3, 3, 3)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+
+
+def test_what_is_in_an_argument_stays_the_object_that_it_is():
+    x, y = torch.ones(2, WIDTH, requires_grad=True), torch.zeros(1)
+    inner = [y]
+    outer = [x, inner]
+
+    def function(outer):
+        outer[1].append(outer[0])
+        outer.append(outer[0] * 2)
+        return outer[0] * 3
+
+    result = recompute(function, outer)
+    assert outer[0] is x and outer[1] is inner and inner[0] is y and inner[1] is x
+    (result.sum() + outer[2].sum()).backward()
+    assert x.grad.eq(5).all()
 
 
 # --- counting ------------------------------------------------------------------------------------

@@ -8,7 +8,15 @@ from typing import Any
 
 import torch
 
-from naranhi.autograd.containers import is_dataclass_object, map_tensors, tensors_of
+from naranhi.autograd.containers import (
+    Copies,
+    is_dataclass_object,
+    items_of,
+    map_tensors,
+    put_items,
+    same_items,
+    tensors_of,
+)
 
 ALONE = object()  # the structure of a value that is a tensor, without any container
 CONSTANTS = (
@@ -35,7 +43,9 @@ class Call:
 
     Arguments and results are pytrees: tensors, or tuples, lists, dicts and dataclasses that contain
     tensors. A tensor that occurs several times stays one tensor, so `key is query` keeps its value.
-    Other arguments are passed on unchanged.
+    Other arguments are passed on unchanged. If the function changes a list, dict or dataclass among
+    its arguments (appends a result, say), `result` makes the same change in the caller's: tensors
+    there are outputs of the call, too.
     """
 
     @classmethod
@@ -58,8 +68,10 @@ class Call:
         call.function = function
         call.name = name or getattr(function, "__name__", type(function).__name__)
         # One argument is the usual case, and a single tensor needs no container around it.
-        call._is_single = len(args) == 1 and not kwargs
-        tensors, call._arguments = take_apart(args[0] if call._is_single else (args, kwargs))
+        call._is_single, call._originals = len(args) == 1 and not kwargs, []
+        tensors, call._arguments = take_apart(
+            args[0] if call._is_single else (args, kwargs), call._originals
+        )
         return call, tensors
 
     def __call__(self, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -68,16 +80,32 @@ class Call:
         Raises:
             TypeError: if the result contains no tensor, or an object that may hide one.
         """
-        arguments = put_together(self._arguments, tensors)
+        copies = []
+        arguments = put_together(self._arguments, tensors, copies)
         args, kwargs = ((arguments,), {}) if self._is_single else arguments
         result = self.function(*args, **kwargs)
         self._require_tensors(result)
-        outputs, self._result = take_apart(result)
+        self._places, changes = _changes(copies)
+        outputs, self._result = take_apart((result, changes) if changes else result)
         return tuple(outputs)
 
     def result(self, outputs: tuple[torch.Tensor, ...]) -> Any:
-        """Return the function's last result with these tensors in place of its own."""
-        return put_together(self._result, outputs)
+        """Return the function's last result with these tensors in place of its own.
+
+        Also change the caller's containers as the function has changed its copies of them.
+        """
+        result = put_together(self._result, outputs)
+        if self._places:
+            result, changes = result
+            original = {id(place): value for value, place, _ in self._originals}
+            for place, items in zip(self._places, changes, strict=True):
+                own = [
+                    (key, original[id(item.place)] if isinstance(item, _Given) else item)
+                    for key, item in items
+                ]
+                put_items(original[id(place)], own)
+        self._originals = None  # they may hold the outputs now, which hold this call
+        return result
 
     def _require_tensors(self, result):
         kinds = [type(leaf) for leaf in _leaves(result)]
@@ -92,8 +120,29 @@ class Call:
             )
 
 
-def take_apart(value: Any) -> tuple[list[torch.Tensor], Any]:
-    """Return the tensors in a pytree, each once, and the pytree with placeholders for them."""
+class _Given:
+    """An argument, or a part of one, that stays in a container which a function has changed."""
+
+    def __init__(self, place):
+        self.place = place
+
+
+def _changes(copies):
+    """Return the placeholders of the containers that are changed, and the items of each."""
+    now = [(place, items_of(new), items) for place, new, items in copies]
+    changed = [(place, items) for place, items, before in now if not same_items(items, before)]
+    given = {id(new): _Given(place) for place, new, _ in copies} if changed else {}
+    places = [place for place, _ in changed]
+    return places, [
+        [(key, given.get(id(item), item)) for key, item in items] for _, items in changed
+    ]
+
+
+def take_apart(value: Any, copies: Copies | None = None) -> tuple[list[torch.Tensor], Any]:
+    """Return the tensors in a pytree, each once, and the pytree with placeholders for them.
+
+    `copies` is as in `map_tensors`; if it is given, empty containers are replaced, too.
+    """
     if isinstance(value, torch.Tensor):
         return [value], ALONE
     tensors = list({id(tensor): tensor for tensor in tensors_of(value)}.values())
@@ -101,12 +150,19 @@ def take_apart(value: Any) -> tuple[list[torch.Tensor], Any]:
     for number, tensor in enumerate(tensors):
         places[id(tensor)] = place = torch.empty(0)
         place.number = number
-    return tensors, map_tensors(lambda tensor: places[id(tensor)], value)
+    empty = copies is not None
+    return tensors, map_tensors(lambda tensor: places[id(tensor)], value, copies, empty)
 
 
-def put_together(nest: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """Return a pytree that `take_apart` took apart, with these tensors for its placeholders."""
-    return tensors[0] if nest is ALONE else map_tensors(lambda place: tensors[place.number], nest)
+def put_together(nest: Any, tensors: Sequence[torch.Tensor], copies: Copies | None = None) -> Any:
+    """Return a pytree that `take_apart` took apart, with these tensors for its placeholders.
+
+    `copies` is as in `take_apart`.
+    """
+    if nest is ALONE:
+        return tensors[0]
+    empty = copies is not None
+    return map_tensors(lambda place: tensors[place.number], nest, copies, empty)
 
 
 def _leaves(value):

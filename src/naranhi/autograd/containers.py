@@ -68,28 +68,33 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
 
 
 def map_tensors(
-    function: Callable[[torch.Tensor], Any], value: Any, copies: Copies | None = None
+    function: Callable[[torch.Tensor], Any],
+    value: Any,
+    copies: Copies | None = None,
+    empty: bool = False,
 ) -> Any:
     """Return the pytree with function(tensor) in place of each tensor.
 
     A container in which no tensor changes stays the same object. For any other container, and for
-    each tensor that changes, `copies` receives (object, replacement, its items).
+    each tensor that changes, `copies` receives (object, replacement, its items). With `empty`, a
+    list or dict without items is replaced, too: a module may put tensors there.
     """
     if isinstance(value, torch.Tensor):
         new = function(value)
     elif isinstance(value, tuple):
-        mapped = [map_tensors(function, item, copies) for item in value]
+        mapped = [map_tensors(function, item, copies, empty) for item in value]
         if all(a is b for a, b in zip(mapped, value, strict=True)):
             return value
         new = type(value)(*mapped) if hasattr(value, "_fields") else type(value)(mapped)
     else:
-        items = _items(value)
-        mapped = [(key, map_tensors(function, item, copies)) for key, item in items]
-        new = value if _same(mapped, items) else copy(value)
+        items = items_of(value)
+        mapped = [(key, map_tensors(function, item, copies, empty)) for key, item in items]
+        is_empty = empty and not items and isinstance(value, list | dict)
+        new = value if same_items(mapped, items) and not is_empty else copy(value)
         if new is not value:
-            _put(new, mapped)
+            put_items(new, mapped)
     if copies is not None and new is not value:
-        copies.append((value, new, _items(new)))
+        copies.append((value, new, items_of(new)))
     return new
 
 
@@ -97,12 +102,12 @@ def write_back(copies: Copies) -> None:
     """Apply changes made in copied containers (see `map_tensors`) to the originals as well."""
     original = {id(new): value for value, new, _ in copies}
     for value, new, items in reversed(copies):
-        now = _items(new)
-        if not _same(now, items):
-            _put(value, [(key, original.get(id(item), item)) for key, item in now])
+        now = items_of(new)
+        if not same_items(now, items):
+            put_items(value, [(key, original.get(id(item), item)) for key, item in now])
 
 
-def _items(value):
+def items_of(value: Any) -> list[tuple[Any, Any]]:
     """Return [(key, value)] of a container that may change: a list, dict or dataclass; else []."""
     if isinstance(value, dict):
         return [*value.items()]
@@ -117,7 +122,7 @@ def _items(value):
     return []
 
 
-def _put(value, items):
+def put_items(value: Any, items: list[tuple[Any, Any]]) -> None:
     """Replace the content of a list, dict or dataclass with `items`."""
     if isinstance(value, dict):
         for key in value.keys() - dict(items).keys():
@@ -131,7 +136,8 @@ def _put(value, items):
             object.__setattr__(value, key, item)  # works on frozen dataclasses, too
 
 
-def _same(items, other):
+def same_items(items: list[tuple[Any, Any]], other: list[tuple[Any, Any]]) -> bool:
+    """Return whether these are the same objects under the same keys."""
     return len(items) == len(other) and all(
         a == c and b is d for (a, b), (c, d) in zip(items, other, strict=True)
     )

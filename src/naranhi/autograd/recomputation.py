@@ -43,9 +43,11 @@ def recompute(
     The backward calls `function` again. Random numbers are the same: the state of torch's
     generators is restored (5,056 bytes on a CPU and 16 on a GPU, kept beside the inputs), and so is
     the training mode of modules. A function may change inputs that need no gradient, and a module
-    may change its buffers: the second call works on copies of the original values. Anything else
-    that a function changes, it changes twice, and hooks of modules in it run twice, as with torch's
-    own checkpoints. Without any tensor that requires a gradient, `function` is just called.
+    may change its buffers: the second call works on copies of the original values. What a function
+    puts into a list, dict or dataclass among its inputs that has tensors, or into an empty list or
+    dict, is there once, with its gradient. Anything else that a function changes, it changes twice,
+    and hooks of modules in it run twice, as with torch's own checkpoints. Without any tensor that
+    requires a gradient, `function` is just called.
 
     Args:
         function: returns tensors, also in tuples, lists, dicts and dataclasses, the same in every
