@@ -601,6 +601,41 @@ def test_containers_are_those_of_the_caller(five, stage):
     assert five.call(containers, stage)[0] <= 1e-6
 
 
+class Penalized(nn.Module):
+    """Puts a penalty into its caller's list, by a layer that runs last, and first in a backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.last = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x, penalties):
+        y = self.layer(x).tanh()
+        penalties.append(self.last(y).square().sum())
+        return y
+
+
+class Penalties(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.parts = nn.ModuleList([Penalized(), Penalized()])
+
+    def forward(self, x):
+        penalties = []
+        for part in self.parts:
+            x = part(x, penalties)
+        return sum(penalties)
+
+
+def penalties_of_a_list(stage):
+    return beside(Penalties, stage, loss=lambda output: output)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_backward_may_begin_at_what_a_unit_has_put_into_a_list(five, stage):
+    assert five.call(penalties_of_a_list, stage)[0] <= 1e-6
+
+
 class Scaled(nn.Module):
     """Buffers in fp32 in the arithmetic between units, and in that of the root."""
 

@@ -45,6 +45,9 @@ class AfterBackward(torch.autograd.Function):
         return None, *gradients
 
 
+WATCHED = f"{AfterBackward.__name__}Backward"  # the name of its nodes
+
+
 def watch_backward(call: Callable[[], None], value: Any, copies: Copies | None) -> Any:
     """Return the pytree, with tensors that require a gradient passed through `AfterBackward`."""
     inputs = [tensor for tensor in tensors_of(value) if tensor.requires_grad]
@@ -53,6 +56,13 @@ def watch_backward(call: Callable[[], None], value: Any, copies: Copies | None) 
     outputs = AfterBackward.apply(call, *inputs)
     new = dict(zip(map(id, inputs), outputs, strict=True))
     return map_tensors(lambda tensor: new.get(id(tensor), tensor), value, copies)
+
+
+def put_into(inputs: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a graph that a module has put into containers of its watched inputs."""
+    for tensor in tensors_of(inputs):
+        if tensor.grad_fn is not None and tensor.grad_fn.name() != WATCHED:
+            yield tensor
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:

@@ -40,8 +40,8 @@ through the model counts, even `torch.autograd.grad`: before the last, call it i
 At stage 3 hooks on a unit's inputs and outputs gather its parameters for the backward. They do not
 see a tensor that the unit keeps beside its output (a term of the loss in `self.aux`, as layers with
 experts do): a backward through that tensor may read freed memory, and then gives wrong gradients or
-crashes the process. Return the tensor from the unit, or leave the module to the root, which stays
-gathered until the backward is over.
+crashes the process. Return the tensor from the unit, put it into a list or dict among the unit's
+inputs, or leave the module to the root, which stays gathered until the backward is over.
 
 At stage 3 parameters have no elements between forwards: sums over them, such as a norm of the
 weights or a parameter count, are 0 then, and right inside `gathered()`. A weight that is

@@ -9,6 +9,7 @@ from torch import nn
 
 from naranhi.autograd.containers import (
     map_tensors,
+    put_into,
     tensors_of,
     to_bf16,
     to_fp32,
@@ -142,13 +143,12 @@ class Hooks(Attached):
         if torch.is_grad_enabled():
             last, whole = module is unit.modules[-1], bool(self._whole.state)
             before = Hook(self.pre_backward, unit.number, last, whole)
-            for tensor in tensors_of(output):
+            inputs = (args, kwargs) if unit is not self.root else ()  # which is not watched
+            for tensor in (*tensors_of(output), *put_into(inputs)):
                 if tensor.grad_fn is not None:
                     tensor.register_hook(before)
                     recorded = True
-            watched = unit is not self.root and any(
-                tensor.requires_grad for tensor in tensors_of((args, kwargs))
-            )
+            watched = any(tensor.requires_grad for tensor in tensors_of(inputs))
         unit.uses += recorded or watched
         unit.hidden[module] += self._parameters.order.recording and not torch.is_grad_enabled()
         if unit is not self.root:
