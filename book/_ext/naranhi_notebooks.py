@@ -50,11 +50,13 @@ class Resolver:
         source = FORMULA.sub(
             lambda found: f"$${found[1].rstrip()} \\tag{{{self._equation(found[2])}}}$$", source
         )
-        source = ROLE.sub(lambda found: self.roles[found[1]](found[2]), source)
+        source = ROLE.sub(self._role, source)
         return LINK.sub(self._link, source)
 
-    def figure(self, name: str, caption: str) -> str:
-        return f"*{self._numref(name)}. {self.text(caption)}*"
+    def figure(self, caption: str, name: str | None = None) -> str:
+        """Return a caption; only a figure with a name has a number."""
+        words = self.text(caption)
+        return f"*{self._numref(name)}. {words}*" if name else f"*{words}*"
 
     def number(self, cell: nbformat.NotebookNode, name: str) -> None:
         for output in cell.outputs:
@@ -62,6 +64,12 @@ class Resolver:
             if TABLE.search(html):
                 output.data["text/html"] = numbered(html, self._numref(name), name)
                 return
+
+    def _role(self, found: re.Match) -> str:
+        try:
+            return self.roles[found[1]](found[2])
+        except KeyError:  # it leads nowhere: Sphinx has said so, and the build fails with that
+            return found[0]
 
     def _block(self, found: re.Match) -> str:
         _, kind, title, body = found.groups()
@@ -104,7 +112,8 @@ class Resolver:
             if target in targets:
                 words = text or self.config.numfig_format[kind]
                 number = ".".join(map(str, targets[target]))
-        return words.replace("%s", number).replace("{number}", number)
+                return words.replace("%s", number).replace("{number}", number)
+        raise KeyError(label)  # it has no number
 
     def _ref(self, content: str) -> str:
         text, label = self._split(content)
@@ -138,6 +147,8 @@ class Resolver:
 
     def _link(self, found: re.Match) -> str:
         text, page, _, anchor = found.groups()
+        if not text and page not in self.env.titles:  # as `_role` has it
+            return found[0]
         text = text or self.env.titles[page].astext()
         return self._page(text, page, anchor or "")
 
@@ -169,9 +180,9 @@ def readers(notebook: nbformat.NotebookNode, resolver: Resolver, address: str):
         cells.append(cell)
         if name := cell.metadata.get("naranhi", {}).get("table"):
             resolver.number(cell, name)
-        figure = cell.metadata.get("mystnb", {}).get("figure")
-        if figure:
-            caption = resolver.figure(figure["name"], figure["caption"])
+        figure = cell.metadata.get("mystnb", {}).get("figure", {})
+        if figure.get("caption"):
+            caption = resolver.figure(figure["caption"], figure.get("name"))
             cells.append(new_markdown_cell(caption, id=f"{cell.id}-caption"[:64]))
     return nbformat.from_dict({**notebook, "cells": cells})
 

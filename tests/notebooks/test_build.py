@@ -408,6 +408,35 @@ def test_a_warning_fails_the_build_and_the_old_pages_stay(book):
     assert build(book).returncode == 1  # a warning does not pass by building again
 
 
+NOWHERE = "{numref}`fig-typo`, {eq}`typo`, {ref}`typo`, {doc}`typo`, {cite:t}`typo`, [](typo.ipynb)"
+
+
+def test_references_of_a_chapter_that_lead_nowhere_are_named(book):
+    path = book / "notebooks/en/02_cost.ipynb"
+    chapter = nbformat.read(path, as_version=4)
+    chapter.cells.append(new_markdown_cell(NOWHERE, id="nowhere"))
+    nbformat.write(chapter, path)
+    result = build(book)
+    assert result.returncode == 1 and "Traceback" not in result.stderr, result.stderr
+    assert result.stderr.count("02_cost.ipynb:") == 6  # all of them
+    assert "en: FAILED because of the warnings above" in result.stdout
+
+
+def test_a_figure_may_have_a_caption_without_a_name_or_neither(book):
+    for language in WORDS:
+        path = book / f"notebooks/{language}/02_cost.ipynb"
+        chapter = nbformat.read(path, as_version=4)
+        figure = next(cell for cell in chapter.cells if cell.id == "figure")
+        bare = new_code_cell(FIGURE, id="bare", metadata={"mystnb": {"figure": {"alt": "A"}}})
+        chapter.cells.append(bare)
+        del figure.metadata["mystnb"]["figure"]["name"]
+        nbformat.write(chapter, path)
+    result = build(book)
+    assert result.returncode == 0, result.stderr
+    cells = readers_notebook(book, "en", "02_cost").cells
+    assert [cell.source for cell in cells if cell.id.endswith("-caption")] == ["*A square.*"]
+
+
 INTERRUPTED = """
 import shutil, sys
 from pathlib import Path
@@ -711,8 +740,8 @@ def test_with_addresses_pages_link_to_the_repository_and_name_themselves(book):
         assert first.source == '%pip install -q "naranhi[book] @ git+https://github.com/o/r"'
 
 
-def readers_notebook(book, language):
-    path = book / "_build/html" / language / "notebooks/01_ring.ipynb"
+def readers_notebook(book, language, name="01_ring"):
+    path = book / "_build/html" / language / f"notebooks/{name}.ipynb"
     return nbformat.read(path, as_version=4)
 
 
