@@ -1,5 +1,6 @@
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -234,6 +235,16 @@ def test_whole_numbers_beyond_the_digits_of_float64():
     assert "off by" in failure(
         check.close, torch.tensor([2**63 - 1]), torch.tensor([-(2**63)]), atol=1
     )
+
+
+@pytest.mark.parametrize("number", [np.uint8, np.int16, np.float16])
+def test_numbers_of_numpy_do_not_wrap_around(number):
+    far, near = number(250), number(3)
+    for pair in ((far, near), (near, far), (far, 3), (near, 250)):
+        assert "off by 247 (20 allowed)" in failure(check.close, *pair, atol=20)
+    lowest = np.int8(-128)
+    check.close("claim", lowest, np.int8(-127), rtol=0.01)
+    check.close("claim", np.int8(-127), lowest, rtol=0.01)
 
 
 def test_views_that_are_conjugate_or_negative():

@@ -141,6 +141,8 @@ def _compare(what, actual, expected, tolerance, where=""):
     if isinstance(actual, Number) and isinstance(expected, Number):
         if actual == expected:
             return
+        # Numbers of NumPy wrap around: in uint8, 3 - 250 is 9.
+        actual, expected = (x.item() if hasattr(x, "item") else x for x in (actual, expected))
         gap = abs(actual - expected)
         if tolerance is None or not tolerance.allows(gap, expected):
             message = f"{actual!r}, expected {expected!r}, {_off(gap, tolerance)}"
