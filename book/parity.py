@@ -14,7 +14,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from execution import code_cells, digest
-from languages import LANGUAGES
+from languages import BY_CODE, EXECUTED, LANGUAGES
 from markdown_it import MarkdownIt
 from nbformat import reader
 from nbformat.validator import iter_validate
@@ -111,8 +111,11 @@ def same_structure(name: str, english, korean) -> list[str]:
 
 
 def unusable(root: Path) -> list[str]:
-    """What keeps notebooks from being executed and shown: no JSON, no ids, the same id twice."""
-    wrong = []
+    """What keeps notebooks from being executed and shown.
+
+    No JSON, no ids, the same id twice; a code cell that the first language does not have.
+    """
+    wrong, notebooks = [], {}
     for path in sorted((root / "notebooks").glob("*/*.ipynb")):
         name = str(path.relative_to(root))
         try:
@@ -121,7 +124,25 @@ def unusable(root: Path) -> list[str]:
             wrong.append(f"{name} is not a notebook: {str(error).partition(chr(10))[0][:100]}")
         else:
             wrong += without_ids(name, notebook)
-    return wrong
+            if path.parent.name in BY_CODE:
+                notebooks[path] = notebook
+    return wrong or [
+        complaint for path in notebooks for complaint in without_outputs(path, notebooks)
+    ]
+
+
+def without_outputs(path: Path, notebooks: dict[Path, object]) -> list[str]:
+    """Only notebooks of the first language are executed; in the others a cell has its twin's."""
+    name, first = f"notebooks/{path.parent.name}/{path.name}", f"notebooks/{EXECUTED}"
+    executed = notebooks.get(path.parent.with_name(EXECUTED) / path.name)
+    if executed is None:
+        return [f"{name}: there is no {first}/{path.name}, whose outputs it would show"]
+    known = {cell.id for cell in code_cells(executed)}
+    return [
+        f"{name}: {first} has no code cell {cell.id!r}, whose outputs this one would show"
+        for cell in code_cells(notebooks[path])
+        if cell.id not in known
+    ]
 
 
 def without_ids(name: str, notebook) -> list[str]:

@@ -820,6 +820,10 @@ def old_format(content):
         del cell["id"]
 
 
+def other_id(content):
+    content["cells"][1]["id"] = "other"
+
+
 def same_id(content):
     content["cells"][2]["id"] = content["cells"][1]["id"]
 
@@ -830,6 +834,7 @@ def same_id(content):
         (old_format, "notebooks/ko/01_ring.ipynb: format 4.0 has no cell ids"),
         (same_id, "notebooks/ko/01_ring.ipynb: 2 cells have the id 'run'"),
         (lambda content: content.clear(), "notebooks/ko/01_ring.ipynb: format 1.0 has no cell ids"),
+        (other_id, "notebooks/ko/01_ring.ipynb: notebooks/en has no code cell 'other', whose"),
         (None, "notebooks/ko/01_ring.ipynb is not a notebook"),
     ],
 )
@@ -842,6 +847,15 @@ def test_a_notebook_that_cannot_be_shown_is_named_before_anything_is_executed(bo
     result = build(book)
     assert result.returncode == 1 and executed(result) == []
     assert words in result.stderr and "Traceback" not in result.stderr
+
+
+def test_a_chapter_that_is_renamed_in_one_language_is_named(book):
+    (book / "notebooks/en/01_ring.ipynb").rename(book / "notebooks/en/01_rings.ipynb")
+    result = build(book)
+    assert result.returncode == 1 and executed(result) == []
+    assert result.stderr.startswith(
+        "notebooks/ko/01_ring.ipynb: there is no notebooks/en/01_ring.ipynb, whose outputs"
+    )
 
 
 @pytest.mark.parametrize("content", ['{"cells": [', '{"cells": [], "metadata": {}, "nbformat": 4}'])
