@@ -19,6 +19,7 @@ import re
 from pathlib import Path
 
 import yaml
+from alone import CannotBuild
 
 UNIT = r"(?: (?:[nµm]?s|[KMGT]?i?B|[kMGTP]?(?:B|bit|FLOP)/s)(?![\w/]))?"
 DIGITS = rf"[-−]?(?:\d[\d,]*\d|\d)(?:\.\d+)?(?:e-?\d+)?{UNIT}"
@@ -100,7 +101,7 @@ def load(language: str, root: Path, chapter: str) -> Catalogue | None:
     """The catalogue of a chapter in a language, or None if the language has none.
 
     Raises:
-        ValueError: a translation has other places than the original.
+        CannotBuild: a translation has other places than the original, or what `read` raises.
     """
     folder = root / "book" / language / "outputs"
     if not folder.exists():
@@ -108,15 +109,41 @@ def load(language: str, root: Path, chapter: str) -> Catalogue | None:
     entries = {}
     for path in (folder / "common.yml", folder / f"{chapter}.yml"):
         for key, said in read(path).items():
-            if said is not None and len(PLACE.findall(said)) != len(PLACE.findall(key)):
-                raise ValueError(f"{path}: {key!r} and {said!r} differ in the number of {{}}")
+            if said is not None and not _fits(PLACE.findall(said), len(PLACE.findall(key))):
+                raise CannotBuild(
+                    f"{path}: {key!r} and {said!r} differ in the number of {{}}; those with a "
+                    "number begin with {0}, and each is there once"
+                )
             entries[key] = said
     return Catalogue(entries)
 
 
+def _fits(places, number):
+    """Whether the places of a translation take all numbers of the original, each once."""
+    if not any(map(str.isdigit, places)):
+        return len(places) == number
+    return sorted(places) == sorted(map(str, range(number)))
+
+
 def read(path: Path) -> dict[str, str | None]:
-    """The entries of a file, none if there is no such file."""
-    return yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
+    """The entries of a file, none if there is no such file.
+
+    Raises:
+        CannotBuild: it is not YAML, or an entry is not text.
+    """
+    try:
+        entries = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise CannotBuild(f"{path} is not YAML: {error}") from None
+    if entries is None:  # nothing but comments, as a new file has
+        return {}
+    if not isinstance(entries, dict):
+        raise CannotBuild(f'{path}: entries are written "TEXT": "TRANSLATION"')
+    for key, said in entries.items():
+        if not isinstance(key, str) or not isinstance(said, str | None):
+            # YAML takes yes and no for bools, 2.5 for a number.
+            raise CannotBuild(f"{path}: {key!r}: {said!r} is not text for YAML; write it in quotes")
+    return entries
 
 
 def outputs(cells, catalogue: Catalogue) -> None:

@@ -1,5 +1,6 @@
 """Outputs in another language (`book/localize.py`): what is shown instead, and what is noted."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY / "book"))
 
 import localize  # noqa: E402
+from alone import CannotBuild  # noqa: E402
 
 ENTRIES = {
     "rank {}": "랭크 {}",
@@ -119,10 +121,38 @@ def test_a_chapter_has_the_common_entries_and_its_own_first(tmp_path):
     assert [say("stage 3") for say in said] == ["스테이지 3", "3단계"]
 
 
-@pytest.mark.parametrize("said", ["랭크", "랭크 {}의 {}", ""])
+def written(tmp_path, text):
+    path = tmp_path / "book" / "ko" / "outputs" / "a.yml"
+    path.parent.mkdir(parents=True)
+    path.write_text(text, encoding="utf-8")
+    return localize.load("ko", tmp_path, "a")
+
+
+@pytest.mark.parametrize("said", ["랭크", "랭크 {}의 {}", "", "{1}단계", "{}단계 {0}"])
 def test_a_translation_without_the_places_is_refused(tmp_path, said):
-    folder = tmp_path / "book" / "ko" / "outputs"
-    folder.mkdir(parents=True)
-    (folder / "a.yml").write_text(f'"step {{}}": "{said}"\n')
-    with pytest.raises(ValueError, match=r"a.yml: 'step {}' and .* differ in the number of {}"):
-        localize.load("ko", tmp_path, "a")
+    with pytest.raises(CannotBuild, match=r"a.yml: 'step {}' and .* differ in the number of {}"):
+        written(tmp_path, f'"step {{}}": "{said}"\n')
+
+
+@pytest.mark.parametrize("said", ["{1} {2}", "{0} {0}", "{} {1}"])
+def test_numbered_places_are_each_there_once(tmp_path, said):
+    with pytest.raises(CannotBuild, match=r"begin with \{0\}, and each is there once"):
+        written(tmp_path, f'"{{}} of {{}}": "{said}"\n')
+
+
+def test_a_file_of_comments_has_no_entries(tmp_path):
+    assert written(tmp_path, "# later\n").entries == {}
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("yes: 예\n", r"a.yml: True: '예' is not text for YAML; write it in quotes"),
+        ('"half": 0.5\n', r"a.yml: 'half': 0.5 is not text"),
+        ('"rank: 1\n', "a.yml is not YAML: .*line 1"),
+        ("- rank\n", 'a.yml: entries are written "TEXT": "TRANSLATION"'),
+    ],
+)
+def test_a_file_that_has_no_texts_is_named(tmp_path, text, words):
+    with pytest.raises(CannotBuild, match=re.compile(words, re.DOTALL)):
+        written(tmp_path, text)
