@@ -27,6 +27,17 @@ def test_a_way_back_to_the_middle_is_refused():
         show.states("A", [("go", "B"), ("go on", "C"), ("undo", "B")], "A way back.")
 
 
+def test_several_events_that_change_nothing_stand_below_one_another():
+    twice = [("forward", "A"), ("forward again", "A"), *ROUND]
+    assert "forward\nforward again" in texts(draw_states("A", twice))
+
+
+def test_a_second_round_is_refused():
+    for place in "BC":
+        with pytest.raises(ValueError, match="'go again' comes after the way back to A"):
+            show.states("A", [("go", "B"), ("back", "A"), ("go again", place)], "Two rounds.")
+
+
 def test_it_is_shown_with_its_sentence(capsys):
     show.states("A", ROUND, "Three states, and what leads from one to the next.")
     assert "[figure: Three states" in capsys.readouterr().out

@@ -22,7 +22,7 @@ def states(first: str, changes: Sequence[tuple[str, str]], alt: str) -> None:
 
     Args:
         first: the name of the state that the round begins in.
-        changes: (event, state after it), in order. An event that leaves the state as it is is
+        changes: (event, state after it), in order. Events that leave the state as it is are
             written beside the state. The last event may lead back to `first`.
         alt: a sentence that says what the picture shows.
 
@@ -51,11 +51,16 @@ def draw_states(first: str, changes: Sequence[tuple[str, str]]) -> Figure:
         )
         ax.text(middle, y + BOX[1] / 2, state, color="white", fontsize=9, ha="center", va="center")
     arrow = {"arrowstyle": "-|>", "color": FAINT, "linewidth": 1.2, "shrinkA": 0, "shrinkB": 0}
-    before = first
+    before, beside = first, {}
     for event, state in changes:
         y = 0.05 + PITCH * order.index(before)
-        if state == before:
-            ax.text(LEFT + BOX[0] + 0.15, y + BOX[1] / 2, event, color=INK, fontsize=9, va="center")
+        if state == before and before in beside:
+            beside[before].set_text(f"{beside[before].get_text()}\n{event}")
+        elif state == before:
+            place = LEFT + BOX[0] + 0.15, y + BOX[1] / 2
+            beside[before] = ax.text(*place, event, color=INK, fontsize=9, va="center")
+        elif before == first and ax.lines:  # the way back is drawn
+            raise ValueError(f"{event!r} comes after the way back to {first}; show one round")
         elif order.index(state) == order.index(before) + 1:
             ends = {"xy": (middle, y + PITCH), "xytext": (middle, y + BOX[1])}
             ax.annotate("", **ends, arrowprops=arrow)
