@@ -729,3 +729,12 @@ def test_a_label_is_at_the_last_point_that_is_shown(y, scale, height):
     [label] = [artist for artist in ax.artists if artist.get_gid() == "label"]
     assert label.xy == (1, height)
     assert "label" in _figure.svg(fig, "alt")
+
+
+@pytest.mark.parametrize("array", [np.array, torch.tensor])
+def test_a_single_number_of_an_array_is_written_as_a_number(array, shown):
+    loss, steps = array(3.21875), array(12345)
+    show.table([["loss", loss], ["steps", steps]], ["name", "value"])
+    ((data, _),) = shown
+    assert "3.22" in data["text/plain"] and "12,345" in data["text/plain"]
+    assert show.seconds(loss) == "3.22 s" and show.size(steps) == "12.1 KiB"

@@ -39,6 +39,7 @@ def rate(per_second: float, unit: str = "B/s") -> str:
 
 def _with_unit(value, units):
     """Write three significant digits, in the largest unit in which the value is 1 or more."""
+    value = plain(value)
     if value == 0 or not math.isfinite(value):
         return f"{number(value)} {dict(units)[1]}"
     for (scale, unit), (larger, _) in pairwise([*units, (math.inf, None)]):
@@ -51,11 +52,17 @@ def _rounded(value):
     return float(f"{value:.3g}") if abs(value) < 999.5 else round(value, 0)
 
 
+def plain(value: Any) -> Any:
+    """Return a single number of torch or NumPy as Python's, and anything else as it is."""
+    return value.item() if getattr(value, "ndim", None) == 0 else value
+
+
 def number(value: Any) -> str:
     """Write a number with three significant digits; if larger, to the unit, with commas: 1,234.
 
     Integers are written in full, None as a dash and anything else as its str.
     """
+    value = plain(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return "—" if value is None else str(value)
     if not math.isfinite(value):
