@@ -1,6 +1,8 @@
 """Panels of bars: rows fit, numbers stand where they belong, and what cannot be is named."""
 
+import numpy as np
 import pytest
+import torch
 
 from naranhi import show
 
@@ -41,6 +43,19 @@ def test_numbers_stand_right_of_bar_and_point():
 def test_what_no_bar_can_show_is_refused(options, named):
     with pytest.raises(ValueError, match=named):
         drawn(**options)
+
+
+@pytest.mark.parametrize("array", [np.array, torch.tensor])
+def test_arrays_are_taken_as_lists_are(array):
+    axes = drawn(array([1.0, 0.0, 3.0]), array([1.5, 0.5, 3.0])).axes
+    assert [bar.get_width() for bar in axes[0].patches] == [1, 0, 3]
+    assert [text.get_text() for text in axes[0].texts] == ["1", "0", "3"]
+
+
+def test_panels_of_nothing_are_refused():
+    for labels, measures in ([], {"time": ([], None, None)}), (ROWS, {}):
+        with pytest.raises(ValueError, match="at least one row and one measure"):
+            show.panels(labels, measures)
 
 
 def test_there_may_be_more_panels_than_colours():

@@ -40,9 +40,16 @@ def panels(
         A matplotlib figure.
 
     Raises:
-        ValueError: the values do not match the labels in number, or a value cannot be a bar.
+        ValueError: there are no labels or no measures, the values do not match the labels in
+            number, or a value cannot be a bar.
     """
     labels = list(labels)
+    if not labels or not measures:
+        raise ValueError(f"give at least one row and one measure, not {labels} and {[*measures]}")
+    measures = {
+        name: (_numbers(predicted), measured if measured is None else _numbers(measured), write)
+        for name, (predicted, measured, write) in measures.items()
+    }
     for name, (predicted, measured, _) in measures.items():
         for numbers in (predicted, measured):
             if numbers is not None and len(numbers) != len(labels):
@@ -58,6 +65,11 @@ def panels(
     columns[0].set_yticks(range(len(labels)), labels)
     columns[0].invert_yaxis()
     return fig
+
+
+def _numbers(values):
+    """Return a sequence, an array or a tensor as a list of Python's numbers."""
+    return values.tolist() if hasattr(values, "tolist") else list(values)
 
 
 def _panel(ax, name, predicted, measured, write, color):
