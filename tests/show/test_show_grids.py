@@ -58,7 +58,14 @@ def test_it_is_shown_as_a_figure_with_its_alt(shown):
 
 
 @pytest.mark.parametrize(
-    ("matrices", "why"), [({}, "at least one"), ({"x": ([[1, 2]], [[0]])}, "x: values and marks")]
+    ("matrices", "why"),
+    [
+        ({}, "at least one"),
+        ({"x": ([[1, 2]], [[0]])}, "x: values and marks"),
+        ({"x": ([], [])}, "x: there are no values"),
+        ({"x": (torch.arange(2), torch.arange(2))}, "rows of elements, not tensor"),
+        ({"x": ([[1, 2]], [[0, 4]])}, "x: a mark is one of 4 colours, from 0, not 4"),
+    ],
 )
 def test_what_cannot_be_drawn_is_refused(matrices, why):
     with pytest.raises(ValueError, match=why):

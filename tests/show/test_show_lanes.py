@@ -44,6 +44,8 @@ def test_two_drawings_can_share_an_end():
         ({"cores": []}, None, "one to 4 kinds"),
         ({"cores": [(kind, None, 0, 1) for kind in "abcde"]}, None, "one to 4 kinds"),
         ({"cores": [("compute", 3, 2.0, 1.0)]}, None, "ends before it starts: .*'compute', 3"),
+        ({"cores": [("compute", 3, float("nan"), 1.0)]}, None, "finite times: .*'compute', 3"),
+        ({"cores": [("compute", 3, 0.0, float("inf"))]}, None, "finite times"),
         (ROWS, 5.0, "end = 5.0 is before the end of the last box, 6.0"),
     ],
 )

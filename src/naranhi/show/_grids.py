@@ -38,7 +38,8 @@ def grids(
         alt: a sentence that says what the picture shows.
 
     Raises:
-        ValueError: there are no matrices, or marks and values differ in shape.
+        ValueError: there are no matrices, one is empty or is not a matrix, marks and values differ
+            in shape, or a mark is of no colour.
     """
     figure(draw_grids(matrices), alt)
 
@@ -53,6 +54,11 @@ def draw_grids(
     for title, (values, marks) in matrices.items():
         if list(map(len, values)) != list(map(len, marks)):
             raise ValueError(f"{title}: values and marks differ in shape")
+        if not any(values):
+            raise ValueError(f"{title}: there are no values to draw")
+        most = max(map(max, filter(None, marks)))
+        if most >= len(COLORS):
+            raise ValueError(f"{title}: a mark is one of {len(COLORS)} colours, from 0, not {most}")
     if not matrices:
         raise ValueError("name at least one matrix to draw")
     widths = [max(map(len, values)) for values, _ in matrices.values()]
@@ -86,4 +92,8 @@ def _draw_cell(ax, x, y, value, mark):
 
 
 def _rows(matrix):
-    return matrix.tolist() if hasattr(matrix, "tolist") else [list(row) for row in matrix]
+    try:
+        rows = matrix.tolist() if hasattr(matrix, "tolist") else matrix
+        return [list(row) for row in rows]
+    except TypeError:
+        raise ValueError(f"a matrix is rows of elements, not {matrix!r}") from None

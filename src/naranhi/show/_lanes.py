@@ -6,6 +6,7 @@ row per rank and one action at a time, cannot show that.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from matplotlib.figure import Figure
@@ -34,8 +35,8 @@ def lanes(
         end: the length of the axis, to compare two drawings; default: up to the last box.
 
     Raises:
-        ValueError: there are no boxes or more than four kinds, a box ends before it starts, or the
-            axis would end before the last box.
+        ValueError: there are no boxes or more than four kinds, a box ends before it starts or at a
+            time that is not finite, or the axis would end before the last box.
     """
     figure(draw_lanes(rows, measured, end), alt, measured=measured)
 
@@ -50,6 +51,8 @@ def draw_lanes(
     kinds = list(dict.fromkeys(kind for kind, *_ in boxes))
     if not 0 < len(kinds) <= len(COLORS):
         raise ValueError(f"boxes of one to {len(COLORS)} kinds can be told apart, not {kinds}")
+    if unbounded := [box for box in boxes if not all(map(math.isfinite, box[2:]))]:
+        raise ValueError(f"a box begins and ends at finite times: {unbounded[0]}")
     if backwards := [box for box in boxes if box[3] < box[2]]:
         raise ValueError(f"a box ends before it starts: {backwards[0]}")
     first, last = min(box[2] for box in boxes), max(box[3] for box in boxes)
