@@ -312,6 +312,15 @@ def test_looking_for_fonts_is_no_output(caplog):
     assert [record.message for record in caplog.records] == ["findfont: no such font"]
 
 
+@pytest.mark.filterwarnings("error")
+def test_labels_in_korean_need_no_font_here(shown):
+    fig, ax = show.axes("크기", "시간")
+    show.measured(ax, [1, 2], [1, 2], "측정")
+    show.figure(fig, "측정한 값.")
+    show.figure(show.bars({"순전파": 1.0}, "시간"), "막대.")
+    assert "측정" in shown[0][0]["text/html"] and "순전파" in shown[1][0]["text/html"]
+
+
 def test_a_figure_of_pyplot_is_closed(shown):
     from matplotlib import pyplot
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import re
+import warnings
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
@@ -73,9 +74,12 @@ def svg_root(fig, alt):
     """Return the figure as a parsed <svg> without a size, and its width and height in pixels."""
     if not alt or not alt.strip():
         raise ValueError("a figure needs an alt text: say in a sentence what it shows")
-    spread_labels(fig)
     buffer = io.StringIO()
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "naranhi", "path.simplify": True}):
+    style = {"svg.fonttype": "none", "svg.hashsalt": "naranhi", "path.simplify": True}
+    with rc_context(style), warnings.catch_warnings():
+        # The page has the fonts, and with them the letters that matplotlib's own font lacks.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        spread_labels(fig)
         fig.savefig(
             buffer,
             format="svg",
