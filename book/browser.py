@@ -4,7 +4,8 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from playwright.sync_api import Browser, sync_playwright
+from alone import CannotBuild
+from playwright.sync_api import Browser, Error, sync_playwright
 
 # The shell is Chromium without windows: a page takes half of the processor's time.
 PROGRAMS = "chromium-headless-shell", "chromium", "chromium-browser"
@@ -12,10 +13,20 @@ PROGRAMS = "chromium-headless-shell", "chromium", "chromium-browser"
 
 @contextmanager
 def chromium() -> Iterator[Browser]:
-    """The system's Chromium where there is one, else the one that Playwright installed."""
+    """The system's Chromium where there is one, else the one that Playwright installed.
+
+    Raises:
+        CannotBuild: there is neither, or it does not start.
+    """
     where = next(filter(None, map(shutil.which, PROGRAMS)), None)
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=where, args=["--no-sandbox"])
+        try:
+            browser = playwright.chromium.launch(executable_path=where, args=["--no-sandbox"])
+        except Error as error:
+            raise CannotBuild(
+                f"Chromium does not start ({str(error).partition(chr(10))[0]}): install the "
+                "system's (Debian: chromium), or run .venv/bin/playwright install chromium"
+            ) from None
         try:
             yield browser
         finally:

@@ -8,9 +8,11 @@ from pathlib import PurePosixPath
 from types import SimpleNamespace
 from xml.etree import ElementTree
 
+import browser
 import nbformat
 import printed
 import pytest
+from alone import CannotBuild
 from languages import BY_CODE
 
 REPOSITORY = printed.HERE.parent
@@ -207,3 +209,13 @@ def test_a_link_to_nowhere_is_named(built, tmp_path):
             else:
                 with pytest.raises(ValueError, match="only leads to only#b"):
                     page(link).parts(document, "pdf")
+
+
+def test_without_chromium_it_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setattr(browser, "PROGRAMS", ())
+    monkeypatch.setenv("PLAYWRIGHT_BROWSERS_PATH", str(tmp_path))
+    words = (
+        r"Executable doesn't exist .*: chromium\), or run .venv/bin/playwright install chromium$"
+    )
+    with pytest.raises(CannotBuild, match=words), browser.chromium():
+        pass
