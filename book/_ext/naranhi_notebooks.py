@@ -93,8 +93,10 @@ class Resolver:
             return f" ({' / '.join(choice.strip() for choice in asked['choices'].split('|'))})"
         if "range" not in asked:
             return ""
-        words = BY_CODE[self.config.language].predict
-        between = words["range"].format(*asked["range"].split())
+        bounds = asked["range"].split()
+        if len(bounds) != 2:  # Sphinx has warned of it
+            return ""
+        between = BY_CODE[self.config.language].predict["range"].format(*bounds)
         return f" ({between}, {asked['unit']})" if "unit" in asked else f" ({between})"
 
     def _equation(self, label: str) -> str:

@@ -23,6 +23,7 @@ a notebook and on paper there is the question, and the answer where the cell sho
 
 import re
 from html import escape
+from math import isfinite
 from typing import NamedTuple
 
 import naranhi_site  # noqa: F401 (it puts the book's modules in reach)
@@ -66,10 +67,20 @@ def asked(comments: str) -> dict[str, object]:
         if len(found["choices"]) < 2 or not all(found["choices"]):
             raise ValueError("two choices or more are separated by |")
     else:
-        low, high = found["range"] = tuple(map(float, found["range"].split()))
+        low, high = found["range"] = _bounds(found["range"])
         if not low < high or ("scale" in found and low <= 0):
             raise ValueError(f"range {low:g} {high:g} must rise, and start above 0 with a scale")
     return found
+
+
+def _bounds(text):
+    try:
+        low, high = map(float, text.split())
+        if isfinite(low) and isfinite(high):
+            return low, high
+    except ValueError:
+        pass
+    raise ValueError(f"a range is two numbers, such as 0 100, not {text!r}")
 
 
 class Questions(SphinxTransform):

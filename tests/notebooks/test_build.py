@@ -409,16 +409,25 @@ def test_a_warning_fails_the_build_and_the_old_pages_stay(book):
 
 
 NOWHERE = "{numref}`fig-typo`, {eq}`typo`, {ref}`typo`, {doc}`typo`, {cite:t}`typo`, [](typo.ipynb)"
+QUESTION = """:::{admonition} Predict
+:class: predict
+% name: nowhere
+% range: 100
+
+How many?
+:::
+"""
 
 
 def test_references_of_a_chapter_that_lead_nowhere_are_named(book):
     path = book / "notebooks/en/02_cost.ipynb"
     chapter = nbformat.read(path, as_version=4)
     chapter.cells.append(new_markdown_cell(NOWHERE, id="nowhere"))
+    chapter.cells.append(new_markdown_cell(QUESTION, id="question"))
     nbformat.write(chapter, path)
     result = build(book)
     assert result.returncode == 1 and "Traceback" not in result.stderr, result.stderr
-    assert result.stderr.count("02_cost.ipynb:") == 6  # all of them
+    assert result.stderr.count("02_cost.ipynb:") == 7  # all of them
     assert "en: FAILED because of the warnings above" in result.stdout
 
 
