@@ -46,7 +46,12 @@ DATA = {".csv", ".gz", ".json"}
 SECONDS = 900  # for one notebook; the book's own rule is 90
 # Asked of the kernel at the end: what carried the messages of the notebook's ranks.  That a machine
 # has a GPU does not say so, as four ranks need four.
-BACKENDS = "sorted({v.backend for v in globals().values() if type(v).__name__ == 'World'})"
+BACKENDS = """
+import builtins as _python  # a chapter may have given a name such as `type` to something else
+_python.sorted(
+    {v.backend for v in _python.globals().values() if _python.type(v).__name__ == "World"}
+)
+"""
 
 
 class ExecutionFailed(Exception):

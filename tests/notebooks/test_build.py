@@ -885,6 +885,16 @@ def test_a_thread_that_a_cell_left_may_print(book):
     assert result.returncode == 0, result.stderr
 
 
+def test_names_of_python_may_be_given_away(book):
+    change_notebook(
+        book, "en", lambda c: c["cells"][1].update(source="type = sorted = globals = 1")
+    )
+    result = build(book, "--execute-only")
+    assert result.returncode == 0, result.stderr
+    record = execution.load("01_ring", book).metadata["naranhi"]["executed"]
+    assert record["backends"] == []
+
+
 def test_no_notebook_at_a_time_is_refused(book):
     result = build(book, "--jobs", "0")
     assert result.returncode == 2 and "--jobs 0: at least one notebook" in result.stderr
