@@ -212,6 +212,13 @@ def test_rows_without_targets_give_no_loss_and_no_gradient(model):
     assert all(one.count_nonzero() == 0 for one in gradients(model, loss))
 
 
+def test_a_batch_of_nothing_or_with_too_few_rows_is_refused():
+    with pytest.raises(ValueError, match="there are no sequences to make a batch of"):
+        data.collate([])
+    with pytest.raises(ValueError, match="rows = 1 are too few for 2 sequences"):
+        data.collate([[1, 2], [3, 4]], rows=1)
+
+
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=50))
 def test_unigram_entropy_is_the_loss_of_whoever_knows_the_frequencies(targets):
     frequencies = torch.bincount(torch.tensor(targets), minlength=4) / len(targets)

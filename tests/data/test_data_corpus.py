@@ -107,6 +107,9 @@ def test_passages_with_nothing_to_predict_are_left_out():
         data.encode(tokenizer, ["a", "b"], 5)
     with pytest.raises(ValueError, match="there are no passages: there is nothing to learn"):
         data.encode(tokenizer, [], 5)
+    for length in (1, 0, -1):
+        with pytest.raises(ValueError, match=f"length = {length} leaves nothing to predict"):
+            data.encode(tokenizer, [long], length)
 
 
 # --- files in SQuAD's form -----------------------------------------------------------------------

@@ -64,9 +64,11 @@ def encode(
     A passage of one token has nothing to predict and is left out.
 
     Raises:
-        ValueError: if there are no passages, or none is left.
+        ValueError: if there are no passages, none is left, or `length` is below 2.
     """
     passages = list(passages)
+    if length < 2:
+        raise ValueError(f"length = {length} leaves nothing to predict; give 2 tokens or more")
     if not passages:
         raise ValueError("there are no passages: there is nothing to learn")
     sequences = tokenizer(passages, truncation=True, max_length=length)["input_ids"]
@@ -174,8 +176,15 @@ def collate(
         multiple: the length is rounded up to a multiple of this. With 8, say, there are an eighth
             as many shapes (which helps if each shape needs preparation), at the price of some
             padding.
+
+    Raises:
+        ValueError: if there are no sequences, or `rows` are too few for them.
     """
+    if not len(sequences):
+        raise ValueError("there are no sequences to make a batch of")
     rows = len(sequences) if rows is None else rows
+    if rows < len(sequences):
+        raise ValueError(f"rows = {rows} are too few for {len(sequences)} sequences")
     shape = rows, _up(max(map(len, sequences)), multiple)
     tokens, mask = torch.full(shape, pad), torch.zeros(shape, dtype=torch.int64)
     targets = torch.full(shape, IGNORE_INDEX)
