@@ -717,6 +717,12 @@ def misuse():
         Zero, one, 1, param_groups=[{"params": [nn.Parameter(torch.ones(3))]}], group=group
     )
 
+    two = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    zero = Zero(two, 1, group=group, param_groups=[{"params": part.parameters()} for part in two])
+    some = torch.optim.AdamW(zero.param_groups[0]["params"])
+    found["one group"] = message(zero.step, some)
+    zero.close()
+
     before = torch.optim.AdamW(one.parameters())
     zero = Zero(one, 3, group=group)
     found["before"] = message(zero.step, before)
@@ -777,6 +783,8 @@ def test_misuse_is_told(five):
         "foreign unit": "ValueError: a unit has to be a module in the model, not Linear",
         "no group": "ValueError: parameter 0.bias requires a gradient and is in no group",
         "foreign": "ValueError: parameter group 0 has a parameter not in the model",
+        "one group": "RuntimeError: this optimizer has 1 of the model's 2 shards: give one "
+        "optimizer all param_groups of Zero, each with its own options",
         "before": "RuntimeError: this optimizer does not work on the shards of this model: make it "
         "after Zero, of its param_groups",
         **{

@@ -202,7 +202,7 @@ def require_own(optimizer: torch.optim.Optimizer, flats: Iterable[FlatParam]) ->
 
     Raises:
         TypeError: If the optimizer works on whole parameters.
-        RuntimeError: If the optimizer's parameters are not these shards.
+        RuntimeError: If the optimizer's parameters are not these shards, or not all of them.
     """
     whole = next(
         (kind.__name__ for kind in type(optimizer).__mro__ if kind.__name__ in ON_WHOLE_PARAMETERS),
@@ -211,7 +211,13 @@ def require_own(optimizer: torch.optim.Optimizer, flats: Iterable[FlatParam]) ->
     if whole:
         raise TypeError(f"{whole} works on whole parameters, and a rank has only shards")
     theirs = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    if theirs != {id(piece) for flat in flats for piece in flat.pieces.values()}:
+    own = {id(piece) for flat in flats for piece in flat.pieces.values()}
+    if theirs and theirs < own:  # step() discards the gradients of all
+        raise RuntimeError(
+            f"this optimizer has {len(theirs)} of the model's {len(own)} shards: give one "
+            "optimizer all param_groups of Zero, each with its own options"
+        )
+    if theirs != own:
         raise RuntimeError(
             "this optimizer does not work on the shards of this model: make it "
             "after Zero, of its param_groups"
