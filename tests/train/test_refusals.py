@@ -152,6 +152,31 @@ def test_passages_that_are_cut_are_told(eight, tmp_path):
 
 
 @pytest.mark.processes
+def test_a_refused_rank_is_not_aborted_by_its_group():
+    """Threads of gloo that are there while Python finalizes abort it now and then, by signal 6."""
+    program = (
+        "import atexit\n"
+        "from pathlib import Path\n"
+        "from naranhi.train.cli import main\n"
+        "def threads():\n"
+        "    for file in Path('/proc/self/task').glob('*/comm'):\n"
+        "        print(file.read_text(), end='')\n"
+        "atexit.register(threads)\n"
+        "main(['--steps', '0'])\n"
+    )
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | place | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert "no whole number of at least 1" in done.stderr
+    assert "gloo" not in done.stdout
+    assert done.returncode == 1
+
+
+@pytest.mark.processes
 def test_lines_that_nobody_reads_end_nothing():
     program = (
         "import sys\n"

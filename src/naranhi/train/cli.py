@@ -128,7 +128,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for line in str(mistake).splitlines():
                 print(f"naranhi.train: error: {line}", file=sys.stderr, flush=True)
         part(others)  # the launcher ends all ranks once one exits: print first
-        sys.exit(1)
+        # Not sys.exit: the error's traceback holds the groups, and while Python finalizes, a thread
+        # of theirs that lets go of its last message aborts the process.
+        os._exit(1)
     except RuntimeError as error:
         if not LOST.search(str(error)):
             raise
