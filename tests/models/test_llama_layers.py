@@ -238,6 +238,18 @@ def test_a_folder_with_more_weights_than_its_configuration_says_is_refused(tmp_p
         models.llama(tmp_path)
 
 
+@pytest.mark.parametrize("make", [models.llama, models.DeferredLM])
+def test_a_quantized_model_is_refused(tmp_path, make):
+    """With weights that are not, too: it could be trained, and then not be exported."""
+    config = small_llama.config("llama")
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    config.quantization_config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    config.save_pretrained(tmp_path)
+    for given in tmp_path, config:
+        with pytest.raises(ValueError, match=r"has a quantization_config.*call dequantize\(\)"):
+            make(given)
+
+
 def test_a_name_that_is_no_model_is_told():
     for name in "/no/such/config.json", "./nothing":
         with pytest.raises(OSError, match="There is no such file or folder"):

@@ -21,7 +21,7 @@ from torch import nn
 
 from naranhi.models.causal_lm import causal_lm, is_gpt2, require_kind
 from naranhi.models.gpt2_blocks import DROPOUTS, gpt2_config
-from naranhi.models.pretrained import configuration, readable, require_blocks
+from naranhi.models.pretrained import configuration, readable, require_trainable
 from naranhi.models.saved_weights import SavedWeights
 from naranhi.models.weight_names import joined, parted, sources
 
@@ -71,7 +71,7 @@ class DeferredLM:
             config, given = configuration(name), repr(name)
         self.config = gpt2_config() if config is None else copy.deepcopy(config)
         require_kind(self.config, given, dropout)
-        require_blocks(self.config, given)
+        require_trainable(self.config, given)
         if dropout is not None and is_gpt2(self.config):
             self.config.update(dict.fromkeys(DROPOUTS, dropout))
         with torch.device("meta"):

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from naranhi.models.llama_blocks import GatedMLP, LlamaBlock, LlamaEmbedding, LlamaHead
-from naranhi.models.pretrained import pretrained, readable, require_blocks
+from naranhi.models.pretrained import pretrained, readable, require_trainable
 from naranhi.models.rotary import Rotary, RotaryAttention
 from naranhi.models.weight_names import by_group, head_size
 
@@ -161,7 +161,7 @@ def _require_supported(config):
             f"rotary positions of the kind {kind!r} depend on a sequence's length, of which a rank "
             "may have a part: choose default, linear, llama3 or yarn"
         )
-    require_blocks(config, "the configuration")
+    require_trainable(config, "the configuration")
     heads, groups = config.num_attention_heads, config.num_key_value_heads
     if groups < 1 or heads % groups:
         raise ValueError(f"{groups} heads of keys and values do not divide {heads} of queries")

@@ -40,7 +40,7 @@ def pretrained(
         config = _config(name, what)
         if config.model_type not in kinds:
             raise ValueError(f"{name!r} is a model of the kind {config.model_type!r}, not {what}")
-        require_blocks(config, repr(name))
+        require_trainable(config, repr(name))
         with readable(f"the weights of {name!r}", what):
             model, report = AutoModelForCausalLM.from_pretrained(
                 name, dtype=torch.float32, output_loading_info=True, **(options or {})
@@ -73,8 +73,8 @@ def _config(name, what):
         return AutoConfig.from_pretrained(name)
 
 
-def require_blocks(config: PreTrainedConfig, given: str) -> None:
-    """Raise ValueError for a model without blocks or without attention heads.
+def require_trainable(config: PreTrainedConfig, given: str) -> None:
+    """Raise ValueError for a model without blocks or attention heads, or with quantized weights.
 
     Args:
         config: the configuration.
@@ -83,6 +83,13 @@ def require_blocks(config: PreTrainedConfig, given: str) -> None:
     blocks, heads = config.num_hidden_layers, config.num_attention_heads
     if min(blocks, heads) < 1:
         raise ValueError(f"{given} has {blocks} blocks of {heads} heads")
+    # With random weights, too: transformers would quantize them when a training exports its model.
+    if getattr(config, "quantization_config", None):
+        raise ValueError(
+            f"{given} has a quantization_config, and weights are trained in float32: load the "
+            "model with transformers, call dequantize() and save_pretrained; or, if its weights "
+            "are not quantized, delete the quantization_config from its config.json"
+        )
 
 
 def advice(name: str) -> str:
