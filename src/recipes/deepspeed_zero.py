@@ -73,7 +73,8 @@ def main():
         collate_fn=Collate(options, model.config.n_positions),
     )
 
-    start, kept = 0, settings(options, data) | {"--stage": options.stage, "WORLD_SIZE": ranks}
+    start, layout = 0, {"--stage": options.stage, "--bf16": options.bf16, "WORLD_SIZE": ranks}
+    kept = settings(options, data) | layout  # shards are in other files, or other pieces, otherwise
     if options.save:
         check_shared(options.save)  # before the first step, and not after the last
         if not options.resume:

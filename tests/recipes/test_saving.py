@@ -119,6 +119,13 @@ def test_deepspeed_says_that_it_was_another_number_of_ranks(resume):
     assert "was saved with WORLD_SIZE 2, and this is WORLD_SIZE 1" in done.stderr
 
 
+def test_deepspeed_says_that_it_was_another_precision(resume):
+    """Its shards are then in files of other names."""
+    done = resume("deepspeed_zero.py", "--bf16")
+    assert done.returncode != 0
+    assert "was saved with --bf16 False, and this is --bf16 True" in done.stderr
+
+
 @pytest.mark.parametrize("script", SAVING)
 def test_a_new_learning_rate_holds(tmp_path, forked, saved, single, script):
     """Without one, the rate that was saved."""
