@@ -1,5 +1,6 @@
 """Checkpoints on ranks: what is committed and kept, and what is not."""
 
+import resource
 import shutil
 import subprocess
 import sys
@@ -175,6 +176,26 @@ def test_a_save_that_fails_leaves_the_one_before_and_no_rubbish(five, tmp_path):
     expected += ["on rank 1: [Errno 28] No space left on device"] * 3
     assert answers == expected
     assert left == [".lock", "step-00000001"]
+
+
+def with_a_limit_for_files(folder):
+    group = first_ranks(1)
+    if dist.get_rank():
+        return None
+    model, kind = nn.Linear(64, 64), resource.RLIMIT_FSIZE
+    soft, hard = resource.getrlimit(kind)
+    with Checkpoints(folder, group=group) as checkpoints:
+        resource.setrlimit(kind, (2**13, hard))
+        try:
+            return refusal(lambda: checkpoints.save(1, model))
+        finally:
+            resource.setrlimit(kind, (soft, hard))
+
+
+def test_what_the_system_says_of_a_write_is_told(five, tmp_path):
+    """In place of what torch.save makes of it: "unexpected pos 704 vs 598"."""
+    told = five.call(with_a_limit_for_files, str(tmp_path / "state"))[0]
+    assert told == "on rank 0: [Errno 27] File too large"
 
 
 def without_room_for_copies(folder):

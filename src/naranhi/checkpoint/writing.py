@@ -78,7 +78,7 @@ class Write:
             with none_lost():
                 dcp.save(
                     self.tensors,
-                    storage_writer=dcp.FileSystemWriter(part, overwrite=False),
+                    storage_writer=_Writer(part, overwrite=False),
                     planner=SaveBoxes(),
                     process_group=self.group,
                 )
@@ -96,6 +96,22 @@ class Write:
 
     def _on_all(self, function):
         return on_all(function, self.group)
+
+
+class _Writer(dcp.FileSystemWriter):
+    """A writer whose error says what the system said, such as that the disk is full.
+
+    Where that fails, `torch.save` raises an error of its own about positions in the file.
+    """
+
+    def write_data(self, plan, planner):
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            cause = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__context__
+            raise cause or error from None  # only the error itself is sent to the other ranks
 
 
 def prepare(
