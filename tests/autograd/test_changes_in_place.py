@@ -1,6 +1,8 @@
 """What a layer changes in place, and what changes between a forward and its backward."""
 
 import copy
+import gc
+import weakref
 from dataclasses import dataclass
 
 import pytest
@@ -247,6 +249,26 @@ def test_what_a_layer_puts_into_an_argument_reaches_the_caller_with_its_gradient
     assert counts == plain == (3, 3, 3)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+
+
+def test_what_is_put_into_an_argument_is_freed_without_a_collection():
+    """The outputs would hold the call, and the call, by its arguments, the outputs."""
+    x = torch.ones(2, WIDTH, requires_grad=True)
+
+    def function(x, outer):
+        outer.append(x * 2)
+        return x * 3
+
+    gc.collect()
+    gc.disable()
+    try:
+        outer = []
+        result = recompute(function, x, outer)
+        freed = weakref.ref(outer[0])
+        del outer, result
+        assert freed() is None
+    finally:
+        gc.enable()
 
 
 def test_what_is_in_an_argument_stays_the_object_that_it_is():

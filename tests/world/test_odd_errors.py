@@ -95,6 +95,17 @@ def test_an_error_is_not_kept_after_its_cell(world, magic):
     assert world["is_alive"] == [False, False]
 
 
+def test_an_error_shown_within_a_function_is_not_the_next_cell_s(world):
+    def fails():
+        from IPython import get_ipython
+
+        get_ipython().run_cell("1 / 0")
+        return 3
+
+    assert world.run(fails) == [3, 3]
+    world.execute("x = 1")
+
+
 TASKS = """
 import asyncio
 async def fail():

@@ -191,6 +191,7 @@ def _outcome_of(run):
             value = run(displays)
         except BaseException as raised:
             error = raised
+    shell.forget_shown()
     displays[:0] = [(output.data, output.metadata) for output in captured.outputs]
     result = outcome(displays, error, value)
     result["put_back"] = _at_hand.put_back()

@@ -38,14 +38,18 @@ def _leave_it_to_the_notebook(error=None, *args, **kwargs):
 
 
 def raise_shown() -> None:
-    """Raise what the shell would have shown, if anything, and forget it with its frames.
+    """Raise what the shell would have shown, if anything.
 
     Raises:
         BaseException: the first error: another may be its consequence.
     """
-    del _shown[1:]
     if _shown:
-        raise _shown.pop()
+        raise _shown[0]
+
+
+def forget_shown() -> None:
+    """Let go of these errors, and of what their frames hold: they are not the next cell's."""
+    _shown.clear()
 
 
 def _not_by_a_cell() -> NoReturn:
