@@ -23,8 +23,7 @@ BAD = 1  # the rank that breaks, while the others take a healthy step
 
 
 def step(group, size=4):
-    tensor = torch.ones(size)
-    dist.all_reduce(tensor, group=group)
+    dist.all_reduce(tensor := torch.ones(size), group=group)
     print("sum of ones:", tensor.tolist(), flush=True)
 
 
@@ -105,6 +104,7 @@ def main():
         except (RuntimeError, ValueError) as error:
             print(f"{type(error).__name__}: {error}", flush=True)
             if name == options.faults[-1]:
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)  # while the error's file is written
                 raise
         finally:
             faulthandler.cancel_dump_traceback_later()
