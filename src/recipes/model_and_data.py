@@ -87,7 +87,7 @@ class Collate:
 
 def summed_cross_entropy(logits, targets):
     """Return the loss summed over all targets; divide it by the target count of the whole step."""
-    logits = logits.flatten(0, 1).float()  # bf16 has three digits, and this is a sum of hundreds
+    logits = logits.flatten(0, 1).float()  # bf16 has 2 to 3 digits, and this is a sum of hundreds
     return cross_entropy(logits, targets.flatten(), reduction="sum", ignore_index=IGNORE_INDEX)
 
 

@@ -16,7 +16,7 @@ from naranhi.expert_parallel import undivided_state
 from naranhi.models import configuration, is_mixture, llama_model
 from naranhi.models import loss as naranhi_loss
 
-STEPS, RATE = 12, 1.0
+STEPS, RATE = 7, 2.0
 MIXTURES = "mixtral", "qwen3_moe"
 RUNS = [  # kind, {axis: size}, options
     ("llama", {"tp": 2}, ""),

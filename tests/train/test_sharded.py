@@ -13,7 +13,7 @@ from naranhi import schedules, train
 from naranhi.train.saves import Saves
 from naranhi.train.schedule import make_schedule
 
-STEPS, RATE = 20, 0.5
+STEPS, RATE = 6, 3.0
 RUNS = [  # {axis: size}, options
     ({"dp": 4}, "--zero 1"),
     ({"dp": 2, "pp": 2}, "--zero 1 --schedule 1F1B"),

@@ -81,17 +81,16 @@ def small(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_any_number_of_ranks_gives_the_same_losses_and_they_fall(tmp_path, forked):
-    """Below what a model knows that knows how often each word is: the corpus's unigram entropy."""
+def test_any_number_of_ranks_gives_the_same_losses(tmp_path, forked):
     runs = {
-        1: (12, "--schedule", "inter_layer", "--recompute"),
-        2: (12, "--dp", 2),
-        4: (160, "--schedule", "gpipe", "--balance", "4,3,3,4"),
+        1: ("--schedule", "inter_layer", "--recompute"),
+        2: ("--dp", 2),
+        4: ("--schedule", "gpipe", "--balance", "4,3,3,4"),
     }
-    losses = {}
-    for ranks, (steps, *options) in runs.items():
+    losses, steps = {}, 12
+    for ranks, options in runs.items():
         log = tmp_path / f"{ranks}.jsonl"
-        start = run if ranks == 4 else forked
+        start = run if ranks == 2 else forked
         done = start(ranks, *options, "--microbatches", 4, "--steps", steps, "--log-file", log)
         assert done.returncode == 0, done.stderr
         entries = read(log)
@@ -106,9 +105,19 @@ def test_any_number_of_ranks_gives_the_same_losses_and_they_fall(tmp_path, forke
             assert entry["tokens"] > 0 <= entry["padding"]
             assert entry["seconds"] > 0
     assert losses[1] == pytest.approx(losses[2], abs=1e-6)
-    assert losses[1] == pytest.approx(losses[4][:12], abs=1e-6)
+    assert losses[1] == pytest.approx(losses[4], abs=1e-6)
     assert losses[1][0] > entropy + 0.5
-    assert sum(losses[4][-10:]) / 10 < entropy - 0.05
+
+
+def test_losses_fall(small, tmp_path, forked):
+    """By far below what a model knows that knows how often each word is: the unigram entropy."""
+    options = *small[2:], "--dp", 2, "--steps", 40, "--log-file", tmp_path / "log.jsonl"
+    done = forked(2, *options)
+    assert done.returncode == 0, done.stderr
+    entropy = float(re.search(r"unigram entropy ([\d.]+) nats", done.stdout)[1])
+    losses = [entry["loss"] for entry in read(tmp_path / "log.jsonl")]
+    assert losses[0] > entropy + 0.5
+    assert sum(losses[-10:]) / 10 < entropy - 0.5
 
 
 def test_a_full_disk_ends_the_log_and_not_the_training(small, forked):

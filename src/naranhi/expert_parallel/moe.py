@@ -36,8 +36,8 @@ class MoE(ShardedModule):
     `torch.distributed.checkpoint` takes for copies.
 
     Sum the gradients by `sum_gradients`, or let `Zero` do it, which shards experts over their
-    copies. `DDP` refuses divided experts. torch's DDP and `fully_shard` do not: they would
-    overwrite the experts of all ranks with the first rank's.
+    copies. `DDP` refuses divided experts. torch's do not: its DDP would overwrite all experts
+    with the first rank's, and `fully_shard` would mix pieces of different ones.
 
     Args:
         hidden: the size of a token.

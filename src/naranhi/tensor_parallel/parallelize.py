@@ -89,9 +89,9 @@ def parallelize(
       as `Column(parts=...)`: otherwise heads or matrices are mixed, and only numbers show it.
     - `torch.nn.utils.clip_grad_norm_` takes each rank's norm for the whole norm, so that copies
       of unsplit parameters drift apart: clip by `tensor_parallel.clip_grad_norm_`.
-    - torch's `DistributedDataParallel` and `fully_shard` over ranks that hold different shards
-      overwrite them with the first rank's (`data_parallel.DDP` and `zero.Zero` refuse that): pass
-      the group of ranks with the same shards, `Mesh.data`.
+    - Over ranks that hold different shards, torch's `DistributedDataParallel` overwrites them with
+      the first rank's, and `fully_shard` mixes pieces of them (`data_parallel.DDP` and `zero.Zero`
+      refuse that): pass the group of ranks with the same shards, `Mesh.data`.
     - Optimizers that work on a matrix as a whole (Muon, Adafactor) see a shard of it.
 
     Args:
