@@ -98,7 +98,7 @@ def test_embedding_and_head_are_what_they_are_in_the_model_or_two(kind):
 
 
 def test_a_folder_and_a_configuration_are_read(tmp_path):
-    _, folder = small_llama.write(tmp_path, "qwen3")
+    _, folder, *_ = small_llama.write(tmp_path, "qwen3")
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     layers = nn.Sequential(*models.llama(folder)).eval()
     tokens, _ = batch()

@@ -1,7 +1,6 @@
 """A GPT-2 of two blocks in a folder, and a corpus of 16 passages, both in the form of real ones."""
 
-import json
-
+import small_corpus
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from naranhi import data
@@ -22,7 +21,4 @@ def write(folder, extra=0, positions=32):
             eos_token_id=0,
         )
     ).save_pretrained(folder)
-    passages = [{"context": one} for one in data.contexts()[:16]]
-    file = folder / "squad.json"
-    file.write_text(json.dumps({"data": [{"paragraphs": passages + passages[:4]}]}))
-    return ["--model", str(folder), "--corpus", str(file)]
+    return ["--model", str(folder), *small_corpus.write(folder)]

@@ -1,5 +1,6 @@
 """Models of Llama's kind of two blocks, in a folder with a tokenizer, in the form of real ones."""
 
+import small_corpus
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -57,11 +58,11 @@ def config(kind, **more):
 
 
 def write(folder, kind, **more):
-    """Write the model and its tokenizer; the option of `naranhi.train` that names them."""
+    """Write the model, its tokenizer and a corpus; the options of `naranhi.train` that name them."""
     data.tokenizer().save_pretrained(folder)
     model = AutoModelForCausalLM.from_config(config(kind, **more))
     for name, param in model.named_parameters():  # not zeros, nor ones
         if name.endswith("bias") or "norm" in name:
             param.data.add_(param.data.clone().uniform_(-0.3, 0.3))
     model.save_pretrained(folder)
-    return ["--model", str(folder)]
+    return ["--model", str(folder), *small_corpus.write(folder)]

@@ -4,6 +4,7 @@ import json
 import math
 
 import pytest
+import small_corpus
 import small_llama
 import torch
 from exported import loss_of, run
@@ -126,7 +127,7 @@ def test_a_step_is_that_of_transformers(eight, tmp_path):
     """Its coefficient of the auxiliary loss, too; of one sparse block, because it has one loss."""
     torch.manual_seed(0)
     options = small_llama.write(tmp_path, "qwen3_moe", router_aux_loss_coef=3.0)
-    base = [*options, "--batch=8", "--microbatches=2"]
+    base = [*options[:2], "--batch=8", "--microbatches=2"]
     apart, far = eight(1, step_beside_transformers, base, str(tmp_path))[0]
     assert apart < 1e-6 < 1e-3 < far, "but for its rounding to float32"
 
@@ -136,7 +137,8 @@ def test_a_step_is_that_of_transformers(eight, tmp_path):
     [{"norm_topk_prob": True}, {"num_experts_per_tok": 2}, {"router_aux_loss_coef": 0.5}],
 )
 def test_a_run_does_not_go_on_with_other_gates(eight, tmp_path, change):
-    base = ["--config", tmp_path, "--save", tmp_path / "run", "--resume", "--steps=1"]
+    base = ["--config", tmp_path, *small_corpus.write(tmp_path)]
+    base += ["--save", tmp_path / "run", "--resume", "--steps=1"]
     small_llama.config("qwen3_moe").save_pretrained(tmp_path)
     eight(1, run, base)
     small_llama.config("qwen3_moe", **change).save_pretrained(tmp_path)
@@ -152,7 +154,8 @@ def test_a_qwen3_moe_may_be_dense(eight, tmp_path):
     for options in {"mlp_only_layers": [0, 1]}, {"decoder_sparse_step": 3}, {"num_experts": 0}:
         small_llama.config("qwen3_moe", **options).save_pretrained(tmp_path)
         assert not is_mixture(configuration(str(tmp_path)))
-        found = eight(2, run, ["--config", tmp_path, "--tp=2", "--steps=2"])[0][0]
+        base = ["--config", tmp_path, *small_corpus.write(tmp_path)]
+        found = eight(2, run, [*base, "--tp=2", "--steps=2"])[0][0]
         losses.append(found)
     assert losses[0] == losses[1] == losses[2] and len(losses[0]) == 2
 
@@ -163,7 +166,8 @@ def test_a_run_goes_on_with_the_same_model_in_another_form(eight, tmp_path):
     angles = config.pop("rope_parameters")
     published = {"rope_theta": angles["rope_theta"]}
     published["rope_scaling"] = {k: v for k, v in angles.items() if k != "rope_theta"}
-    base = ["--config", tmp_path / "config.json", "--save", tmp_path / "run", "--resume"]
+    base = ["--config", tmp_path / "config.json", *small_corpus.write(tmp_path)]
+    base += ["--save", tmp_path / "run", "--resume"]
     for steps, form in (1, published), (2, {"rope_parameters": angles}):
         (tmp_path / "config.json").write_text(json.dumps(config | form))
         losses, _ = eight(1, run, [*base, f"--steps={steps}"])[0]

@@ -5,6 +5,7 @@ import json
 import weakref
 
 import pytest
+import small_corpus
 import small_gpt2
 import small_llama
 import torch
@@ -61,7 +62,7 @@ def held_and_most(arguments):
 def test_no_rank_ever_has_the_whole_model(eight, tmp_path, source):
     data.tokenizer().save_pretrained(tmp_path)
     GPT2LMHeadModel(WIDE).save_pretrained(tmp_path)
-    base = [f"--{source}", str(tmp_path)]
+    base = [f"--{source}", str(tmp_path), *small_corpus.write(tmp_path)]
     alone, most = eight(1, held_and_most, base)[0]
     assert alone == 4 * BLOCK + ENDS < most
     for ranks, options in (4, ["--pp=4"]), (4, ["--pp=2", "--tp=2"]), (2, ["--tp=2"]):
@@ -76,16 +77,17 @@ def test_no_rank_ever_has_all_experts(eight, tmp_path):
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
     small_llama.config("mixtral", **sizes, num_local_experts=8).save_pretrained(tmp_path)
     experts = 4 * 8 * 3 * 256 * 512  # bytes in a block
-    alone, most = eight(1, held_and_most, ["--config", str(tmp_path)])[0]
+    more = [*small_corpus.write(tmp_path), "--batch=16"]
+    alone, most = eight(1, held_and_most, ["--config", str(tmp_path), *more])[0]
     assert 4 * experts < alone < most
-    for held, most in eight(4, held_and_most, ["--config", str(tmp_path), "--ep=4", "--batch=16"]):
+    for held, most in eight(4, held_and_most, ["--config", str(tmp_path), "--ep=4", *more]):
         assert experts < held < 0.4 * alone
         assert most < held + 2.5 * experts, "its part, and the experts of a block, drawn"
     torch.manual_seed(0)
     data.tokenizer().save_pretrained(tmp_path)
     config = models.configuration(tmp_path)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    for held, most in eight(4, held_and_most, ["--model", str(tmp_path), "--ep=4", "--batch=16"]):
+    for held, most in eight(4, held_and_most, ["--model", str(tmp_path), "--ep=4", *more]):
         assert most < held + 2.5 * experts / 4, "its part, and its experts of a block, read"
 
 
@@ -114,11 +116,12 @@ def states(arguments):
         (8, "--pp=2 --tp=2 --dp=2 --experts=4 --recompute"),
     ],
 )
-def test_random_weights_are_the_same_on_every_mesh(eight, options, ranks):
-    more = [option for option in options.split() if "--experts" in option]
+def test_random_weights_are_the_same_on_every_mesh(eight, tmp_path, options, ranks):
+    corpus = small_corpus.write(tmp_path)
+    more = [*corpus, *(option for option in options.split() if "--experts" in option)]
     [alone] = eight(1, states, ["--seed=3", *more])
     seen = set()
-    for found in eight(ranks, states, ["--seed=3", *options.split()]):
+    for found in eight(ranks, states, ["--seed=3", *corpus, *options.split()]):
         seen |= found.keys()
         for number, state in found.items():
             for name, tensor in state.items():
@@ -135,7 +138,8 @@ def test_random_weights_are_the_same_on_every_mesh(eight, options, ranks):
 def in_own_folder(folders, options):
     """On a rank: what is said of a training of "model" in its own folder, as on its own disk."""
     with contextlib.chdir(folders[dist.get_rank() % len(folders)]):
-        return run(["--model", "model", *options.split(), "--steps=1"])
+        corpus = ["--corpus", "model/squad.json"]
+        return run(["--model", "model", *corpus, *options.split(), "--steps=1"])
 
 
 @pytest.mark.parametrize(
