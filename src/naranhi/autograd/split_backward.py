@@ -52,8 +52,8 @@ class Splittable(Wrapper):
         layer: takes and returns tensors, also in tuples, lists, dicts and dataclasses.
 
     Raises:
-        TypeError: if the layer returns anything else, or has a hook of the deprecated
-            `register_backward_hook`.
+        TypeError: if the layer returns anything else, or this module, not the one inside, has a
+            hook of the deprecated `register_backward_hook`.
         ValueError: if a gradient would be lost, or torch would crash (see `has_group_norm`).
         RuntimeError: if the layer changes in place an argument that needs a gradient, or needs one
             after the change.

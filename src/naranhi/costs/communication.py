@@ -167,7 +167,7 @@ def fit_alpha_beta(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[fl
 
     Raises:
         ValueError: If there are fewer than two different sizes, if the lists have different
-            lengths, or if a time is not positive.
+            lengths, if a size is negative, or if a time is not positive.
     """
     if len(sizes) != len(seconds):
         raise ValueError(f"{len(sizes)} sizes but {len(seconds)} times")

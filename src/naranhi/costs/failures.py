@@ -62,7 +62,7 @@ def goodput(
         mean_time_between_failures: Of the whole machine; `inf` for one that never fails.
 
     Raises:
-        ValueError: If a time is negative, `interval` or the mean time 0, or another time infinite.
+        ValueError: If a time is negative, `interval` or the mean 0, or any but the mean infinite.
 
     Source: Daly (2006).
     """

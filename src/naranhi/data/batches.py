@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Batch(NamedTuple):
-    """Rows of tokens, padded on the right to the longest row.
+    """Rows of tokens, padded on the right to one length.
 
     Attributes:
         tokens: (rows, length), int64.

@@ -152,7 +152,7 @@ class DDP(Attached):
     def synchronize(self) -> None:
         """Sum what was accumulated in `no_sync()`, without another backward.
 
-        Every rank calls it, including a rank that had no backward (then all ranks raise an error).
+        Every rank calls it, including one that had no backward (if others had, all raise an error).
         """
         self._prepare()
         self.finish()

@@ -6,7 +6,7 @@ computation to hide it, closest together:
 
     tensor    innermost: activations, four times in each block, and the next product waits for them
     context   keys and values of each block, while blocks of attention are computed
-    expert    tokens, twice in each layer of experts, and the experts wait for them
+    expert    tokens, four times in each layer of experts, and the experts wait for them
     data      next: the gradients of all parameters of a stage, once a step
     pipeline  outermost: an activation and a gradient for each micro-batch, from stage to stage,
               while other micro-batches are computed

@@ -119,7 +119,7 @@ def best_seconds(
 
     The runs take turns, so that a disturbance does not hit all repetitions of one run. A repetition
     makes as many calls as fill `span` seconds, at least one; on a GPU it ends when the device has
-    finished them.
+    finished them. The single calls that determine this number count as repetitions, too.
 
     Args:
         runs: what to time, by name.

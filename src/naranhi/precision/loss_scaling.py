@@ -66,7 +66,7 @@ class LossScaler:
         to be the same on all ranks: all-reduce it with MIN. The scale does not grow beyond fp32.
 
         Raises:
-            RuntimeError: the scale has fallen so low that fp32 cannot hold its inverse.
+            RuntimeError: the scale has fallen below the smallest normal number of fp32.
         """
         self._good_steps = self._good_steps + 1 if finite else 0
         limits = torch.finfo(torch.float32)

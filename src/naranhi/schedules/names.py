@@ -23,7 +23,7 @@ OURS = {
         pipedream_2bw,
     )
 }
-# The names that `torch.distributed.pipelining.schedules.get_schedule_class` knows.
+# Some of the names that `torch.distributed.pipelining.schedules.get_schedule_class` knows.
 TORCH = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,

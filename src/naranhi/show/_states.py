@@ -27,7 +27,7 @@ def states(first: str, changes: Sequence[tuple[str, str]], alt: str) -> None:
         alt: a sentence that says what the picture shows.
 
     Raises:
-        ValueError: a state other than `first` is reached a second time.
+        ValueError: a state other than `first` is returned to, or a change follows the way back.
     """
     figure(draw_states(first, changes), alt)
 

@@ -10,7 +10,7 @@ Each is built from an unsplit layer, of which it keeps this rank's shard: an `nn
 
 With `sequence`, activations outside are split along the sequence, (batch, sequence / ranks, hidden)
 on each rank. The all-reduces then become pairs of reduce-scatter and all-gather, with the same
-number of bytes.
+number of bytes, and the first layer's backward gathers its inputs once more.
 
 A backward that is split in two (`split_backward`) runs through a layer twice. With `sequence`, the
 layer's backward then communicates twice; without `sequence`, once, with the inputs' gradients.

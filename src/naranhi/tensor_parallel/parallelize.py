@@ -90,7 +90,7 @@ def parallelize(
     - `torch.nn.utils.clip_grad_norm_` takes each rank's norm for the whole norm, so that copies
       of unsplit parameters drift apart: clip by `tensor_parallel.clip_grad_norm_`.
     - Over ranks that hold different shards, torch's `DistributedDataParallel` overwrites them with
-      the first rank's, and `fully_shard` mixes pieces of them (`data_parallel.DDP` and `zero.Zero`
+      the first rank's, and `fully_shard` mixes rows of them (`data_parallel.DDP` and `zero.Zero`
       refuse that): pass the group of ranks with the same shards, `Mesh.data`.
     - Optimizers that work on a matrix as a whole (Muon, Adafactor) see a shard of it.
 

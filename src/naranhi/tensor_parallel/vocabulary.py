@@ -165,7 +165,7 @@ def vocabulary_cross_entropy(
 ) -> torch.Tensor:
     """Return the cross-entropy in nats, summed over the valid targets.
 
-    The forward all-reduces three values for each target, in two messages; the backward sends
+    The forward all-reduces three values for each target, in two all-reduces; the backward sends
     nothing.
 
     Args:

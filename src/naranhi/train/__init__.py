@@ -1,4 +1,4 @@
-"""Train GPT-2 on a mesh of ranks: ``torchrun ... -m naranhi.train``."""
+"""Train GPT-2, Llama or a relative on a mesh of ranks: ``torchrun ... -m naranhi.train``."""
 
 from naranhi.train.cli import losses, train
 from naranhi.train.options import parse

@@ -210,7 +210,7 @@ class FlatParam:
     def reduce_scatter(self) -> list[Iterator[None]]:
         """Return kernels that reduce-scatter the flat gradients; then call `keep_reduced`.
 
-        Sums overwrite what has already been sent, which takes the least memory.
+        Sums replace the gradients in place, which takes the least memory.
         """
         return [
             ring.reduce_scatter(
@@ -288,7 +288,7 @@ class FlatParam:
 
 
 def shard_size(length: int, ranks: int) -> int:
-    """Return the number of elements of each shard, including the padding of the last rank's."""
+    """Return the number of elements of each shard, with the padding that fills the last ones."""
     return -(-length // (ALIGN * ranks)) * ALIGN
 
 

@@ -12,6 +12,7 @@ from torch.nn import ModuleList, Sequential
 
 from naranhi.autograd.containers import tensors_of
 from naranhi.autograd.shared_memory import sharing_memory
+from naranhi.autograd.transforms import unwrapped
 from naranhi.collectives import all_gather
 from naranhi.distributed import from_all_ranks, raise_on_all
 from naranhi.distributed.agreement import Axes, groups_of
@@ -125,7 +126,7 @@ def require_own_output(unit: Unit, output: Any) -> None:
         RuntimeError: Naming the unit.
     """
     freed = {flat.whole.untyped_storage() for flat in unit.flats}
-    for tensor in tensors_of(output):
+    for tensor in map(unwrapped, tensors_of(output)):
         if tensor.layout is torch.strided and tensor.untyped_storage() in freed:
             raise RuntimeError(
                 f"unit {unit.name} returns its parameter, or a view of it, whose memory stage 3 "

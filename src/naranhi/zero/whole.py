@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from naranhi.autograd.hooks import ModuleHook
-from naranhi.autograd.transforms import differentiates
+from naranhi.autograd.transforms import differentiates, transforms
 from naranhi.collectives import ring
 from naranhi.collectives.chunks import overlap
 from naranhi.distributed import agree, from_all_ranks
@@ -156,15 +156,17 @@ class Whole:
             )
 
     def passes_by(self) -> bool:
-        """Return whether torch.func differentiates the model now: then the hooks do nothing.
+        """Return whether torch.func takes gradients of the model now: then the hooks do nothing.
 
         Raises:
-            RuntimeError: If so, and the parameters do not hold the model's state.
+            RuntimeError: If so, and the parameters do not hold the model's state. At stage 3, also
+                for a transform that takes none, such as `torch.vmap`.
         """
         inside = differentiates()
-        if inside and not (self.state or self._is_itself):
+        transformed = inside or (self.zero.stage == 3 and transforms())
+        if transformed and not (self.state or self._is_itself):
             raise RuntimeError(
-                f"{self._what}, and torch.func cannot differentiate it: do that inside of "
+                f"{self._what}, and torch.func cannot transform it: do that inside of "
                 "Zero.gathered()"
             )
         return inside
