@@ -42,7 +42,7 @@ def plain(tmp_path_factory):
 def detail(tmp_path_factory):
     """The same faults where torch checks each collective; at its end a rank is killed.
 
-    The others are still writing their errors when torchrun ends them, and does not read half a file.
+    The others still write their errors when torchrun ends them, which must not read half a file.
     """
     folder = tmp_path_factory.mktemp("detail")
     script = [*SCRIPT[:-1], Path(slow_error_file.__file__), SCRIPT[-1]]

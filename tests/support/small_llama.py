@@ -58,7 +58,7 @@ def config(kind, **more):
 
 
 def write(folder, kind, **more):
-    """Write the model, its tokenizer and a corpus; the options of `naranhi.train` that name them."""
+    """Write the model, its tokenizer and a corpus; return the options that name them."""
     data.tokenizer().save_pretrained(folder)
     model = AutoModelForCausalLM.from_config(config(kind, **more))
     for name, param in model.named_parameters():  # not zeros, nor ones
