@@ -1,4 +1,5 @@
 import math
+from decimal import Decimal
 
 import numpy as np
 import pytest
@@ -245,6 +246,14 @@ def test_numbers_of_numpy_do_not_wrap_around(number):
     lowest = np.int8(-128)
     check.close("claim", lowest, np.int8(-127), rtol=0.01)
     check.close("claim", np.int8(-127), lowest, rtol=0.01)
+
+
+def test_decimals_beside_floats():
+    check.close("claim", Decimal("0.1"), 0.1, atol=1e-9)
+    check.equal("claim", Decimal("0.5"), 0.5)
+    assert "Decimal('0.3'), expected 0.1, off by 0.2 (" in failure(
+        check.close, Decimal("0.3"), 0.1, rtol=0.5
+    )
 
 
 def test_views_that_are_conjugate_or_negative():

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from decimal import Decimal
 from numbers import Number
 from typing import Any, NamedTuple
 
@@ -143,8 +144,10 @@ def _compare(what, actual, expected, tolerance, where=""):
             return
         # Numbers of NumPy wrap around: in uint8, 3 - 250 is 9.
         actual, expected = (x.item() if hasattr(x, "item") else x for x in (actual, expected))
-        gap = abs(actual - expected)
-        if tolerance is None or not tolerance.allows(gap, expected):
+        # A Decimal cannot be subtracted from a float.
+        a, e = (float(x) if isinstance(x, Decimal) else x for x in (actual, expected))
+        gap = abs(a - e)
+        if tolerance is None or not tolerance.allows(gap, e):
             message = f"{actual!r}, expected {expected!r}, {_off(gap, tolerance)}"
             _fail(what, where, message, kind=_OtherValue)
     elif isinstance(actual, dict) and isinstance(expected, dict):

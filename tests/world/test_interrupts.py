@@ -9,7 +9,7 @@ import threading
 import pytest
 from kernels import processes_of, wait_until
 
-from naranhi.world import World, output
+from naranhi.world import World, leftovers, output
 from naranhi.world.interrupts import deferred
 
 
@@ -84,6 +84,24 @@ def test_at_the_end_of_a_start_nothing_is_left(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         World(1, timeout=8.0)
     wait_until(lambda: not processes_of(os.getpid()), seconds=20)
+
+
+def test_while_all_ends_nothing_is_left(monkeypatch):
+    world = World(1, timeout=8.0)
+    remove, removed = leftovers.remove, []
+
+    def pressed(folder):
+        press()
+        remove(folder)
+        removed.append(folder)
+
+    monkeypatch.setattr(leftovers, "remove", pressed)
+    with pytest.raises(KeyboardInterrupt):
+        world.close()
+    [folder] = removed
+    assert not os.path.exists(folder)
+    wait_until(lambda: not processes_of(os.getpid()), seconds=20)
+    world.close()  # which does nothing now
 
 
 def test_while_output_is_shown_all_have_answered(one, monkeypatch):

@@ -162,7 +162,8 @@ class World:
     def _end(self):
         if self._ranks is not None:
             ranks, self._ranks = self._ranks, None
-            ranks.close()
+            with interrupts.deferred():  # what is left could not be ended later
+                ranks.close()
 
     def _join(self):
         """Form a process group; return the names of variables that held old groups, by rank."""
