@@ -697,6 +697,7 @@ def misuse():
         "stage": message(Zero, model(), 0, group=group),
         "precision": message(Zero, model(), 1, precision="fp16", group=group),
         "stages": message(Zero, model(), 1 + rank, group=group),
+        "one stage": message(Zero, model(), 3 * rank, group=group),
         "frozen": message(Zero, model().requires_grad_(False), 1, group=group),
     }
     half = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3).double())
@@ -712,6 +713,9 @@ def misuse():
     found["foreign unit"] = message(Zero, one, 1, units=[nn.Linear(3, 3)], group=group)
     found["no group"] = message(
         Zero, one, 1, param_groups=[{"params": [one[0].weight]}], group=group
+    )
+    found["no group on one"] = message(
+        Zero, one, 1, param_groups=[{"params": list(one.parameters())[rank:]}], group=group
     )
     found["foreign"] = message(
         Zero, one, 1, param_groups=[{"params": [nn.Parameter(torch.ones(3))]}], group=group
@@ -770,6 +774,7 @@ def test_misuse_is_told(five):
         "stage": "ValueError: stage must be 1, 2 or 3, not 0",
         "precision": "ValueError: precision must be 'fp32' or 'bf16', not 'fp16'",
         "stages": "ValueError: stage: 1 on rank 0, 2 on rank 1",
+        "one stage": "ValueError: on rank 0: stage must be 1, 2 or 3, not 0",
         "units": "ValueError: units: ['0'] on rank 0, ['1'] on rank 1",
         "frozen": "ValueError: no parameter of this model requires a gradient",
         "double": "ValueError: mixed precision needs parameters in float32, but 1.weight is in "
@@ -782,6 +787,8 @@ def test_misuse_is_told(five):
         "nested": "ValueError: unit 0.0 lies in unit 0",
         "foreign unit": "ValueError: a unit has to be a module in the model, not Linear",
         "no group": "ValueError: parameter 0.bias requires a gradient and is in no group",
+        "no group on one": "ValueError: on rank 1: parameter 0.weight requires a gradient and is in "
+        "no group",
         "foreign": "ValueError: parameter group 0 has a parameter not in the model",
         "one group": "RuntimeError: this optimizer has 1 of the model's 2 shards: give one "
         "optimizer all param_groups of Zero, each with its own options",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,6 +55,32 @@ def warn_of_one_unit(units: Sequence[Unit]) -> None:
                 "the parameters: pass units=, the blocks inside of it",
                 stacklevel=3,
             )
+
+
+def require_arguments(
+    stage: int, precision: str, names: Mapping[nn.Parameter, str], axes: Axes
+) -> None:
+    """Raise on all ranks if one has a stage or a precision that is none, or nothing to train.
+
+    Args:
+        stage: As in `zero.Zero`.
+        precision: As in `zero.Zero`.
+        names: The names of the trained parameters.
+        axes: The ranks.
+
+    Raises:
+        ValueError: Saying which, and naming the ranks unless it is so on all.
+    """
+
+    def require():
+        if stage not in (1, 2, 3):
+            raise ValueError(f"stage must be 1, 2 or 3, not {stage!r}")
+        if precision not in ("fp32", "bf16"):
+            raise ValueError(f"precision must be 'fp32' or 'bf16', not {precision!r}")
+        if not names:
+            raise ValueError("no parameter of this model requires a gradient")
+
+    raise_on_all(require, axes, kind=ValueError)
 
 
 def axes_of(group: dist.ProcessGroup, replicas: dist.ProcessGroup | None) -> Axes:

@@ -11,14 +11,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
-from naranhi.distributed import agree
+from naranhi.distributed import agree, raise_on_all
 from naranhi.distributed.agreement import Axes, groups_of
 from naranhi.zero.flat_param import FlatParam
 from naranhi.zero.mixed_precision import computes_in, require_mixed
+from naranhi.zero.param_groups import numbered
 from naranhi.zero.phase import ParamState
 
 SMALL = 2**15  # elements: a shorter message costs its start rather than its length
@@ -150,12 +150,17 @@ def cut(
     """
     named = dict(model.named_parameters())
     name_of = {param: name for name, param in named.items()}
-    runs = list(map(_as_run, children(model) if units is None else units))
-    group_of, options = _groups(groups, named, name_of)
-    names, root = _names(model, runs), (model,)
-    owner = _owners(runs, model)
-    if precision == "bf16":
-        require_mixed(model)
+
+    def read():
+        runs = list(map(_as_run, children(model) if units is None else units))
+        if precision == "bf16":
+            require_mixed(model)
+        return runs, _names(model, runs), _owners(runs, model), numbered(groups, name_of)
+
+    runs, names, owner, (group_of, options) = raise_on_all(
+        read, axes, errors=(ValueError,), kind=ValueError
+    )
+    root = (model,)
     dtype_of = {param: computes_in(precision, name, param) for name, param in named.items()}
     where = {module: name for name, module in model.named_modules()}
     agree(
@@ -278,23 +283,3 @@ def _names(model, runs):
             if inner is not module and inner in taken:
                 raise ValueError(f"unit {where[inner]} lies in unit {where[module]}")
     return names
-
-
-def _groups(groups, named, name_of):
-    """Return ({parameter: number of its group}, options of each group), or raise ValueError."""
-    trained = [param for param in named.values() if param.requires_grad]
-    groups = [{"params": trained}] if groups is None else [dict(options) for options in groups]
-    group_of = {}
-    for number, options in enumerate(groups):
-        params = options.pop("params")
-        for parameter in [params] if isinstance(params, torch.Tensor) else params:
-            parameter = parameter[1] if isinstance(parameter, tuple) else parameter  # with name
-            if parameter not in name_of:
-                raise ValueError(f"parameter group {number} has a parameter not in the model")
-            if parameter in group_of:
-                raise ValueError(f"parameter {name_of[parameter]} is in two groups")
-            group_of[parameter] = number
-    missing = next((param for param in trained if param not in group_of), None)
-    if missing is not None:
-        raise ValueError(f"parameter {name_of[missing]} requires a gradient and is in no group")
-    return group_of, groups

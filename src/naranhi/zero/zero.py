@@ -18,7 +18,13 @@ from naranhi.zero.experts import copies_of_experts, parts_by_groups, require_own
 from naranhi.zero.hooks import Hooks
 from naranhi.zero.memory import held
 from naranhi.zero.phase import Phase
-from naranhi.zero.step_checks import axes_of, require_own, require_own_memory, warn_of_one_unit
+from naranhi.zero.step_checks import (
+    axes_of,
+    require_arguments,
+    require_own,
+    require_own_memory,
+    warn_of_one_unit,
+)
 from naranhi.zero.units import cut
 
 if TYPE_CHECKING:
@@ -84,10 +90,6 @@ class Zero(Hooks):
         buffers: bool = True,
         check_finite: bool = False,
     ) -> None:
-        if stage not in (1, 2, 3):
-            raise ValueError(f"stage must be 1, 2 or 3, not {stage!r}")
-        if precision not in ("fp32", "bf16"):
-            raise ValueError(f"precision must be 'fp32' or 'bf16', not {precision!r}")
         self.group: dist.ProcessGroup = group or dist.group.WORLD
         self.axes: Axes = axes_of(self.group, replicas)
         self.model: nn.Module = model
@@ -99,8 +101,7 @@ class Zero(Hooks):
         self.names: dict[nn.Parameter, str] = {
             p: name for name, p in model.named_parameters() if p.requires_grad
         }
-        if not self.names:
-            raise ValueError("no parameter of this model requires a gradient")
+        require_arguments(stage, precision, self.names, self.axes)
         require_supported(model, self.axes, experts=True)
         require_own_memory(model, self.axes)
         copies = copies_of_experts(model)
