@@ -787,8 +787,8 @@ def test_misuse_is_told(five):
         "nested": "ValueError: unit 0.0 lies in unit 0",
         "foreign unit": "ValueError: a unit has to be a module in the model, not Linear",
         "no group": "ValueError: parameter 0.bias requires a gradient and is in no group",
-        "no group on one": "ValueError: on rank 1: parameter 0.weight requires a gradient and is in "
-        "no group",
+        "no group on one": "ValueError: on rank 1: parameter 0.weight requires a gradient and is "
+        "in no group",
         "foreign": "ValueError: parameter group 0 has a parameter not in the model",
         "one group": "RuntimeError: this optimizer has 1 of the model's 2 shards: give one "
         "optimizer all param_groups of Zero, each with its own options",
