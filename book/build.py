@@ -29,6 +29,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import time
 import traceback
 from concurrent.futures import ProcessPoolExecutor
@@ -48,7 +49,7 @@ from languages import BY_CODE, EXECUTED
 def workers(number: int):
     """A pool of processes, which are killed when the block fails or is interrupted."""
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(number, context, initializer=leave_interrupts_to_the_parent)
+    pool = ProcessPoolExecutor(number, context, initializer=depend_on_the_parent)
     try:
         yield pool
         pool.shutdown()
@@ -58,10 +59,19 @@ def workers(number: int):
         raise
 
 
-def leave_interrupts_to_the_parent():
-    """A terminal's Ctrl-C reaches all processes, and Sphinx goes on after some."""
+def depend_on_the_parent():
+    """In a worker: leave Ctrl-C to the parent, and end when it ends, even if it was killed.
+
+    A terminal's Ctrl-C reaches all processes, and Sphinx goes on after some.
+    """
     # Not SIG_IGN, which the kernels of notebooks would inherit.
     signal.signal(signal.SIGINT, lambda *_: None)
+    threading.Thread(target=end_with_the_parent, daemon=True).start()
+
+
+def end_with_the_parent():
+    multiprocessing.parent_process().join()
+    os._exit(1)
 
 
 def executions(root: Path, only_here: bool, jobs: int) -> bool:

@@ -511,6 +511,7 @@ def setup(app):
         (signal.SIGINT, "all processes"),
         (signal.SIGINT, "the build alone"),
         (signal.SIGTERM, "the build alone"),
+        (signal.SIGKILL, "the build alone"),
     ],
 )
 def test_a_signal_while_pages_are_rendered_ends_the_build(book, number, reaches):
@@ -543,7 +544,7 @@ def test_a_signal_while_pages_are_rendered_ends_the_build(book, number, reaches)
         told = "Interrupted: the old pages stay; the next build goes on from here\n"
         assert stderr.endswith(told)
     else:
-        assert building.returncode == 143
+        assert building.returncode == {signal.SIGTERM: 143, signal.SIGKILL: -9}[number]
     assert len(children) >= len(WORDS)
     end = time.monotonic() + 10
     while any(os.path.exists(f"/proc/{pid}") for pid in children):
