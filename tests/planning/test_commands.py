@@ -159,8 +159,22 @@ def test_torchtitan_has_no_tied_embeddings_in_a_pipeline_and_no_compiled_v():
     v = Plan(4, pp=2, zero=1, schedule="zero_bubble_v")
     assert commands.torchtitan(LLAMA, v, 4096, 64)
     assert commands.torchtitan(LLAMA, Plan(4, pp=2, zero=1, precision="fp8"), 4096, 64)
-    with pytest.raises(ValueError, match=r"torchtitan cannot run .* ZBVZeroBubble refuses compil"):
-        commands.torchtitan(LLAMA, replace(v, precision="fp8"), 4096, 64)
+    for changed, more in (replace(v, precision="fp8"), {}), (v, {"compiled": True}):
+        with pytest.raises(ValueError, match=r"torchtitan cannot run .* ZBVZeroBubble refuses c"):
+            commands.torchtitan(LLAMA, changed, 4096, 64, **more)
+
+
+@pytest.mark.parametrize("engine, compiled", [("fsdp", False), ("fsdp-compile", True)])
+def test_torchtitan_compiles_as_the_forecast_does(engine, compiled):
+    found = search(LLAMA, Cluster(8, engine=engine), 4096, 64, best=1)
+    assert ("[compile]" in written(found)["torchtitan"]) == compiled
+
+
+def test_torchtitan_has_no_1f1b_with_fewer_micro_batches_than_stages():
+    plan = Plan(2, pp=8, zero=1)
+    assert "1F1B" in commands.torchtitan(LLAMA, plan, 4096, 16)
+    with pytest.raises(ValueError, match=r"torch's 1F1B needs .*, and the plan has 4 for pp = 8"):
+        commands.torchtitan(LLAMA, plan, 4096, 8)
 
 
 @pytest.mark.parametrize("layers", [14, 15, 16, 22, 23, 24, 126])
@@ -244,6 +258,8 @@ def test_megatron_sends_tokens_to_experts_as_the_forecast_does():
     assert "--moe-token-dispatcher-type alltoall" in text and "--moe-grouped-gemm" in text
     text = commands.megatron(experts, Plan(4, 2, ep=4), 4096, 64, deepep=True)
     assert "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend deepep" in text
+    text = commands.megatron(experts, Plan(8), 4096, 64, deepep=True)  # which DeepEP refuses
+    assert "--moe-token-dispatcher-type alltoall" in text
     for engine, dispatcher in {"megatron": "alltoall", "megatron-deepep": "flex"}.items():
         found = search(experts, Cluster(64, engine=engine), 4096, 64)
         assert f"--moe-token-dispatcher-type {dispatcher}" in written(found)["Megatron-LM"]

@@ -173,10 +173,18 @@ def test_jobs_use_equally_many_gpus_of_each_rack():
 def test_an_engine_may_refuse_a_pipeline_that_it_cannot_fill():
     """nanotron, `parallel/pipeline_parallel/engine.py`: at least `pp` - 1 micro-batches."""
     plan = Plan(1, pp=4)
-    with pytest.raises(PlanError, match="2 micro-batches are fewer than pp - 1 = 3, and nanotron"):
+    with pytest.raises(
+        PlanError, match="2 micro-batches are fewer than pp - 1 = 3, which nanotron"
+    ):
         predict(MODEL, Cluster(4, engine="nanotron"), plan, 1024, 2)
     assert predict(MODEL, Cluster(4, engine="nanotron"), plan, 1024, 3).step_seconds > 0
     assert predict(MODEL, Cluster(4), plan, 1024, 2).step_seconds > 0
+    # torch's `Schedule1F1B` raises an error, and its `ScheduleGPipe` does not.
+    with pytest.raises(PlanError, match="3 micro-batches are fewer than pp = 4, which fsdp needs"):
+        predict(MODEL, Cluster(4, engine="fsdp"), plan, 1024, 3)
+    assert predict(MODEL, Cluster(4, engine="fsdp"), plan, 1024, 4).step_seconds > 0
+    flushed = replace(plan, schedule="gpipe")
+    assert predict(MODEL, Cluster(4, engine="fsdp"), flushed, 1024, 3).step_seconds > 0
 
 
 def test_nanotron_ends_a_stage_where_its_share_is_reached():

@@ -57,6 +57,11 @@ def test_the_first_plan_is_the_fastest_of_all_that_fit(found):
     assert found[0][1].step_seconds == best
 
 
+def test_no_plan_splits_a_head_of_keys_and_values():
+    few = replace(LLAMA, kv_heads=2)
+    assert {plan.tp for plan in plans(few, Cluster(64), 4096)} == {1, 2}
+
+
 def test_what_is_found_fits_in_order_and_is_what_predict_says(found):
     assert len(found) == 20
     seconds = [forecast.step_seconds for _, forecast in found.plans]
@@ -171,6 +176,20 @@ def test_the_command_line_says_what_is_wrong(tmp_path, capsys):
     assert "12 GPUs are not whole nodes of 8" in capsys.readouterr().out
     assert main([*arguments, "1"]) == 1
     assert "plans fits and leaves 5% free. The one" in capsys.readouterr().out
+    for size, words in (
+        (
+            {"num_hidden_layers": 10**12},
+            "layers = 1000000000000 cannot be right: it is at most 16,384",
+        ),
+        ({"vocab_size": 10**400}, "cannot be right: it is at most"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(CONFIG | size))
+        assert main([*arguments, "8"]) == 2
+        assert words in capsys.readouterr().out
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    assert main([*arguments, "8"]) == 2
+    assert "is not JSON" in capsys.readouterr().out
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     for name in "--batch", "--sequence", "--best":
         assert main([*arguments, "16", name, "0"]) == 2
         assert f"{name} is at least 1, not 0" in capsys.readouterr().out

@@ -135,16 +135,25 @@ def test_ranks_that_cannot_be_halved_are_refused(eight):
     assert set(eight(3, halves)) == {"3 ranks are not two groups of one size: start an even number"}
 
 
-def wrong_size():
-    plan = Plan(2)
+def refusal(model, plan, tokens):
     try:
-        rehearse(MODEL, plan, TOKENS, 8, pace=PACE, network=NETWORK)
+        rehearse(model, plan, tokens, 8, pace=PACE, network=NETWORK)
     except ValueError as error:
         return str(error)
 
 
-def test_a_plan_for_another_number_of_ranks_is_refused_before_anything_is_made(eight):
-    assert set(eight(4, wrong_size)) == {"the plan is for 2 ranks, the world has 4"}
+def test_what_cannot_be_rehearsed_is_refused_before_anything_is_made(eight):
+    for model, plan, tokens, words in (
+        (MODEL, Plan(2), TOKENS, "the plan is for 2 ranks, the world has 4"),
+        (
+            replace(MODEL, heads=2, kv_heads=2),
+            Plan(1, tp=4),
+            TOKENS,
+            "heads = 2 is not a multiple of tp = 4",
+        ),
+        (MODEL, Plan(1, cp=4), 66, "sequence_length = 66 is not a multiple of cp = 4"),
+    ):
+        assert set(eight(4, refusal, model, plan, tokens)) == {words}
     with pytest.raises(PlanError, match="not a multiple"):
         Plan(3).microbatches(8)
 

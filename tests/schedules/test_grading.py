@@ -11,8 +11,8 @@ TIMES = {"forward": 1, "latency": 0, "input_grad": 1, "weight_grad": 1}
 MORE_ON_RANK_1 = ["0F0 0F1 0B0 0F2 0B1 0B2", "1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2"]
 
 
-def judged(rows, cost=33, held=4):
-    return grade(rows, 4, 8, cost=cost, max_activations=held)
+def judged(rows, cost=33, held=4, **times):
+    return grade(rows, 4, 8, cost=cost, max_activations=held, **times)
 
 
 def test_a_schedule_passes_on_its_own_cost_and_memory_and_not_on_less():
@@ -42,8 +42,12 @@ def test_a_chunk_takes_its_part_of_the_time():
     verdict = judged(schedule, cost=8 * 3 + 9 / 4, held=99)
     assert verdict and verdict.timeline.cost == pytest.approx(26.25)
     assert not judged(schedule, cost=26.2, held=99)
-    third = judged(schedules.interleaved(4, 8, 3), cost=27, held=99)
-    assert third, str(third)
+    for unit in 1, 1e6, 1e-11:  # ranks may count in any
+        times = {"forward": unit, "input_grad": unit, "weight_grad": unit}
+        third = schedules.interleaved(4, 8, 3)
+        verdict = judged(third, cost=27 * unit, held=99, **times)
+        assert verdict, str(verdict)
+        assert not judged(third, cost=26.9 * unit, held=99, **times)
 
 
 def test_messages_are_counted_where_they_are_limited():

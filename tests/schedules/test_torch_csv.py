@@ -260,3 +260,13 @@ def test_lines_are_read_as_a_file_is(tmp_path):
         assert schedules.read_csv(file) == schedule
     with pytest.raises(schedules.ScheduleError, match=r"^rank 0: '0X0' is not an action"):
         schedules.read_csv(["0F0,0X0"])
+
+
+def test_a_file_that_is_no_csv_is_named(tmp_path):
+    file = tmp_path / "own.csv"
+    for content in b"\x89PNG\r\n", "0F0,0B0\n".encode("utf-16"), b"x" * 200_000:
+        file.write_bytes(content)
+        with pytest.raises(schedules.ScheduleError, match=r"own\.csv is not a CSV of a schedule"):
+            schedules.read_csv(file)
+    file.write_bytes("0F0,0B0\n".encode("utf-8-sig"))  # as spreadsheets write it
+    assert schedules.read_csv(file) == schedules.Schedule([["0F0", "0B0"]])

@@ -29,6 +29,17 @@ def test_a_pair_that_runs_at_the_same_time_stays_one(tmp_path):
     assert schedules.read_trace((tmp_path / "trace.json").read_text()).rows == line.rows
 
 
+@pytest.mark.parametrize(
+    "forward, backward, unit", [(0.0012345675, 0.0023456785, 1.0), (1001, 2001, 0.5e-9)]
+)
+def test_times_that_are_rounded_apart_do_not_overlap(tmp_path, forward, backward, unit):
+    line = schedules.simulate(schedules.one_f_one_b(4, 8), forward, backward)
+    measure.write_trace(line, tmp_path / "trace.json", unit=unit)
+    read = schedules.read_trace((tmp_path / "trace.json").read_text())
+    assert read.peak_activations == line.peak_activations
+    assert read.cost == pytest.approx(line.cost * unit, abs=2e-9)
+
+
 def event(**changed):
     return {"ph": "X", "name": "0F0", "tid": 0, "ts": 0, "dur": 1, **changed}
 

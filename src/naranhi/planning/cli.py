@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             best=max(2, options.best),
             precision=options.precision,
         )
-    except (ValueError, TypeError, FileNotFoundError) as error:
+    except (ValueError, TypeError, OSError) as error:
         print(f"naranhi.planning: {error}")
         return 2
     if not result.plans:
@@ -152,9 +152,12 @@ def written(found: Found, config: str | None = None, family: str | None = None) 
     sequence, batch = found.sequence_length, found.global_batch
     node, engine = found.cluster.gpus_per_node, found.cluster.runs
     more = {"deepep": engine.expert_nodes > 0, "bf16_gradients": engine.gradient_bytes == 2}
+    compiled = engine.name == "fsdp-compile"
     ways = {
         "naranhi.train": lambda: commands.naranhi_train(found.model, plan, batch, node, config),
-        "torchtitan": lambda: commands.torchtitan(found.model, plan, sequence, batch),
+        "torchtitan": lambda: commands.torchtitan(
+            found.model, plan, sequence, batch, compiled=compiled
+        ),
         "Megatron-LM": lambda: commands.megatron(found.model, plan, sequence, batch, **more),
     }
     if config is not None and family not in TRAINED:

@@ -153,7 +153,7 @@ def _load(path):
         raise FileNotFoundError(f"{file} does not exist: give a config.json, or its directory")
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not JSON: {error}") from None
     if not isinstance(config, dict):
         raise ValueError(f"{file} is not the configuration of a model: it is not a JSON object")

@@ -68,8 +68,8 @@ class Engine(NamedTuple):
             its published runs leave open; only the upper end of forecasts includes it.
         selective: The fraction of a layer's forward that selective recomputation repeats; 0 for
             the attention's scores alone.
-        fills: Whether it rejects a pipeline of p stages with fewer than p - 1 micro-batches
-            (nanotron, `parallel/pipeline_parallel/engine.py`, 1F1B: an assertion).
+        missing: How many fewer micro-batches than stages 1F1B may have; None for any number. (Both
+            nanotron, `parallel/pipeline_parallel/engine.py`, and torch's `Schedule1F1B` check.)
         cut: "uniform" for equally many layers in each stage; "last" if the remaining layers go
             to the last stages; "cumulative" for stages that end where the cumulative operations,
             the output layer's included, pass an equal share.
@@ -107,7 +107,7 @@ class Engine(NamedTuple):
     ring_step_seconds: float
     stall_seconds: float
     selective: float
-    fills: bool
+    missing: int | None
     cut: str
     schedules: tuple[str, ...]
     note: str
@@ -152,7 +152,7 @@ def engines() -> dict[str, Engine]:
             float(row["ring_step_us"]) * 1e-6,
             float(row["stall_s"]),
             float(row["selective"]),
-            row["fills"] == "1",
+            int(row["missing"]) if row["missing"] else None,
             row["cut"],
             tuple(row["schedules"].split()),
             row["note"],

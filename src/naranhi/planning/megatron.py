@@ -69,8 +69,9 @@ def megatron(
         words.append(f"--expert-model-parallel-size {plan.ep}")
         if plan.etp is not None:
             words.append(f"--expert-tensor-parallel-size {plan.etp}")
-        # By default each rank would gather the tokens of all ranks.
-        dispatcher = "flex --moe-flex-dispatcher-backend deepep" if deepep else "alltoall"
+        # By default each rank would gather the tokens of all ranks. DeepEP refuses a single one.
+        exchanged = deepep and plan.ep * plan.expert_tp > 1
+        dispatcher = "flex --moe-flex-dispatcher-backend deepep" if exchanged else "alltoall"
         words.append(f"--moe-token-dispatcher-type {dispatcher}")
         if plan.precision != "fp32" and not model.biases:  # no such kernel for fp32 or biases
             words.append("--moe-grouped-gemm")  # by default it runs one expert after the other

@@ -11,6 +11,9 @@ from typing import Any, NamedTuple
 from naranhi.planning.arguments import check_least, make_whole
 from naranhi.planning.latent import Latent, check_latent
 
+# Of what can be meant: a search goes through the layers, and computes in float64.
+MOST_LAYERS, MOST_SIZE = 2**14, 2**40
+
 
 class Matmul(NamedTuple):
     """A weight matrix that each token is multiplied by: `rows` x `columns`.
@@ -83,7 +86,10 @@ class Model:
         if self.expert_ffn is None:
             object.__setattr__(self, "expert_ffn", self.ffn)
         for name in sizes + by_default + counts:
-            check_least(name, getattr(self, name), 0 if name in counts else 1)
+            check_least(name, value := getattr(self, name), 0 if name in counts else 1)
+            most = MOST_LAYERS if name == "layers" else MOST_SIZE
+            if value > most:
+                raise ValueError(f"{name} = {value} cannot be right: it is at most {most:,}")
         for name in ("gated", "tied", "biases", "dropout"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} is True or False, not {getattr(self, name)!r}")

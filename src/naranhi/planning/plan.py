@@ -256,10 +256,12 @@ class Plan:
                 f"{model.positions} positions"
             )
         count = self.microbatches(global_batch)
-        if cluster.runs.fills and count < self.pp - 1:
+        missing = cluster.runs.missing if self.schedule == "one_f_one_b" else None
+        if missing is not None and count < self.pp - missing:
+            least = f"pp - {missing}" if missing else "pp"
             raise PlanError(
-                f"{count} micro-batches are fewer than pp - 1 = {self.pp - 1}, and "
-                f"{cluster.engine} needs that many in flight before the first backward"
+                f"{count} micro-batches are fewer than {least} = {self.pp - missing}, which "
+                f"{cluster.engine} needs for 1F1B"
             )
         shards = self.tp if self.sequence_parallel else 1
         degree = "tp" if self.etp is None else "etp"

@@ -65,7 +65,8 @@ def search(
 
     The search tries all degrees that divide the GPUs, the model and the batch, within these limits:
 
-    - tensor parallelism within a node, with experts cut over the same ranks or not at all;
+    - tensor parallelism within a node, which splits no head of keys and values, with experts cut
+      over the same ranks or, if they are divided over ranks, not at all;
     - context parallelism by powers of two, which leave each rank at least 4,096 tokens;
     - micro-batches of 1, 2, 4, 8 or 16 sequences;
     - 1F1B, and the interleaved schedule with 2 or 4 chunks;
@@ -146,7 +147,12 @@ def plans(
 ) -> Iterator[Plan]:
     """Yield plans on all GPUs of a cluster; `Plan.check` may still reject some for a model."""
     gpus = cluster.gpus
-    tensor = [tp for tp in _divisors(gpus) if tp <= cluster.gpus_per_node and model.heads % tp == 0]
+    # No program splits a head of keys and values.
+    tensor = [
+        tp
+        for tp in _divisors(gpus)
+        if tp <= cluster.gpus_per_node and model.heads % tp == model.kv_heads % tp == 0
+    ]
     # Selective recomputation repeats the attention's scores, which flash does in any case.
     repeated = ("none", "full") if cluster.runs.flash and not cluster.runs.selective else RECOMPUTE
     contexts = [1]

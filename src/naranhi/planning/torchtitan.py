@@ -14,17 +14,32 @@ _TORCH = {
 }
 
 
-def torchtitan(model: Model, plan: Plan, sequence_length: int, global_batch: int) -> str:
+def torchtitan(
+    model: Model, plan: Plan, sequence_length: int, global_batch: int, *, compiled: bool = False
+) -> str:
     """Return the sections of a torchtitan configuration, in TOML.
 
+    Args:
+        model: The model.
+        plan: The plan.
+        sequence_length: Tokens of a sequence.
+        global_batch: Sequences of a step.
+        compiled: Whether torch.compile fuses each layer, as it always does with fp8.
+
     Raises:
-        ValueError: If torchtitan has no name for the schedule, cannot cut the model or the sequence
-            as the plan does, or lacks the precision, the sharding or tied embeddings with these
-            degrees.
+        ValueError: If torchtitan has no name for the schedule, cannot cut the model, the batch or
+            the sequence as the plan does, or lacks the precision, the sharding, compiled layers or
+            tied embeddings with these degrees.
 
     Source: torchtitan 0.2, `torchtitan/config/job_config.py` and `torchtitan/distributed`.
     """
     check_heads("torchtitan", model, plan)
+    if plan.v_shaped and (compiled or plan.precision == "fp8"):
+        what = "its fp8 is compiled, and " if plan.precision == "fp8" else ""
+        raise ValueError(
+            f"torchtitan cannot run this plan: {what}torch's {_TORCH[plan.schedule]} refuses "
+            f"compiled layers; choose {'bf16 or ' if what else ''}another schedule"
+        )
     if plan.tp > 1 and not plan.sequence_parallel:
         raise ValueError(
             "torchtitan cannot run this plan: with tp it always shards norms along the sequence; "
@@ -71,6 +86,12 @@ def torchtitan(model: Model, plan: Plan, sequence_length: int, global_batch: int
                 "torchtitan cannot run this plan: its Interleaved1F1B has at least 2 chunks on a "
                 "rank, and the plan 1; choose one_f_one_b"
             )
+        count = plan.microbatches(global_batch)
+        if plan.schedule == "one_f_one_b" and count < plan.pp:
+            raise ValueError(
+                f"torchtitan cannot run this plan: torch's 1F1B needs a micro-batch for each "
+                f"stage, and the plan has {count} for pp = {plan.pp}; choose gpipe"
+            )
         lines += [
             f'pipeline_parallel_schedule = "{_TORCH[plan.schedule]}"',
             f"pipeline_parallel_microbatch_size = {plan.microbatch}",
@@ -82,7 +103,8 @@ def torchtitan(model: Model, plan: Plan, sequence_length: int, global_batch: int
     if plan.precision == "fp8":
         lines += ["", "[model]", 'converters = ["quantize.linear.float8"]']
         lines += ["", "[quantize.linear.float8]", 'filter_fqns = ["output"]']
-        lines += ["", "[compile]", "enable = true"]  # which fuses the casts to fp8
+    if compiled or plan.precision == "fp8":  # in which the casts are fused, too
+        lines += ["", "[compile]", "enable = true"]
     return "\n".join(lines)
 
 
@@ -118,11 +140,6 @@ def _precision(model, plan, sharded):
         raise ValueError(
             "torchtitan cannot run this plan: it multiplies by experts' weights in bf16, and in "
             "fp8 only in a prototype; choose bf16"
-        )
-    if plan.precision == "fp8" and plan.v_shaped:
-        raise ValueError(
-            f"torchtitan cannot run this plan: its fp8 is compiled, and torch's "
-            f"{_TORCH[plan.schedule]} refuses compiled layers; choose bf16 or another schedule"
         )
     fsdp, alone = sharded * plan.cp > 1, plan.tp * plan.pp == 1
     if not fsdp and not alone and (plan.dp > 1 or plan.precision != "fp32"):

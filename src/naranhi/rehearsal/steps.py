@@ -10,7 +10,7 @@ from torch import nn
 from naranhi import schedules
 from naranhi.models import Paced
 from naranhi.pipeline import Pipeline
-from naranhi.planning import Model, Plan
+from naranhi.planning import Model, Plan, PlanError
 from naranhi.rehearsal.layers import Pace, RehearsalLayer
 from naranhi.rehearsal.meshes import Groups
 from naranhi.rehearsal.network import Network, meet, slowest
@@ -40,9 +40,15 @@ def rehearse(
         repeats: How many steps are timed.
 
     Raises:
-        PlanError: If the batch does not divide.
+        PlanError: If the batch, the heads or the sequence do not divide.
         ValueError: If the plan is for another number of ranks, or their number is odd.
     """
+    for what, size, name, parts in (
+        ("heads", model.heads, "tp", plan.tp),
+        ("sequence_length", sequence_length, "cp", plan.cp),
+    ):
+        if size % parts:
+            raise PlanError(f"{what} = {size} is not a multiple of {name} = {parts}")
     count = plan.microbatches(global_batch)
     groups = Groups.of(plan)
     torch.manual_seed(0)

@@ -88,7 +88,7 @@ def grade(
     except ScheduleError as error:
         return Grade((str(error),))
     # Chunks take fractions of a unit, and rounding may change the last digits of their sum.
-    if timeline.cost > cost + 1e-9:
+    if timeline.cost > cost * (1 + 1e-9):
         faults += (f"takes {float(timeline.cost):g}, where {cost:g} is the budget",)
     most = max(timeline.peak_activations)
     if most > max_activations:

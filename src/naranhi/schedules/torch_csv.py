@@ -66,13 +66,15 @@ def read_csv(path: str | PathLike[str] | Iterable[str], sharding: bool = False) 
             whether its stages are sharded or not.
 
     Raises:
-        ScheduleError: If anything else in the file is not an action.
+        ScheduleError: If anything else in the file is not an action, or it is not a CSV.
     """
     if not isinstance(path, (str, PathLike)):
         return _schedule(path, sharding)
     try:
-        with open(path, newline="") as file:
+        with open(path, newline="", encoding="utf-8-sig") as file:
             return _schedule(file, sharding)
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ScheduleError(f"{path} is not a CSV of a schedule: {error}") from None
     except ScheduleError as error:
         raise ScheduleError(f"{path}: {error}", error.rank) from None
 

@@ -2,7 +2,7 @@
 
 import json
 
-from naranhi.schedules.schedule import Action, ScheduleError
+from naranhi.schedules.schedule import SHARDING, Action, ScheduleError
 from naranhi.schedules.timeline import Span, Timeline
 
 LARGEST = 1e18  # microseconds; an int may be too large even to be compared as a float
@@ -11,8 +11,9 @@ LARGEST = 1e18  # microseconds; an int may be too large even to be compared as a
 def read_trace(text: str) -> Timeline:
     """Return the Timeline in the text of a trace, in seconds: threads are ranks, events actions.
 
-    Times are rounded to the nanosecond, so that an action that begins when another ends does not
-    overlap it by a rounding error. Events of a type other than X (names of threads) are left out.
+    Times are rounded to the nanosecond, and an action that begins less than two of them before
+    another ends begins then: two times that were equal may be rounded apart. Events of a type other
+    than X (names of threads) are left out.
 
     Raises:
         ValueError: If the text is not such a trace, or has an event that is not an action.
@@ -34,7 +35,8 @@ def read_trace(text: str) -> Timeline:
     missing = next((rank for rank in range(len(rows)) if rank not in rows), None)
     if missing is not None:
         raise ValueError(f"the trace has {len(rows)} threads with actions, but no tid {missing}")
-    return Timeline(sorted(rows[rank], key=lambda span: span[1:]) for rank in range(len(rows)))
+    in_order = (sorted(rows[rank], key=lambda span: span[1:]) for rank in range(len(rows)))
+    return Timeline(map(_joined, in_order))
 
 
 def _span(event):
@@ -54,3 +56,20 @@ def _span(event):
             f"the trace has an event that is not an action of a schedule: {error}"
         ) from None
     return rank, Span(action, round(start * 1e3) / 1e9, round((start + duration) * 1e3) / 1e9)
+
+
+def _joined(spans):
+    """Yield a rank's spans, in order, without the overlaps that rounding makes."""
+    given = begun = free = None
+    for action, start, end in spans:
+        if action.kind not in SHARDING:
+            if start == given:  # the second of a pair, which starts with the first
+                start = begun
+            else:
+                given = start
+                if free is not None and 0 < free - start < 1.5e-9:
+                    start = free
+                begun = start
+            end = max(start, end)
+            free = end if free is None else max(free, end)
+        yield Span(action, start, end)
