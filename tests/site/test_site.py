@@ -170,10 +170,11 @@ def test_a_chapter_is_numbered_as_its_file_is(visits):
 
 
 def test_sections_have_the_same_addresses_in_both_languages(visits):
-    for name in chapters():
+    for name in [page for page in names("en") if page != "search"]:
         english, korean = (visits[language, name]["anchors"] for language in ("en", "ko"))
         assert english == korean, name
-        assert len(english) > 5 and not any(re.fullmatch(r"id\d+", one) for one in english), name
+        assert len(english) > (5 if name in chapters() else 2), name
+        assert not any(re.fullmatch(r"id\d+", one) for one in english), name
 
 
 def test_the_switch_keeps_the_place(site, chromium):
