@@ -39,13 +39,12 @@
 
   // ---- what is kept ----
 
-  let guesses = {}, stored = true;
+  let guesses = {}, stored = localStorage instanceof Storage;  // not what layout.html has instead
   function read() {  // again before each use: another tab may have written, or deleted all
     if (!stored) return;
     try {
-      guesses = JSON.parse(localStorage.getItem(KEY)) ?? {};
-    } catch (error) {
-      stored = error instanceof SyntaxError;  // others: the browser allows no storage
+      guesses = { ...JSON.parse(localStorage.getItem(KEY)) };
+    } catch {
       guesses = {};
     }
   }
@@ -231,11 +230,7 @@
       addEventListener("pageshow", () => overview(root));  // or from before, by the back button
       root.querySelector("[data-clear]").addEventListener("click", () => {
         guesses = {};
-        try {
-          localStorage.removeItem(KEY);
-        } catch {
-          stored = false;  // then nothing was kept
-        }
+        localStorage.removeItem(KEY);
         overview(root);
         root.querySelector("[role=status]").textContent = said.cleared;
       });

@@ -489,6 +489,30 @@ def test_the_first_paint_has_the_right_colours(site, chromium, scheme, scripts):
     context.close()
 
 
+def test_without_storage_all_buttons_work(site, chromium):
+    context = chromium.new_context(viewport=PHONE, color_scheme="dark")
+    page, errors = context.new_page(), []
+    page.on("pageerror", lambda error: errors.append(error.stack))
+    page.add_init_script(
+        """for (const name of ["localStorage", "sessionStorage"])
+          Object.defineProperty(window, name, { get() { throw new Error("denied"); } });"""
+    )
+    page.goto(f"{site}/en/06_gpipe.html")
+    shown = "() => document.documentElement.dataset.theme"
+    themes = [page.evaluate(shown)]
+    for _ in range(2):
+        page.locator(".theme-switch-button:visible").click()
+        themes.append(page.evaluate(shown))
+    assert {*themes} == {"light", "dark"}
+    page.locator(".search-button:visible").click()
+    page.wait_for_selector("#pst-search-dialog[open]")
+    page.keyboard.press("Escape")
+    page.locator(".primary-toggle:visible").click()
+    page.wait_for_selector("#pst-primary-sidebar-modal[open]")
+    assert errors == []
+    context.close()
+
+
 def test_nothing_moves_while_a_page_loads(visits):
     for name, facts in visits.items():
         assert facts["shift"] < 0.1, name
