@@ -202,8 +202,10 @@ class Overview(SphinxPostTransform):
             return ""
         number = int(re.match(r"\d+", page)[0])  # a chapter has its file's
         title = f"{number}. {escape(self.env.titles[page].astext())}"
+        names = " ".join(node["name"] for node in asked)  # a guess at another does not count
         return (
-            f'<tr data-chapter="{page}"><th scope="row"><a href="{page}.html">{title}</a></th>'
+            f'<tr data-chapter="{page}" data-questions="{names}">'
+            f'<th scope="row"><a href="{page}.html">{title}</a></th>'
             f'<td data-output="asked">{len(asked)}</td>'
             '<td data-output="guessed">–</td><td data-output="close">–</td></tr>'
         )

@@ -85,8 +85,8 @@
       this.form.querySelector("[data-skip]").addEventListener("click", () => this.settle(null));
       this.slider = this.form.querySelector("input[type=range]");
       if (this.slider) this.follow();
-      const before = guesses[chapter]?.[predict];
-      if (before) this.show(before.guess);
+      const before = guesses[chapter]?.[predict]?.guess;
+      if (before === null || typeof before === "number") this.show(before);
     }
 
     follow() {  // the slider and the field say the same, also aloud
@@ -199,8 +199,9 @@
   function overview(root) {
     read();
     for (const row of root.querySelectorAll("[data-chapter]")) {
-      const made = Object.values(guesses[row.dataset.chapter] ?? {})
-        .filter(({ guess }) => guess !== null);
+      const { chapter, questions } = row.dataset;
+      const made = questions.split(" ").map((name) => guesses[chapter]?.[name])
+        .filter((one) => typeof one?.guess === "number");
       const close = made.filter(({ off }) => off <= CLOSE);
       for (const [kind, found] of Object.entries({ guessed: made, close })) {
         const cell = row.querySelector(`[data-output=${kind}]`);

@@ -172,6 +172,31 @@ def test_guesses_of_two_tabs_are_all_kept(page, site):
     assert [*json.loads(page.evaluate(KEPT))["06_gpipe"]] == ["gpipe-padding"]
 
 
+def test_a_damaged_guess_is_none_and_only_what_is_asked_counts(page, site):
+    page.goto(f"{site}/404.html")
+    kept = {
+        "06_gpipe": {
+            "gpipe-larger": None,
+            "gpipe-recomputed": {},
+            "gpipe-padding": {"guess": 4, "off": 0},
+            "gpipe-before-an-edition": {"guess": 4, "off": 0},
+        },
+        "07_activation_memory": None,
+    }
+    keep = "(kept) => localStorage.setItem('naranhi-predict', JSON.stringify(kept))"
+    page.evaluate(keep, kept)
+    for name, state in (("larger", "asking"), ("recomputed", "asking"), ("padding", "shown")):
+        assert question(page, site, f"gpipe-{name}").get_attribute("data-state") == state
+    page.goto(f"{site}/en/map.html")
+    row = page.locator(".naranhi-predictions [data-chapter='06_gpipe']")
+    assert row.evaluate(MARKS) == {"asked": None, "guessed": "1", "close": "1"}
+    page.click("button[data-clear]")
+    assert page.evaluate(KEPT) is None
+    page.evaluate(keep, 5)
+    question(page, site).locator("button[data-skip]").click()
+    assert json.loads(page.evaluate(KEPT)) == {"06_gpipe": {"gpipe-larger": {"guess": None}}}
+
+
 def test_the_slider_says_what_it_means(page, site):
     slider = question(page, site).locator("input[type=range]")
     assert slider.get_attribute("aria-valuetext") == "0%"
