@@ -19,14 +19,20 @@ document.addEventListener("click", (event) => {
   twin.search = location.search; // what is looked for
 });
 
-// Paper has no folds to open.
+// Paper has no folds to open, and is white.
 const folds = () => document.querySelectorAll("details:not([open])");
-let opened = [];
+const look = document.documentElement.dataset;
+let opened = [], theme;
 addEventListener("beforeprint", () => {
   opened = [...folds()];
   opened.forEach((fold) => { fold.open = true; });
+  theme = look.theme;
+  look.theme = "light";
 });
-addEventListener("afterprint", () => opened.forEach((fold) => { fold.open = false; }));
+addEventListener("afterprint", () => {
+  opened.forEach((fold) => { fold.open = false; });
+  look.theme = theme;
+});
 
 // What scrolls sideways can be reached by the keyboard, and shows at its edge that there is more.
 const scrolls = ".cell_output :is(pre, .text_html, .text_html > div), div.highlight pre, div.math"

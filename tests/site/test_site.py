@@ -633,6 +633,31 @@ def test_paper_has_the_answers(site, chromium):
     page.close()
 
 
+COLORS = """() => ["article p", "div.highlight .k", ".cell_output svg text"].map((part) => {
+  const one = document.querySelector(part);
+  return getComputedStyle(one)[one.matches("svg text") ? "fill" : "color"];
+}).concat(getComputedStyle(document.body).backgroundColor)"""
+
+
+@pytest.mark.parametrize("scripts", [True, False])
+def test_paper_has_the_colours_of_a_light_page(site, chromium, scripts):
+    found = {}
+    for scheme in BACKGROUND:
+        context = chromium.new_context(color_scheme=scheme, java_script_enabled=scripts)
+        page = context.new_page()
+        page.goto(f"{site}/en/06_gpipe.html", wait_until="networkidle")
+        before = page.evaluate(COLORS)
+        page.emulate_media(media="print", color_scheme=scheme)
+        page.evaluate("dispatchEvent(new Event('beforeprint'))")
+        found[scheme] = page.evaluate(COLORS)
+        page.emulate_media(media="screen", color_scheme=scheme)
+        page.evaluate("dispatchEvent(new Event('afterprint'))")
+        assert page.evaluate(COLORS) == before
+        context.close()
+    assert found["dark"] == found["light"]
+    assert found["light"][-1] == "rgb(255, 255, 255)"
+
+
 @pytest.mark.parametrize("address", ["nowhere.html", "en/nowhere.html", "book/ko/far/away.html"])
 def test_an_address_without_a_page_leads_back_into_the_book(site, chromium, address):
     page = chromium.new_page()
