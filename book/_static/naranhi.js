@@ -9,13 +9,14 @@ if (document.documentElement.lang === "ko" && typeof messages !== "undefined") {
   locale = "ko";
 }
 
-// The switch leads to the section that is being read: both languages have the same anchors.
+// The switch leads to the section that is being read: both languages have the same anchors. But an
+// address with settings of a lab stays as it is.
 document.addEventListener("click", (event) => {
   const twin = event.target.closest?.("a.naranhi-twin");
   if (!twin) return;
   const sections = [...document.querySelectorAll("article section section[id]")];
   const read = sections.findLast((one) => one.getBoundingClientRect().top < innerHeight / 3);
-  twin.hash = read ? read.id : "";
+  twin.hash = location.hash.includes("&") ? location.hash : read ? read.id : "";
   twin.search = location.search; // what is looked for
 });
 

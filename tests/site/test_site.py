@@ -188,6 +188,16 @@ def test_the_switch_keeps_the_place(site, chromium):
     page.close()
 
 
+def test_the_switch_keeps_the_settings_of_a_lab(site, chromium):
+    page = chromium.new_page(viewport=DESK)
+    settings = "#lab-schedule&stages=6"
+    page.goto(f"{site}/en/lab.html{settings}")
+    with page.expect_navigation():
+        page.click(".naranhi-twin")
+    assert page.url == f"{site}/ko/lab.html{settings}"
+    page.close()
+
+
 @pytest.mark.parametrize(
     ("locale", "language"), [("ko-KR", "ko"), ("en-GB", "en"), ("fr-FR", "en"), ("ko", "ko")]
 )
