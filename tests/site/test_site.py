@@ -23,6 +23,7 @@ NOTEBOOKS = REPOSITORY / "notebooks"
 HTML = REPOSITORY / "_build" / "html"
 TWIN = {"en": "ko", "ko": "en"}
 PHONE = {"width": 360, "height": 740}
+ZOOMED = {"width": 320, "height": 740}  # a screen of 1280 at 400%
 DESK = {"width": 1280, "height": 900}
 HANGUL = re.compile("[가-힣]")
 
@@ -119,10 +120,16 @@ def visits(site, chromium):
                 "requests": requests,
                 "said": said,
                 "answers": answers(page),
+                "zoomed": width(page, ZOOMED),
             }
             page.close()
     context.close()
     return found
+
+
+def width(page, viewport: dict[str, int]) -> int:
+    page.set_viewport_size(viewport)
+    return page.evaluate("document.documentElement.scrollWidth")
 
 
 def answers(page) -> dict:
@@ -413,6 +420,8 @@ def test_no_error_is_said(visits):
 def test_no_page_is_wider_than_a_phone(visits):
     wide = {where: facts["width"] for where, facts in visits.items()}
     assert {where: width for where, width in wide.items() if width > PHONE["width"]} == {}
+    wide = {where: facts["zoomed"] for where, facts in visits.items()}
+    assert {where: width for where, width in wide.items() if width > ZOOMED["width"]} == {}
 
 
 def test_the_names_of_rows_leave_room_for_what_they_name(visits):
