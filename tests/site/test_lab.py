@@ -4,7 +4,7 @@ import json
 import math
 import re
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 import lab as answers
 import pytest
@@ -244,6 +244,8 @@ def test_who_begins_to_write_has_the_schedule_that_is_drawn(english):
     english.change(schedule="own")
     typed = english.root().locator("[name=own]").input_value()
     assert schedules.read_csv(typed.splitlines()) == schedules.zero_bubble_h1(2, 3)
+    link = english.root().locator("a.naranhi-lab-link").get_attribute("href")
+    assert parse_qs(link)["own"] == [typed]
 
 
 def test_two_schedules_share_an_axis(english):
@@ -279,8 +281,31 @@ def test_a_link_that_is_followed_on_the_page_carries_all_settings(visit):
     lab.page.evaluate("location.hash = 'lab-schedule&stages=2'")
     root = lab.root()
     latency, stages = (root.locator(f"[name={name}]") for name in ("latency", "stages"))
-    lab.page.wait_for_function("input => input.value === '2'", arg=stages.element_handle())
+    wait = "([input, value]) => input.value === value"
+    lab.page.wait_for_function(wait, arg=[stages.element_handle(), "2"])
     assert latency.input_value() == "0"
+    # What is no field, but a word of JavaScript, is none.
+    lab.page.evaluate("location.hash = 'lab-schedule&constructor=1&__proto__=x&stages=3'")
+    lab.page.wait_for_function(wait, arg=[stages.element_handle(), "3"])
+    assert lab.failures == []
+    # What is not shown counts for nothing, and may be a reader's work; back is the beginning.
+    own = root.locator("[name=own]")
+    lab.change(own="0F0 0B0", chunks="4", schedule="gpipe", compare="")
+    lab.page.evaluate("location.hash = 'lab-schedule&schedule=interleaved&stages=5'")
+    lab.page.wait_for_function(wait, arg=[stages.element_handle(), "5"])
+    assert own.input_value() == "0F0 0B0"
+    assert root.locator("[name=chunks]").input_value() == "2"
+    for value in ("3", "2", "4"):
+        lab.page.go_back()
+        lab.page.wait_for_function(wait, arg=[stages.element_handle(), value])
+    assert own.input_value() == "0F0 0B0"
+    # But a link to a section changes no lab.
+    lab.change(stages="6")
+    lab.page.evaluate("location.hash = 'bubble'")
+    lab.page.go_back()
+    lab.page.wait_for_function("() => location.hash === ''")
+    lab.page.wait_for_timeout(100)
+    assert stages.input_value() == "6"
 
 
 def test_stepping_scrubbing_and_playing(english):

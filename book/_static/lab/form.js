@@ -100,11 +100,19 @@ export class Form {
 
   set(values) {
     for (const [name, value] of Object.entries(values)) {
-      if (!(name in this.inputs)) continue;
+      if (!Object.hasOwn(this.inputs, name)) continue;
       this.inputs[name].value = value;
       this.follow(this.inputs[name]);
     }
     this.show();
+  }
+
+  // As at the beginning, but for these values. What then is not shown is kept: it may be long work.
+  begin(values) {
+    const before = Object.entries(this.inputs).map(([name, input]) => [name, input.value]);
+    this.set({ ...this.beginning, ...values });
+    const hidden = before.filter(([name]) => this.inputs[name].parentElement.hidden);
+    this.set(Object.fromEntries(hidden));
   }
 
   // What differs from the beginning, which a page may have set otherwise than usual, for a link.

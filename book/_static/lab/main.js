@@ -26,9 +26,11 @@ function load(root) {
   return catalogues;
 }
 
-function inLink(root) {
-  const [name, ...pairs] = location.hash.slice(1).split("&");
-  return name === root.id ? Object.fromEntries(new URLSearchParams(pairs.join("&"))) : {};
+// The settings that an address has for a lab, #lab-schedule&stages=4, or undefined.
+function settings(root, address) {
+  const [name, ...pairs] = new URL(address).hash.slice(1).split("&");
+  if (name !== root.id || !pairs.length) return undefined;
+  return Object.fromEntries(new URLSearchParams(pairs.join("&")));
 }
 
 // Asks one question at a time, and of those that come meanwhile only the last of each kind: what
@@ -115,17 +117,19 @@ export async function open(root) {
   const link = element("a", { class: "naranhi-lab-link" }, catalogue.texts.link);
   const shown = view.make(lab, body);
   const asked = (name) => {
+    shown.changed?.(form, name); // which may fill a field
     link.href = `#${root.id}&${new URLSearchParams(form.changed)}`;
-    shown.changed?.(form, name);
     lab.ask(lab.kind, form.values, (answer) => shown.show(answer, form));
   };
   const form = new Form(root.id, fields, JSON.parse(root.dataset.values), catalogue, asked);
-  form.set(inLink(root));
+  form.set(settings(root, location) ?? {});
   lab.wrong = (names, message) => form.mark(names, message);
-  addEventListener("hashchange", () => {
-    const found = inLink(root);
-    if (!Object.keys(found).length) return;
-    form.set({ ...form.beginning, ...found });
+  addEventListener("hashchange", ({ oldURL, newURL }) => {
+    // Back from the settings of a link to no place of the page is back to the beginning.
+    const back = !new URL(newURL).hash && settings(root, oldURL) && {};
+    const found = settings(root, newURL) ?? back;
+    if (!found) return;
+    form.begin(found);
     asked();
   });
   // Who has gone on to something else meanwhile stays there.
