@@ -602,6 +602,18 @@ def test_without_scripts_and_on_paper_the_picture_stands_there(visit, language):
     assert not lab.root().locator("button[data-run]").is_visible()
 
 
+def test_forced_colours_leave_the_legend_its_own(english):
+    english.change(**PLAIN)
+    english.page.emulate_media(forced_colors="active")
+    colors = (
+        english.root()
+        .locator(".naranhi-lab-legend i")
+        .evaluate_all("(all) => all.map((one) => getComputedStyle(one).backgroundColor)")
+    )
+    english.page.emulate_media(forced_colors="none")
+    assert len(colors) == len({*colors}) >= 2, colors
+
+
 def test_paper_shows_the_picture_of_the_build(english):
     english.page.emulate_media(media="print")
     root = english.root()
