@@ -209,14 +209,15 @@ def test_parts_of_the_sequence_must_be_summed_first(eight):
 
 
 def losses(arguments):
+    """By SGD: to Adam the size of a gradient hardly matters."""
     options = train.parse(arguments.split())
     with Training(options) as training:
+        training.optimizer = torch.optim.SGD(training.pipeline.parameters(), lr=3.0)
         return [step.loss for step in training]
 
 
 def test_training_clips_alike_on_every_mesh(eight, tmp_path):
-    # Adam's first step is the same, however long the gradient is.
-    options = "--lr 2e-2 --steps 5 --seed 1 --microbatches 2 --clip 0.1 "
+    options = "--steps 4 --microbatches 2 --clip 0.1 "
     options += " ".join(small_gpt2.write(tmp_path)) + " "
     alone = eight(1, losses, options)[0]
     assert eight(1, losses, options.replace("--clip 0.1", ""))[0][-1] != pytest.approx(
