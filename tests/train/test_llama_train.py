@@ -17,7 +17,7 @@ from naranhi.expert_parallel import undivided_state
 from naranhi.models import configuration, is_mixture, llama_model
 from naranhi.models import loss as naranhi_loss
 
-STEPS, RATE = 7, 2.0
+STEPS, RATE = 7, 4.0
 MIXTURES = "mixtral", "qwen3_moe"
 RUNS = [  # kind, {axis: size}, options
     ("llama", {"tp": 2}, ""),
@@ -57,7 +57,7 @@ def models(tmp_path_factory):
 
 def by_sgd(arguments):
     """On a rank: losses, by SGD, which sees a gradient's size, after clipping."""
-    options = train.parse([*arguments, f"--steps={STEPS}", "--clip=2"])
+    options = train.parse([*arguments, f"--steps={STEPS}", "--clip=0.5"])
     with in_float64(), train.Training(options) as training:
         [group] = training.optimizer.param_groups
         training.optimizer = torch.optim.SGD(group["params"], lr=RATE)
