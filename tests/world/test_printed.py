@@ -138,6 +138,22 @@ def test_output_that_comes_while_cells_end_is_whole(world, capsys):
     assert seen == {0: [*range(100_000)], 1: [*range(100_000)]}
 
 
+def test_a_line_that_is_half_written_as_its_cell_ends_is_waited_for(world, capsys):
+    """One ``write`` of 64 MB takes tens of milliseconds, while the file grows page by page."""
+    world.execute(
+        "import os, threading, time\n"
+        "line = b'x' * (64 << 20) + b'\\n'\n"
+        "writing = threading.Thread(target=os.write, args=(1, line))\n"
+        "before = os.fstat(1).st_size\n"
+        "if rank == 0:\n"
+        "    writing.start()\n"
+        "    while os.fstat(1).st_size == before: time.sleep(0)"
+    )
+    assert len(capsys.readouterr().out) == len("[rank 0] ") + (64 << 20) + 1
+    world.execute("if rank == 0: writing.join()\ndel line, writing")
+    assert capsys.readouterr().out == ""
+
+
 def test_of_a_progress_bar_the_last_state_is_shown(world, capsys):
     world.execute(
         "import sys\nfor i in range(5):\n    print(f'\\r{i} of 4', end='', file=sys.stderr)\n"

@@ -95,9 +95,28 @@ def _grown(descriptor):
     while part := os.pread(file, 1 << 20, _shown[descriptor]):
         parts.append(part)
         _shown[descriptor] += len(part)
+    if parts and not parts[-1].endswith(b"\n"):
+        parts += _rest(descriptor)
     if _shown[descriptor] - _freed[descriptor] > LIMIT and _free(file, _shown[descriptor]):
         _freed[descriptor] = _shown[descriptor]
     return b"".join(parts).decode(errors="replace")
+
+
+def _rest(descriptor):
+    """Take the rest of a line that another process or thread may be in the middle of writing.
+
+    A file grows page by page while it is written to, so that its end may be half a write. Whoever
+    writes holds the file's lock, and to change the file's mode takes that lock as well.
+    """
+    file, parts = _files[descriptor], []
+    os.fchmod(file, 0o600)
+    while part := os.pread(file, 1 << 20, _shown[descriptor]):
+        line, end, _ = part.partition(b"\n")
+        parts.append(line + end)
+        _shown[descriptor] += len(parts[-1])
+        if end:
+            break
+    return parts
 
 
 def _free(file, size):
