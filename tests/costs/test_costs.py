@@ -5,6 +5,7 @@ import subprocess
 import sys
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -284,6 +285,18 @@ def test_the_fit_is_least_squares():
 def test_what_makes_no_sense_is_refused(call, words):
     with pytest.raises(ValueError, match=re.escape(words)):
         call()
+
+
+@pytest.mark.parametrize("ranks", [np.int64(100), np.int8(100)])
+def test_ranks_may_be_of_numpy(ranks):
+    """Also in 8 bits, in which 2 x 99 is -58."""
+    for algorithm in costs.ALGORITHMS["all_reduce"]:
+        sent = costs.bytes_sent("all_reduce", 10**6, ranks, algorithm)
+        assert sent == costs.bytes_sent("all_reduce", 10**6, 100, algorithm)
+    times = [costs.collective_seconds("all_reduce", 10**6, n, 1e-5, 1e-9) for n in (ranks, 100)]
+    bandwidths = [costs.bus_bandwidth("all_reduce", 10**6, 1.0, n) for n in (ranks, 100)]
+    assert times[0] == times[1] and bandwidths[0] == bandwidths[1]
+    assert costs.zero_bytes(10**6, ranks, 3) == costs.zero_bytes(10**6, 100, 3)
 
 
 def test_costs_need_no_torch():

@@ -3,12 +3,13 @@
 import sys
 from fractions import Fraction
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from naranhi import schedules
-from naranhi.schedules import Schedule, simulate
+from naranhi.schedules import Schedule, balance, simulate
 
 stages = st.integers(1, 7)
 microbatches = st.integers(1, 16)
@@ -128,6 +129,19 @@ def test_a_number_that_makes_no_schedule_is_named(generator, numbers):
             arguments = {**dict.fromkeys(numbers, 4), name: wrong}
             with pytest.raises(ValueError, match=f"{name} must be a whole number of at least 1"):
                 generator(**arguments)
+
+
+@pytest.mark.parametrize("number", [np.int64, np.int8])
+def test_numbers_of_numpy_are_numbers(number):
+    """Also those of 8 bits, in which 2 x 64 is -128."""
+    assert schedules.zero_bubble_v(number(64), number(1)) == schedules.zero_bubble_v(64, 1)
+    schedule = schedules.interleaved(4, 8, 2)
+    assert schedules.interleaved(*map(number, (4, 8, 2))) == schedule
+    assert simulate(schedule, np.arange(1, 9)) == simulate(schedule, [*range(1, 9)])
+    schedules.check_versions(schedule, number(1))
+    assert balance.uniform([None] * 5, number(2)) == [3, 2]
+    sharded = schedules.with_sharding(schedule, 3, keep=number(1))
+    assert sharded == schedules.with_sharding(schedule, 3, keep=1)
 
 
 def test_what_interleaving_cannot_divide_is_refused():

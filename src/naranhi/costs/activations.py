@@ -151,6 +151,7 @@ def gpt2_block_items(
     formula = transformer_layer_bytes(sequence, microbatch, hidden, heads)
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device is 'cpu' or 'cuda', not {device!r}")
+    sequence, microbatch, hidden, heads = map(index, (sequence, microbatch, hidden, heads))
     tokens, scores = sequence * microbatch * hidden, heads * sequence * sequence * microbatch
     statistics = 4 * sequence * microbatch * (2 if device == "cpu" else 4)
     items = [

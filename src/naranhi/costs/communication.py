@@ -18,6 +18,7 @@ nccl-tests, doc/PERFORMANCE.md, for the two bandwidths.
 from collections.abc import Sequence
 from functools import lru_cache
 from math import isfinite
+from operator import index
 
 # The algorithms of each collective; the first is the default of the functions below.
 ALGORITHMS = {
@@ -54,7 +55,7 @@ def bus_bandwidth(collective: str, bytes: float, seconds: float, ranks: int) -> 
     all-gather, all-to-all, scatter and gather, and 1 for broadcast and reduce, as nccl-tests
     defines it. It counts the least that must cross the busiest link, not what an algorithm sends.
     """
-    checked_arguments(collective, bytes, ranks)
+    _, ranks = checked_arguments(collective, bytes, ranks)
     if collective in ("broadcast", "reduce"):
         factor = 1.0
     else:
@@ -108,7 +109,7 @@ def _runs(collective, ranks, algorithm):
 
 def _critical_path(collective, bytes, ranks, algorithm=None):
     """Return the (messages, bytes) that follow one another, on whichever link is the busiest."""
-    algorithm = checked_arguments(collective, bytes, ranks, algorithm)
+    algorithm, ranks = checked_arguments(collective, bytes, ranks, algorithm)
     levels = (ranks - 1).bit_length()  # of a binomial tree: log2(ranks), rounded up
     if algorithm in ("doubling", "halving") and collective != "all_reduce":
         return levels, (ranks - 1) / ranks * bytes  # as many bytes as on a ring, in fewer messages
@@ -136,7 +137,7 @@ def bytes_sent(collective: str, bytes: float, ranks: int, algorithm: str | None 
     scatter the root sends the most. In a reduce and a gather every rank but the root sends the
     same.
     """
-    algorithm = checked_arguments(collective, bytes, ranks, algorithm)
+    algorithm, ranks = checked_arguments(collective, bytes, ranks, algorithm)
     if collective == "reduce":
         return bytes if ranks > 1 else 0
     if collective == "gather":
@@ -195,17 +196,21 @@ def checked_arguments(
     bytes: float = 0,
     ranks: int = 1,
     algorithm: str | None = None,
-) -> str:
-    """Return the algorithm to use, or raise ValueError."""
+) -> tuple[str, int]:
+    """Return the algorithm to use, and the number of ranks (numpy's, too) as an int.
+
+    Raises:
+        ValueError: If an argument makes no sense.
+    """
     if collective not in ALGORITHMS:
         raise ValueError(f"collective must be one of {sorted(ALGORITHMS)}, not {collective!r}")
     if not (isfinite(bytes) and bytes >= 0):
         raise ValueError(f"bytes must be at least 0 and finite, not {bytes!r}")
-    if not isinstance(ranks, int) or ranks < 1:
+    if not hasattr(ranks, "__index__") or index(ranks) < 1:
         raise ValueError(f"ranks must be a positive whole number, not {ranks!r}")
-    known = ALGORITHMS[collective]
+    ranks, known = index(ranks), ALGORITHMS[collective]
     if algorithm is not None and algorithm not in known:
         raise ValueError(f"algorithm of {collective} must be one of {known}, not {algorithm!r}")
     if not _runs(collective, ranks, algorithm):
         raise ValueError(f"{collective} by {algorithm} needs a power of two of ranks, not {ranks}")
-    return algorithm or known[0]
+    return algorithm or known[0], ranks

@@ -6,7 +6,7 @@ stage keeps, and how old the weights behind a gradient are, follow from the sche
 """
 
 from naranhi.schedules.flush import in_turn
-from naranhi.schedules.schedule import SHARDING, Action, Schedule, ScheduleError, require_positive
+from naranhi.schedules.schedule import SHARDING, Action, Schedule, ScheduleError, positive
 from naranhi.schedules.validate import check
 
 
@@ -21,7 +21,7 @@ def pipedream(stages: int, microbatches: int) -> Schedule:
 
     Source: Narayanan et al., "PipeDream" (2019), sections 3.2 and 3.3.
     """
-    require_positive(stages=stages, microbatches=microbatches)
+    stages, microbatches = positive(stages=stages, microbatches=microbatches)
 
     def row(stage):
         ahead = stages - stage
@@ -53,7 +53,9 @@ def pipedream_2bw(stages: int, microbatches: int, updates: int) -> Schedule:
 
     Source: Narayanan et al., "Memory-efficient pipeline-parallel DNN training" (2021), section 3.1.
     """
-    require_positive(stages=stages, microbatches=microbatches, updates=updates)
+    stages, microbatches, updates = positive(
+        stages=stages, microbatches=microbatches, updates=updates
+    )
     delay = max(1, -(-(stages - 1) // microbatches))
 
     def row(stage):
@@ -153,11 +155,11 @@ def check_versions(schedule: Schedule, most: int | list[int] | tuple[int, ...]) 
             an integer of at least 1.
     """
     stages = schedule.virtual_stages
-    allowed = list(most) if isinstance(most, (list, tuple)) else [most] * stages
+    allowed = list(most) if hasattr(most, "__len__") else [most] * stages
     if len(allowed) != stages:
         raise ValueError(f"{len(allowed)} bounds for {stages} virtual stages")
     for bound in allowed:
-        if not isinstance(bound, int) or bound < 1:
+        if not hasattr(bound, "__index__") or bound < 1:
             raise ValueError(f"a stage holds a whole number of versions, 1 or more, not {bound!r}")
     needed = peak_versions(schedule)
     for rank, (row, counts) in enumerate(zip(schedule, live_versions(schedule), strict=True)):

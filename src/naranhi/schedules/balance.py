@@ -13,7 +13,10 @@ from collections.abc import Sequence
 from itertools import accumulate
 from math import isfinite
 from numbers import Real
+from operator import index
 from typing import NamedTuple
+
+from naranhi.schedules.schedule import positive
 
 
 class LayerProfile(NamedTuple):
@@ -41,14 +44,14 @@ def uniform(profile: Sequence[LayerProfile], stages: int) -> list[int]:
 
     If the layers do not divide evenly, each of the first stages has one layer more.
     """
-    _check_stages(profile, stages)
+    stages = _checked(stages, profile)
     each, more = divmod(len(profile), stages)
     return [each + (stage < more) for stage in range(stages)]
 
 
 def by_size(profile: Sequence[LayerProfile], stages: int) -> list[int]:
     """Return the balance whose largest stage, in bytes of parameters, is smallest."""
-    _check_stages(profile, stages)
+    stages = _checked(stages, profile)
     sizes = [_size(place, layer, "parameter_bytes") for place, layer in enumerate(profile)]
     return split_for(sizes, [0] * len(profile), stages)
 
@@ -77,7 +80,7 @@ def balanced(
             layer, if a time is missing (None), zero, negative or not finite, or a number of bytes
             is missing or negative where it is needed.
     """
-    _check_stages(profile, stages)
+    stages = _checked(stages, profile)
     times = [_seconds(place, layer) for place, layer in enumerate(profile)]
     return split_for(times, _links(profile, bandwidth, latency), stages)
 
@@ -183,22 +186,22 @@ def _seconds(place, layer):
 
 def _size(place, layer, what):
     size = getattr(layer, what)
-    if not (isinstance(size, int) and size >= 0):
+    if not (hasattr(size, "__index__") and index(size) >= 0):
         raise ValueError(
             f"layer {place} ({layer.name}): {what} must be a number of bytes, not {size!r}"
         )
-    return size
+    return index(size)
 
 
 def _is_time(value):
     return isinstance(value, Real) and isfinite(value) and value > 0
 
 
-def _check_stages(profile, stages):
-    if not isinstance(stages, int) or stages < 1:
-        raise ValueError(f"stages must be a whole number of at least 1, not {stages!r}")
+def _checked(stages, profile):
+    (stages,) = positive(stages=stages)
     if stages > len(profile):
         raise ValueError(f"more stages than layers: {stages} stages, {len(profile)} layers")
+    return stages
 
 
 def _ends(profile, balance):

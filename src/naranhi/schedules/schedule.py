@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
+from operator import index
 from typing import NamedTuple
 
 SHARDING = "UNSHARD", "RESHARD", "REDUCE_GRAD"  # kinds of action between ranks with shards; ZeRO
@@ -285,8 +286,13 @@ def _unit(item):
     return tuple(Overlap.parse(name)) if name.startswith("(") else (Action.parse(name),)
 
 
-def require_positive(**numbers: object) -> None:
-    """Raise ValueError for a number that is not a whole number of at least 1."""
+def positive(**numbers: object) -> list[int]:
+    """Return whole numbers of at least 1, of any type (numpy's, too), as ints.
+
+    Raises:
+        ValueError: If one of them is not such a number.
+    """
     for name, number in numbers.items():
-        if not isinstance(number, int) or number < 1:
+        if not hasattr(number, "__index__") or index(number) < 1:
             raise ValueError(f"{name} must be a whole number of at least 1, not {number!r}")
+    return list(map(index, numbers.values()))

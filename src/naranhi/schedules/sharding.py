@@ -63,7 +63,7 @@ def with_sharding(
             "optimizer that shards its own state over the replicas, as torch's "
             "ZeroRedundancyOptimizer does"
         )
-    if keep is not None and (not isinstance(keep, int) or keep < 0):
+    if keep is not None and (not hasattr(keep, "__index__") or keep < 0):
         raise ValueError(f"keep must be a whole number of at least 0, or None, not {keep!r}")
     if keep is not None and stage == 2:
         raise ValueError(f"keep={keep} is for stage 3: at stage 2 all parameters stay whole")

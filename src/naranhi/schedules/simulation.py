@@ -131,7 +131,7 @@ def simulate(
 
 def _by_stage(name, given, stages):
     """Return a list of times by virtual stage."""
-    times = list(given) if isinstance(given, (list, tuple)) else [given] * stages
+    times = list(given) if hasattr(given, "__len__") else [given] * stages
     if len(times) != stages:
         raise ValueError(f"{name} has {len(times)} times for {stages} virtual stages")
     for time in times:
