@@ -46,6 +46,8 @@ def _with_unit(value, units):
         # Round before choosing the unit: 999.9 µs is 1 ms and not 1000 µs.
         if abs(_rounded(value / scale)) * scale < larger:
             return f"{number(value / scale)} {unit}"
+        # In the larger unit a tie may be rounded down: 999.5 µs is not 0.999 ms.
+        value = math.copysign(max(abs(value), larger), value)
 
 
 def _rounded(value):
