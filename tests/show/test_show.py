@@ -16,7 +16,17 @@ from hypothesis import strategies as st
 
 from naranhi import collectives, show
 from naranhi.collectives import chunks, ring, tree
-from naranhi.show import _collectives, _figure, _hierarchy, _source, _table, definitions
+from naranhi.show import (
+    _collectives,
+    _figure,
+    _grids,
+    _hierarchy,
+    _lanes,
+    _source,
+    _states,
+    _table,
+    definitions,
+)
 
 IMAGES = Path(__file__).parents[2] / "images"
 
@@ -380,6 +390,23 @@ def test_what_cannot_be_drawn_is_refused():
     for values in ({}, {"a": -1.0}, {"a": float("nan")}):
         with pytest.raises(ValueError, match="from zero"):
             show.bars(values, "time")
+
+
+def test_a_dollar_is_a_dollar():
+    """Between two of them matplotlib expects mathematics, and `\\frob` would be an error."""
+    text = r"$1 \frob $2"
+    chart, ax = show.axes(text, text)
+    show.measured(ax, [1], [1], text)
+    pictures = [
+        chart,
+        show.bars({text: 1.0}, text),
+        show.panels([text], {text: ([1], None, None)}),
+        _lanes.draw_lanes({text: [(text, None, 0, 1)]}),
+        _grids.draw_grids({text: ([[1]], [[0]])}),
+        _states.draw_states(text, [(text, "done")]),
+    ]
+    shown = [_figure.svg(picture, "dollars").count(f">{text}</text>") for picture in pictures]
+    assert shown == [3, 2, 2, 2, 1, 2]
 
 
 def test_bars_are_as_long_as_their_values():

@@ -13,7 +13,7 @@ from matplotlib.offsetbox import AnnotationBbox, DrawingArea, HPacker, TextArea
 
 from naranhi.show import _table
 from naranhi.show._colors import COLORS
-from naranhi.show._figure import FAINT, INK
+from naranhi.show._figure import FAINT, INK, literal
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,9 +49,9 @@ def axes(
     for name, scale in (("x", x), ("y", y)):
         _scale(ax, name, scale)
     ax.grid(axis="y", color=FAINT, alpha=0.35, linewidth=0.6)
-    ax.set_xlabel(xlabel, color=INK, fontsize=10)
+    ax.set_xlabel(literal(xlabel), color=INK, fontsize=10)
     # Above the axis and horizontal, where it takes no width and is easy to read.
-    ax.set_title(ylabel, loc="left", x=0, color=INK, fontsize=10, pad=10)
+    ax.set_title(literal(ylabel), loc="left", x=0, color=INK, fontsize=10, pad=10)
     return fig, ax
 
 
@@ -140,7 +140,7 @@ def _label(ax, y, text, key):
         place = (1, shown[-1]) if shown else (1, 0.5)
         picture = DrawingArea(12.6, 7)
         picture.add_artist(key)
-        words = TextArea(text, textprops={"color": INK, "fontsize": 9.5})
+        words = TextArea(literal(text), textprops={"color": INK, "fontsize": 9.5})
         ax.add_artist(
             AnnotationBbox(
                 HPacker(children=[picture, words], align="center", pad=0, sep=4),
@@ -196,10 +196,10 @@ def bars(
             color=INK,
             fontsize=9.5,
         )
-    ax.set_yticks(places, values.keys())
+    ax.set_yticks(places, map(literal, values))
     ax.tick_params(axis="y", length=0, labelsize=9.5)
     ax.invert_yaxis()
     ax.set_xticks([])
     ax.set_xlim(left=0)
-    ax.set_title(xlabel, loc="left", x=0, color=INK, fontsize=10, pad=8)
+    ax.set_title(literal(xlabel), loc="left", x=0, color=INK, fontsize=10, pad=8)
     return fig

@@ -6,7 +6,7 @@ import hashlib
 import io
 import re
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
 from IPython.display import display
@@ -43,6 +43,11 @@ def figure(fig: Figure, alt: str, measured: bool = False) -> None:
     data = {"text/html": svg(fig, alt), "text/plain": f"[figure: {alt}]"}
     pyplot.close(fig)
     display(data, metadata={"naranhi": {"measured": True}} if measured else None, raw=True)
+
+
+def literal(text: Any) -> str:
+    """Return a text for matplotlib to write as it is: between two $ it expects mathematics."""
+    return re.sub(r"(?<!\\)\$", r"\\$", str(text))
 
 
 def svg(fig: Figure, alt: str) -> str:

@@ -9,7 +9,7 @@ from matplotlib.patches import Rectangle
 
 from naranhi.show._blocks import canvas
 from naranhi.show._colors import COLORS
-from naranhi.show._figure import FAINT, INK, figure
+from naranhi.show._figure import FAINT, INK, figure, literal
 from naranhi.show._table import number
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def draw_grids(
     fig, ax = canvas(width + 2 * PAD, TOP + height + PAD, UNIT)
     x = PAD
     for (title, (values, marks)), width in zip(matrices.items(), widths, strict=True):
-        ax.text(x, TOP - 0.4, title, color=INK, fontsize=9.5, va="center_baseline")
+        ax.text(x, TOP - 0.4, literal(title), color=INK, fontsize=9.5, va="center_baseline")
         for y, (row, marked) in enumerate(zip(values, marks, strict=True)):
             for at, (value, mark) in enumerate(zip(row, marked, strict=True)):
                 _draw_cell(ax, x + at, TOP + y, value, mark)

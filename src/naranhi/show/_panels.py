@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from naranhi.show import _table
 from naranhi.show._chart import WIDTH, style
 from naranhi.show._colors import COLORS
-from naranhi.show._figure import INK
+from naranhi.show._figure import INK, literal
 
 ROW = 0.29  # inches
 
@@ -62,7 +62,7 @@ def panels(
         columns, measures.items(), itertools.cycle(COLORS), strict=False
     ):
         _panel(ax, name, predicted, measured, write or _table.number, color)
-    columns[0].set_yticks(range(len(labels)), labels)
+    columns[0].set_yticks(range(len(labels)), map(literal, labels))
     columns[0].invert_yaxis()
     return fig
 
@@ -77,7 +77,7 @@ def _panel(ax, name, predicted, measured, write, color):
     ax.spines["bottom"].set_visible(False)
     ax.tick_params(axis="y", length=0, labelsize=9.5)
     ax.set_xticks([])
-    ax.set_title(name, loc="left", x=0, color=INK, fontsize=10, pad=6)
+    ax.set_title(literal(name), loc="left", x=0, color=INK, fontsize=10, pad=6)
     places = range(len(predicted))
     ax.barh(places, predicted, height=0.62, color=color, alpha=0.55, linewidth=0)
     if measured is not None:

@@ -10,7 +10,7 @@ from matplotlib.patches import FancyBboxPatch
 from naranhi.show._blocks import canvas
 from naranhi.show._chart import WIDTH
 from naranhi.show._colors import COLORS
-from naranhi.show._figure import FAINT, INK, figure
+from naranhi.show._figure import FAINT, INK, figure, literal
 
 BOX = 1.5, 0.34  # inches: the width and the height of a state
 PITCH = 0.8  # inches from a state to the one below it
@@ -34,6 +34,7 @@ def states(first: str, changes: Sequence[tuple[str, str]], alt: str) -> None:
 
 def draw_states(first: str, changes: Sequence[tuple[str, str]]) -> Figure:
     """Draw the figure of `states`."""
+    first, changes = literal(first), [(literal(event), literal(to)) for event, to in changes]
     order = list(dict.fromkeys([first, *(state for _, state in changes)]))
     fig, ax = canvas(WIDTH, PITCH * (len(order) - 1) + BOX[1] + 0.1, 1.0)
     middle = LEFT + BOX[0] / 2

@@ -17,7 +17,7 @@ from naranhi.show import _table
 from naranhi.show._chart import WIDTH
 from naranhi.show._colors import KINDS
 from naranhi.show._contrast import text_on
-from naranhi.show._figure import FAINT, INK, figure
+from naranhi.show._figure import FAINT, INK, figure, literal
 
 if TYPE_CHECKING:
     from naranhi.schedules import Timeline
@@ -133,7 +133,7 @@ def draw_rows(
     ax.set(xlim=(0, length), ylim=(number, 0))
     ax.spines[:].set_visible(False)
     ax.tick_params(length=0, labelcolor=INK, labelsize=9)
-    ax.set_yticks([row + 0.5 for row in labels], labels.values())
+    ax.set_yticks([row + 0.5 for row in labels], map(literal, labels.values()))
     ax.xaxis.set_major_formatter(
         lambda value, _: _table.seconds(value) if measured and value else _table.number(value)
     )
@@ -199,7 +199,7 @@ def draw_key(ax: Axes, keys: Mapping[str, Rectangle]) -> None:
     few, rows = len(keys) < 5, 1 if sum(map(len, keys)) < 50 else 2  # 50 letters fill the width
     ax.legend(
         keys.values(),
-        keys.keys(),
+        map(literal, keys),
         loc="lower left",
         bbox_to_anchor=(0, 1),
         frameon=False,
