@@ -91,6 +91,7 @@ def test_nan_agrees_with_nothing(function):
     nan = math.nan
     assert "nan" in failure(function, nan, nan)
     assert "nan" in failure(function, 1.0, nan)
+    assert "nan" in failure(function, {nan}, {nan})
     values = torch.tensor([1.0, nan, 9.0])
     assert "1 of 3 values differ, the most at [1]: nan, expected nan" in failure(
         function, values, values.clone()

@@ -12,7 +12,7 @@ it ends. A wrong shape, dtype, length or set of keys is an error all the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from decimal import Decimal
 from numbers import Number
@@ -164,9 +164,14 @@ def _compare(what, actual, expected, tolerance, where=""):
             _fail(what, where, f"length {len(actual)}, expected {len(expected)}")
         for i, (value, other) in enumerate(zip(actual, expected, strict=True)):
             _compare(what, value, other, tolerance, f"{where}[{i}]")
-    elif actual != expected:
+    elif actual != expected or _holds_nan(actual):
         kind = _OtherValue if type(actual) is type(expected) else AssertionError
         _fail(what, where, f"{actual!r}, expected {expected!r}", kind=kind)
+
+
+def _holds_nan(value):
+    """Return whether a set has NaN, which equals itself there: sets compare identities first."""
+    return isinstance(value, Set) and any(x != x for x in value if isinstance(x, Number))
 
 
 def _compare_tensors(what, actual, expected, tolerance, where):
