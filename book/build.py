@@ -233,6 +233,8 @@ def main() -> int:
 def build(root: Path, options: argparse.Namespace) -> int:
     """What the command line asks for; the status to exit with."""
     started = time.monotonic()
+    if not options.execute_only and (wrong := parity.without_parts(root)):
+        raise CannotBuild("\n".join(wrong))
     print("Executing notebooks")
     if not executions(root, options.execute_only, options.jobs):
         return 1

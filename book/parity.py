@@ -13,6 +13,7 @@ from collections import Counter
 from itertools import zip_longest
 from pathlib import Path
 
+import yaml
 from execution import code_cells, digest
 from languages import BY_CODE, EXECUTED, LANGUAGES
 from markdown_it import MarkdownIt
@@ -129,6 +130,20 @@ def unusable(root: Path) -> list[str]:
     return wrong or [
         complaint for path in notebooks for complaint in without_outputs(path, notebooks)
     ]
+
+
+def without_parts(root: Path) -> list[str]:
+    """What keeps ``_toc.yml`` from naming the pages: they are its root, and its parts' chapters."""
+    try:
+        toc = yaml.safe_load((root / "_toc.yml").read_text(encoding="utf-8"))
+        pages = [toc["root"], *(page["file"] for part in toc["parts"] for page in part["chapters"])]
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        return [f"_toc.yml cannot be read: {error}"]
+    except (KeyError, TypeError):
+        pages = [None]
+    if all(isinstance(page, str) for page in pages):
+        return []
+    return ["_toc.yml: write a root, and parts with chapters, each with a file"]
 
 
 def without_outputs(path: Path, notebooks: dict[Path, object]) -> list[str]:

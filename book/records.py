@@ -82,18 +82,21 @@ def load(name: str, root: Path) -> list[Record]:
     for stamp in sorted((root / FOLDER).glob("*/stamp.json")):
         path = stamp.with_name(f"{name}.json")
         if path.exists():
-            records.append(Record(_read(stamp), **_read(path)))
+            records.append(Record(_read(stamp, "device"), **_read(path, *Record._fields[1:])))
     return records
 
 
-def _read(path):
+def _read(path, *fields):
     """Return a file of JSON.
 
     Raises:
-        CannotBuild: it is damaged.
+        CannotBuild: it is damaged, or lacks one of the fields.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        if missing := [field for field in fields if field not in kept]:
+            raise ValueError(f"it lacks {', '.join(missing)}")
+        return kept
     except ValueError as error:
         raise CannotBuild(
             f"{path} is damaged ({error}): git checkout brings it back, or delete its folder, and "

@@ -5,6 +5,7 @@ The rules are in ``book/parity.py``.  When both texts say the same again after a
 """
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY / "book"))
 
+import build  # noqa: E402
 import parity  # noqa: E402
 
 PROSE = {
@@ -214,3 +216,21 @@ def test_old_formats_without_ids_are_refused():
 def test_twenty_five_lines_are_allowed():
     cells = [new_code_cell("x\n" * 25, id="long")]
     assert parity.saved_form("en/ring", new_notebook(cells=cells)) == []
+
+
+@pytest.mark.parametrize(
+    "toc, words",
+    [
+        ("root: welcome\n", "_toc.yml: write a root, and parts with chapters"),
+        ("root: welcome\nparts:\n- file: ring\n", "_toc.yml: write a root, and parts with"),
+        ("parts: [", "_toc.yml cannot be read: while parsing"),
+        (None, "_toc.yml cannot be read: .*No such file"),
+    ],
+)
+def test_a_table_of_contents_without_pages_is_refused(toc, words, tmp_path, monkeypatch, capsys):
+    if toc:
+        (tmp_path / "_toc.yml").write_text(toc)
+    monkeypatch.setattr("sys.argv", ["build.py", "--root", str(tmp_path)])
+    monkeypatch.setattr("signal.signal", lambda *_: None)  # as it was, for the tests after it
+    assert build.main() == 1
+    assert re.match(words, capsys.readouterr().err)
