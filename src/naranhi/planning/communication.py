@@ -65,7 +65,9 @@ def seconds(collective: str, whole: float, ranks: int, link: Link, bucket: float
     """Return the seconds of a collective over `whole` bytes, in buckets of `bucket` bytes.
 
     The bytes are those of a ring. The latency of an all-gather or a reduce-scatter is a ring's,
-    which enters each node once; that of an all-reduce between nodes is that of NCCL's trees.
+    which enters each node once; that of an all-reduce between nodes is that of NCCL's trees. An
+    all-reduce within a node has the latency of one of its two rings; the efficiencies in
+    `calibrations.csv` are fitted with it.
     """
     if ranks == 1:
         return 0.0
