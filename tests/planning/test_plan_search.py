@@ -62,6 +62,13 @@ def test_no_plan_splits_a_head_of_keys_and_values():
     assert {plan.tp for plan in plans(few, Cluster(64), 4096)} == {1, 2}
 
 
+def test_stages_of_the_embedding_or_of_the_loss_alone_are_tried():
+    """`predict` takes them, as Megatron-LM does: 16 stages of 14 layers, but not of 13."""
+    for layers, most in (13, 8), (14, 16):
+        tried = plans(replace(LLAMA, layers=layers), Cluster(8), 4096)
+        assert max(plan.pp * plan.chunks for plan in tried) == most
+
+
 def test_what_is_found_fits_in_order_and_is_what_predict_says(found):
     assert len(found) == 20
     seconds = [forecast.step_seconds for _, forecast in found.plans]

@@ -180,7 +180,7 @@ def plans(
                 plan = replace(first, zero=zero)
                 yield plan
                 for chunks in _CHUNKS:
-                    if pp > 1 and pp * chunks <= model.layers:
+                    if pp > 1 and pp * chunks <= model.layers + 2:  # an end may have no layer
                         yield replace(plan, schedule="interleaved", chunks=chunks)
 
 
