@@ -45,6 +45,15 @@ def test_powers_of_two_are_exact_and_never_saturate():
     assert torch.equal(e8m0.float(), scales), "one byte holds such a scale"
 
 
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_the_largest_numbers_of_fp32_stay_finite(dtype):
+    """Rounded up by fp8, they would be 2 to the power of 128."""
+    largest = torch.finfo(torch.float32).max
+    tensor = torch.tensor([[largest, -largest, 0.97 * largest, 0.0]])
+    back = dequantize(*quantize(tensor, dtype, power_of_two=True))
+    torch.testing.assert_close(back, tensor, rtol=2**-4, atol=0)
+
+
 def test_a_block_of_zeros():
     values, scales = quantize(torch.zeros(2, 4), block=4)
     assert torch.equal(dequantize(values, scales), torch.zeros(2, 4))

@@ -46,8 +46,12 @@ def quantize(
 def dequantize(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Return fp32 values of the shape of `values`, each multiplied by its block's scale.
 
+    Near the end of fp32's range a value that was rounded up may be too large for it, with a scale
+    that is a power of two: it becomes fp32's largest.
+
     Args:
         values: fp8, shape (blocks, block).
         scales: fp32, shape (blocks, 1).
     """
-    return values.float() * scales
+    largest = torch.finfo(torch.float32).max
+    return (values.float() * scales).clamp(-largest, largest)
