@@ -36,11 +36,13 @@ class Promoted(TorchFunctionMode):
         if self.dtype is not None and _is_of_functional(function):
             mixed = {leaf.dtype for leaf in tree_leaves((args, kwargs)) if _is_floating(leaf)}
             if len(mixed) > 1:
-                args, kwargs = tree_map(self._cast, (args, kwargs))
+                args, kwargs = cast((args, kwargs), self.dtype)
         return function(*args, **kwargs)
 
-    def _cast(self, leaf):
-        return leaf.to(self.dtype) if _is_floating(leaf) else leaf
+
+def cast(arguments: Any, dtype: torch.dtype) -> Any:
+    """Return arguments with the floating-point tensors among them in another dtype."""
+    return tree_map(lambda leaf: leaf.to(dtype) if _is_floating(leaf) else leaf, arguments)
 
 
 def _is_of_functional(function):

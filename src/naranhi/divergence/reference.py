@@ -11,13 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_map
 
 from naranhi.divergence.axes import Part
 from naranhi.divergence.models import (
@@ -28,7 +26,7 @@ from naranhi.divergence.models import (
     recorded_layers,
     weights_of,
 )
-from naranhi.divergence.promoted import Promoted
+from naranhi.divergence.promoted import Promoted, cast
 from naranhi.divergence.random_states import (
     OwnGenerators,
     random_states,
@@ -195,9 +193,11 @@ def _record(model, run, dtype):
     handles = []
     if dtype is not None:
         nn.ModuleList(layers.values()).to(dtype)
-        cast = partial(_cast, dtype)
         handles = [
-            layer.register_forward_pre_hook(cast, with_kwargs=True) for layer in layers.values()
+            layer.register_forward_pre_hook(
+                lambda _, args, kwargs: cast((args, kwargs), dtype), with_kwargs=True
+            )
+            for layer in layers.values()
         ]
     recorder = Recorder(recorded_layers(layers), None, masks=dtype != torch.float64)
     with recorder as records, Promoted(dtype):
@@ -205,14 +205,6 @@ def _record(model, run, dtype):
     for handle in handles:
         handle.remove()
     return model, records
-
-
-def _cast(dtype, module, args, kwargs):
-    def cast(value):
-        is_floating = isinstance(value, torch.Tensor) and value.is_floating_point()
-        return value.to(dtype) if is_floating else value
-
-    return tree_map(cast, args), tree_map(cast, kwargs)
 
 
 def _whole(records, step, names):
