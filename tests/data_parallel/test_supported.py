@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from naranhi.data_parallel import DDP, all_reduce_bucketed, all_reduce_gradients
 from naranhi.expert_parallel import MoE, sum_gradients
 from naranhi.tensor_parallel import Column, ColumnParallelLinear, Row, parallelize
-from naranhi.zero import Zero
+from naranhi.zero import Zero, ZeroStages
 
 
 def overlapped(model, group):
@@ -29,7 +29,12 @@ def zero_3(model, group):
     return Zero(model, 3, group=group)
 
 
+def zero_stages(model, group):
+    return ZeroStages({0: model}, 2, group)
+
+
 LISTENERS = {"DDP": overlapped, "Zero 1": zero_1, "Zero 3": zero_3}
+OWNERS = {**LISTENERS, "ZeroStages 2": zero_stages}
 
 
 def words(**options):
@@ -157,7 +162,7 @@ def twice(first, second):
     if rank >= 2:
         return None
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    listener, found = LISTENERS[first](model, group), []
+    listener, found = OWNERS[first](model, group), []
     for part in model, model[1]:
         try:
             LISTENERS[second](part, group)
@@ -169,7 +174,7 @@ def twice(first, second):
     return found
 
 
-@pytest.mark.parametrize("first", LISTENERS)
+@pytest.mark.parametrize("first", OWNERS)
 @pytest.mark.parametrize("second", LISTENERS)
 def test_a_model_is_listened_to_by_one_only(five, first, second):
     for found in five.call(twice, first, second)[:2]:

@@ -14,6 +14,7 @@ from types import MethodType
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from naranhi.autograd.dispatch_modes import unseen_by_checkpoints
@@ -153,6 +154,13 @@ def owner_of(parameter: torch.Tensor) -> object | None:
     """Return the living owner of a `Hook` on the parameter's gradient, or None."""
     hooks = parameter._post_accumulate_grad_hooks or {}
     owners = (hook.owner for hook in hooks.values() if isinstance(hook, Hook))
+    return next((owner for owner in owners if owner is not None), None)
+
+
+def owner_of_state(module: nn.Module) -> object | None:
+    """Return the living owner of a `Hook` before the module's state is read, or None."""
+    hooks = module._state_dict_pre_hooks.values()
+    owners = (hook.owner for hook in hooks if isinstance(hook, Hook))
     return next((owner for owner in owners if owner is not None), None)
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from naranhi.autograd.hooks import owner_of
+from naranhi.autograd.hooks import owner_of, owner_of_state
 from naranhi.autograd.parameter_hooks import hooks_of_parameter
 from naranhi.distributed import from_all_ranks
 from naranhi.distributed.agreement import Axes
@@ -29,7 +29,7 @@ def require_supported(model: nn.Module, group: Axes = None, *, experts: bool = F
       (`expand`), which cannot be sent or written;
     - parameters of a tensor subclass that overrides behaviour (`DTensor`, quantized ones);
     - parameters that accumulate their gradient in a different dtype from theirs;
-    - hooks of another `DDP` or `Zero`: gradients would be summed twice;
+    - hooks of another `DDP`, `Zero` or `ZeroStages`: gradients would be summed twice;
     - layers of which these ranks hold different shards (tensor parallel layers, experts): the
       first rank's would overwrite the rest, and their gradients would be mixed up;
     - experts that are divided over other ranks too, or have copies there: those ranks have
@@ -148,6 +148,7 @@ def _unsupported(model):
             return f"buffer {name} is {buffer.layout}, which is not sent: use to_dense()"
         if torch._debug_has_internal_overlap(buffer) == 1:
             return f"buffer {name} has several elements in one place of memory: clone() it"
+    sharded = _sharded_stages(model)
     for name, param in model.named_parameters():
         kind = type(param)
         if isinstance(param, nn.parameter.UninitializedTensorMixin):
@@ -164,13 +165,24 @@ def _unsupported(model):
                 f"parameter {name} of {param.dtype} accumulates its gradient in "
                 f"{param.grad_dtype}: leave grad_dtype as it is"
             )
-        owner = owner_of(param)
-        if owner is not None:
+        if (owner := owner_of(param) or sharded.get(param)) is not None:
             return (
                 f"parameter {name} belongs to another {type(owner).__name__}, which sums its "
                 "gradient as well: call close() on that first"
             )
     return None
+
+
+def _sharded_stages(model):
+    """Return {trained parameter: its `Zero`}: one for stages has no hooks on parameters."""
+    owners = ((module, owner_of_state(module)) for module in model.modules())
+    return {
+        param: owner.zero
+        for module, owner in owners
+        if hasattr(owner, "zero")  # a `zero.whole.Whole`
+        for param in module.parameters(recurse=False)
+        if param.requires_grad
+    }
 
 
 def _sharded(model, ranks, experts):
