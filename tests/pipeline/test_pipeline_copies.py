@@ -202,6 +202,38 @@ def test_tied_gradients_are_summed_whatever_their_strides(five):
     assert max(five.call(tied_strides)[:2]) < 1e-12
 
 
+class Gated(nn.Linear):
+    """Uses a matrix beside its weight only if told to; the matrix has a gradient of -0.0."""
+
+    def __init__(self, matrix):
+        super().__init__(WIDTH, WIDTH)
+        self.matrix, self.is_used = matrix, False
+
+    def forward(self, x):
+        return super().forward(x) + (x @ self.matrix if self.is_used else 0.0)
+
+
+def tied_unused():
+    """On a rank: the gradient of a tied matrix after steps without it, with it, and without it."""
+    group, rank = first_ranks(2), dist.get_rank()
+    if rank >= 2:
+        return pipeline.join_group_creation()
+    matrix, grads = nn.Parameter(torch.zeros(WIDTH, WIDTH)), []
+    matrix.register_hook(lambda grad: torch.full_like(grad, -0.0))
+    layers, x = [Gated(matrix) for _ in range(2)], torch.ones(2, WIDTH)
+    with pipeline.Pipeline(layers, schedules.gpipe(2, 2), squared_error, group=group) as pipe:
+        for is_used in False, True, False:
+            layers[1].is_used = is_used
+            pipe.step(x, x, 1)
+            grads.append(None if matrix.grad is None else matrix.grad.abs().sum().item())
+        dist.barrier(group)
+    return grads
+
+
+def test_a_tied_gradient_stays_none_where_no_stage_has_one(five):
+    assert five.call(tied_unused)[:2] == [[None, 0.0, 0.0]] * 2
+
+
 def loaded(assign):
     """On a rank: the error of a step after rank 1 has loaded weights, None without one."""
     group, rank = first_ranks(2), dist.get_rank()

@@ -154,22 +154,31 @@ class TiedWeight:
         self.before, self.parameter.grad = self.parameter.grad, None
 
     def sum(self) -> None:
-        """All-reduce the gradients of all copies; every rank of the group calls this."""
+        """All-reduce the gradients of all copies; every rank of the group calls this.
+
+        It stays None if no rank has one, as in one process. A rank without one sends -0.0 then, so
+        only a sum of nothing else is -0.0: adding 0.0 makes a 0.0 of the -0.0 in a gradient.
+        """
         if not self.parameter.requires_grad:
             self.parameter.grad, self.before = self.before, None
             return
-        if self.parameter.grad is None:
-            self.parameter.grad = torch.zeros_like(self.parameter)
+        if is_absent := self.parameter.grad is None:
+            self.parameter.grad = torch.full_like(self.parameter, -0.0)
         # Autograd conjugates by a flag, which a message does not carry.
         self.parameter.grad = grad = self.parameter.grad.resolve_conj().resolve_neg()
         # A message is memory in storage order, and strides may differ between ranks.
         total = grad.contiguous()
+        first = total.view(-1)[:1].real
+        if not is_absent:
+            first += 0.0
         dist.all_reduce(total, group=self.group)
         if total is not grad:
             grad.copy_(total)
-        if self.before is not None:
+        if is_absent and ((first == 0) & first.signbit()).all():
+            self.parameter.grad = self.before
+        elif self.before is not None:
             self.parameter.grad += self.before
-            self.before = None
+        self.before = None
 
     def close(self) -> None:
         """Drop the group."""
