@@ -630,6 +630,15 @@ def test_a_weight_changed_before_the_backward_is_noticed():
         y.sum().backward()
 
 
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_weight_replaced_before_the_backward_is_noticed(trained):
+    layer, weight = Recompute(nn.Linear(3, 3).requires_grad_(trained)), torch.ones(3, 3)
+    inputs = torch.ones(2, 3, requires_grad=True)
+    result = torch.func.functional_call(layer, {"layer.weight": weight}, inputs)
+    with pytest.raises(RuntimeError, match="the parameter weight has been replaced"):
+        result.sum().backward()
+
+
 def test_a_result_that_is_no_tensor_is_refused():
     class Listing(nn.Module):
         def forward(self, x):

@@ -63,8 +63,9 @@ def recompute(
         ValueError: in the backward, if the function used a tensor that requires a gradient and is
             neither an input nor in `parameters`: its gradient would be lost.
         RuntimeError: if the function changes in place an input that requires a gradient; in the
-            backward, if it writes a tensor that requires one into another input, or if an input, a
-            parameter or a buffer has been changed in place since the forward.
+            backward, if it writes a tensor that requires one into another input, if an input, a
+            parameter or a buffer has been changed in place since the forward, or if a parameter of
+            the module has been replaced.
     """
     if parameters is None:
         parameters = function.parameters() if isinstance(function, nn.Module) else ()
@@ -167,12 +168,21 @@ class _Circumstances:
 
 
 class _State:
-    """The buffers and modes of a module as a forward found them; other functions have none."""
+    """The state of a module as a forward found it; other functions have none.
+
+    Buffers and modes are restored. Parameters must be the same: `functional_call` replaces them for
+    the forward only, and the recomputation would silently take others.
+    """
 
     def __init__(self, function):
         owner = getattr(function, "__self__", function)  # of a method
         modules = list(owner.modules()) if isinstance(owner, nn.Module) else []
         self._modes = [(module, module.training) for module in modules]
+        self._weights = [
+            (module._parameters, name, param)
+            for module in modules
+            for name, param in module._parameters.items()
+        ]
         self._places = [
             (module._buffers, name)
             for module in modules
@@ -198,8 +208,16 @@ class _State:
         """Restore the modes, and replace buffers by copies, which may change, inside the context.
 
         Raises:
-            RuntimeError: if a buffer without a copy has been changed in place.
+            RuntimeError: if a buffer without a copy has been changed in place, or a parameter has
+                been replaced.
         """
+        for weights, name, param in self._weights:
+            if weights.get(name) is not param:
+                raise RuntimeError(
+                    f"the parameter {name} has been replaced since the forward that is recomputed, "
+                    "by functional_call, say: replace it after the backward, or pass it to "
+                    "`recompute` as an input"
+                )
         for (_, name), (buffer, version, copy) in zip(self._places, self._met, strict=True):
             if copy is None and _version(buffer) != version:
                 raise RuntimeError(
