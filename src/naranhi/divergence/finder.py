@@ -195,6 +195,8 @@ def _parts(layers, records, step, reference, rows, axes, scale) -> Iterator[tupl
         taken, by_rows = rows[key.microbatch], reference.by_rows.get(key._replace(microbatch=0), 0)
         if not by_rows and _grows_with_rows(value, whole, taken, reference):
             continue
+        if key.phase == "backward" and by_rows and value.shape[:1] != (len(taken),):
+            continue  # a sum over these rows: of positions, where one process took row by row
         value = value / scale if key.phase == "backward" else value
         part_of = partial(
             axes.part_of_output, value, whole.shape, by_rows=by_rows, layer=layers[key.layer]
