@@ -101,6 +101,35 @@ def test_a_rank_without_the_rest(monkeypatch, name):
         distributed.join()
 
 
+@pytest.mark.parametrize("name", ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_SUBMIT_DIR"])
+def test_a_task_of_slurm_without_the_rest(monkeypatch, name):
+    """As in a container that gets some of a job's variables."""
+    monkeypatch.delenv("RANK", raising=False)
+    known = "STEP_ID", "PROCID", "NTASKS", "LOCALID", "STEP_NUM_NODES", "JOB_ID", "SUBMIT_DIR"
+    for each in known:
+        monkeypatch.setenv(f"SLURM_{each}", "1")
+    monkeypatch.delenv(name)
+    with pytest.raises(RuntimeError, match=f"SLURM_STEP_ID is .* and {name} is not"):
+        distributed.join()
+
+
+@pytest.mark.parametrize(
+    ("local", "words"),
+    [({}, "no store"), ({"LOCAL_WORLD_SIZE": "one"}, "LOCAL_WORLD_SIZE is 'one'")],
+)
+def test_torchruns_number_of_local_ranks_may_be_missing(monkeypatch, local, words):
+    def no_store(*_, **__):
+        raise RuntimeError("no store")
+
+    monkeypatch.setattr(launch.processes, "die_with_parent", lambda parent: None)
+    monkeypatch.setattr(dist, "rendezvous", no_store)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    for known, value in {**LAUNCHED, "TORCHELASTIC_RUN_ID": "1", **local}.items():
+        monkeypatch.setenv(known, value)
+    with pytest.raises(RuntimeError, match=words):
+        distributed.join()
+
+
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK"])
 def test_a_number_that_is_none(monkeypatch, name):
     for known, value in {**LAUNCHED, name: "one"}.items():

@@ -19,6 +19,9 @@ import torch.distributed as dist
 
 from naranhi.distributed import addresses, gpus, processes
 
+# What `join` reads of a task of srun: rank, number of ranks, rank on its node, and the meeting.
+OF_SRUN = "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_NUM_NODES", "SLURM_JOB_ID"
+
 
 def join(timeout: float = 300.0, folder: str | Path | None = None) -> torch.device:
     """Join the default process group: NCCL if each rank can have its own GPU, else gloo.
@@ -54,12 +57,8 @@ def join(timeout: float = 300.0, folder: str | Path | None = None) -> torch.devi
     dist.distributed_c10d.default_pg_timeout = deadline
     dist.distributed_c10d.default_pg_nccl_timeout = deadline
     if "RANK" in os.environ:
-        for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-            if name not in os.environ:
-                raise RuntimeError(
-                    f"RANK is in the environment and {name} is not; a launcher sets both: torchrun "
-                    "--standalone --nproc-per-node 4 PROGRAM"
-                )
+        start = "torchrun --standalone --nproc-per-node 4 PROGRAM"
+        _require("RANK", ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), start)
         rank, world_size, port = map(_number, ("RANK", "WORLD_SIZE", "MASTER_PORT"))
         if rank >= world_size:
             raise RuntimeError(
@@ -71,7 +70,7 @@ def join(timeout: float = 300.0, folder: str | Path | None = None) -> torch.devi
         local_rank = _local_rank(rank)
         if "TORCHELASTIC_RUN_ID" in os.environ:
             processes.die_with_parent(os.getppid())
-            if int(os.environ["LOCAL_WORLD_SIZE"]) == world_size:
+            if _number_or("LOCAL_WORLD_SIZE", None) == world_size:
                 # torchrun sets its host's name, which cannot be resolved without a network.
                 os.environ["MASTER_ADDR"] = "127.0.0.1"
                 _loopback_only()
@@ -80,8 +79,9 @@ def join(timeout: float = 300.0, folder: str | Path | None = None) -> torch.devi
         if _number_or("LOCAL_WORLD_SIZE", world_size) < world_size:
             _interface_toward_other_nodes(dist.PrefixStore("nodes", store))
     elif "SLURM_STEP_ID" in os.environ:
-        rank, world_size = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
-        local_rank = int(os.environ["SLURM_LOCALID"])
+        of_folder = () if folder else ("SLURM_SUBMIT_DIR",)
+        _require("SLURM_STEP_ID", (*OF_SRUN, *of_folder), "srun --ntasks 4 python PROGRAM")
+        rank, world_size, local_rank = map(_number, OF_SRUN[:3])
         folder = Path(folder or os.environ["SLURM_SUBMIT_DIR"])
         store = _slurm_store(rank, world_size, deadline, folder)
     else:
@@ -102,6 +102,15 @@ def join(timeout: float = 300.0, folder: str | Path | None = None) -> torch.devi
         timeout=deadline,
     )
     return device
+
+
+def _require(known, names, start):
+    """Raise RuntimeError, with the command to `start` with, if one of `names` is not set."""
+    for name in names:
+        if name not in os.environ:
+            raise RuntimeError(
+                f"{known} is in the environment and {name} is not; a launcher sets both: {start}"
+            )
 
 
 def _number(name):
@@ -166,7 +175,7 @@ def _slurm_store(rank, world_size, deadline, folder):
     # A job that was requeued has the same number, and its steps begin at 0 again.
     step = "{SLURM_JOB_ID}-{SLURM_STEP_ID}".format(**os.environ)
     file = folder / f"naranhi-{step}-{os.environ.get('SLURM_RESTART_COUNT', 0)}.address"
-    alone = int(os.environ["SLURM_STEP_NUM_NODES"]) == 1
+    alone = _number("SLURM_STEP_NUM_NODES") == 1
     if rank > 0:
         host, port = _read(file, deadline)
     else:
