@@ -1,6 +1,7 @@
 """A training that is refused: nothing of it stays, and no rank waits for another."""
 
 import gc
+import io
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from naranhi import train
 from naranhi.checkpoint.storage import Storage
 from naranhi.pipeline import preparation
 from naranhi.train import trainer
+from naranhi.train.cli import say_aloud
 from naranhi.train.saves import Saves
 
 
@@ -192,3 +194,10 @@ def test_lines_that_nobody_reads_end_nothing():
         process.stdout.close()
         assert process.stderr.read() == "went on\n"
     assert process.returncode == 0
+
+
+def test_names_that_stdout_cannot_encode_end_nothing(monkeypatch):
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    say_aloud("the model is in 모델")
+    assert raw.getvalue() == b"the model is in \\ubaa8\\ub378\n"

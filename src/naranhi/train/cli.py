@@ -31,8 +31,10 @@ LOST = re.compile("closed by peer|reset by peer|[Bb]roken pipe|[Tt]imed out|[Tt]
 
 def say_aloud(line: str) -> None:
     """Print a line at once, even if stdout is buffered; print nothing once its reader is gone."""
+    # As stderr does it: a training goes on if stdout is in ASCII and the name of a folder is not.
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     try:
-        print(line, flush=True)
+        print(line.encode(encoding, "backslashreplace").decode(encoding), flush=True)
     except BrokenPipeError:  # as behind `| head`: the training goes on
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
