@@ -138,6 +138,7 @@ def test_numbers_of_numpy_are_numbers(number):
     schedule = schedules.interleaved(4, 8, 2)
     assert schedules.interleaved(*map(number, (4, 8, 2))) == schedule
     assert simulate(schedule, np.arange(1, 9)) == simulate(schedule, [*range(1, 9)])
+    assert simulate(schedule, np.array(2)) == simulate(schedule, number(2)) == simulate(schedule, 2)
     schedules.check_versions(schedule, number(1))
     assert balance.uniform([None] * 5, number(2)) == [3, 2]
     sharded = schedules.with_sharding(schedule, 3, keep=number(1))

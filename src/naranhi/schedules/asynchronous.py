@@ -155,7 +155,8 @@ def check_versions(schedule: Schedule, most: int | list[int] | tuple[int, ...]) 
             an integer of at least 1.
     """
     stages = schedule.virtual_stages
-    allowed = list(most) if hasattr(most, "__len__") else [most] * stages
+    most = most.tolist() if hasattr(most, "tolist") else most  # of NumPy or torch
+    allowed = list(most) if isinstance(most, (list, tuple)) else [most] * stages
     if len(allowed) != stages:
         raise ValueError(f"{len(allowed)} bounds for {stages} virtual stages")
     for bound in allowed:

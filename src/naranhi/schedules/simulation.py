@@ -131,7 +131,8 @@ def simulate(
 
 def _by_stage(name, given, stages):
     """Return a list of times by virtual stage."""
-    times = list(given) if hasattr(given, "__len__") else [given] * stages
+    given = given.tolist() if hasattr(given, "tolist") else given  # of NumPy or torch
+    times = list(given) if isinstance(given, (list, tuple)) else [given] * stages
     if len(times) != stages:
         raise ValueError(f"{name} has {len(times)} times for {stages} virtual stages")
     for time in times:
