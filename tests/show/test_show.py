@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib import rc_context
 
 from naranhi import collectives, show
 from naranhi.collectives import chunks, ring, tree
@@ -331,6 +332,22 @@ def test_labels_in_korean_need_no_font_here(shown):
     show.figure(fig, "측정한 값.")
     show.figure(show.bars({"순전파": 1.0}, "시간"), "막대.")
     assert "측정" in shown[0][0]["text/html"] and "순전파" in shown[1][0]["text/html"]
+
+
+@pytest.mark.parametrize("own", [{"axes.grid": True, "figure.dpi": 300}, {"text.usetex": True}])
+def test_a_style_of_the_readers_changes_no_picture(own):
+    def pictures():
+        chart, ax = show.axes("bytes", "time", "size", "seconds")
+        show.measured(ax, [1, 2], [1, 2], "measured")
+        show.predicted(ax, [1, 2], [1, 2], "predicted")
+        rows = {"link": [("send", 0, 0, 1)]}
+        for picture in (chart, show.bars({"a": 1.0}, "time"), _lanes.draw_lanes(rows)):
+            yield _figure.svg(picture, "a picture")
+
+    plain = list(pictures())
+    wide = {"font.family": "monospace", "savefig.bbox": "tight", "lines.linestyle": "--"}
+    with rc_context({**wide, **own}):
+        assert list(pictures()) == plain
 
 
 def test_a_figure_of_pyplot_is_closed(shown):

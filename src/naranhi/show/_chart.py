@@ -13,7 +13,7 @@ from matplotlib.offsetbox import AnnotationBbox, DrawingArea, HPacker, TextArea
 
 from naranhi.show import _table
 from naranhi.show._colors import COLORS
-from naranhi.show._figure import FAINT, INK, literal
+from naranhi.show._figure import FAINT, INK, house_style, literal
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,6 +24,7 @@ DECIMAL = [(10_000, (1,)), (100, (1,)), (10, (1,)), (10, (1, 2, 5))]
 UNITS = {"size": _table.size, "seconds": _table.seconds, "rate": _table.rate}
 
 
+@house_style
 def axes(
     xlabel: str, ylabel: str, x: str = "linear", y: str = "linear", height: float = 3.0
 ) -> tuple[Figure, Axes]:
@@ -100,6 +101,7 @@ class _LogTicks(ticker.Locator):
         return chosen if len(chosen) > 1 else ticker.MaxNLocator(4).tick_values(low, high)
 
 
+@house_style
 def measured(
     ax: Axes,
     x: Sequence[float],
@@ -114,6 +116,7 @@ def measured(
     )
 
 
+@house_style
 def predicted(
     ax: Axes,
     x: Sequence[float],
@@ -157,6 +160,7 @@ def _label(ax, y, text, key):
         )
 
 
+@house_style
 def bars(
     values: Mapping[str, float],
     xlabel: str,

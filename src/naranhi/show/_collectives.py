@@ -18,7 +18,7 @@ from naranhi.show._blocks import (
     rank_names,
 )
 from naranhi.show._colors import COLORS
-from naranhi.show._figure import FAINT, INK, figure
+from naranhi.show._figure import FAINT, INK, figure, house_style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -94,6 +94,7 @@ LABELS = 1.35  # blocks, the width of the ranks' names at the left
 BETWEEN = 1.3  # blocks, between before and after
 
 
+@house_style
 def draw_collective(name: str, ranks: int, root: int = 0) -> Figure:
     """Draw the figure of `collective`."""
     before, after = _states(name, ranks, root)
@@ -125,6 +126,7 @@ def draw_collective(name: str, ranks: int, root: int = 0) -> Figure:
     return fig
 
 
+@house_style
 def draw_ring(ranks: int) -> Figure:
     """Draw the figure of `ring_steps`."""
     steps = definitions.ring(definitions.example("all_reduce", _coloured(ranks)))
@@ -204,6 +206,7 @@ def draw_messages(ax: Axes, x: float, y: float, gap: float, step: definitions.St
             )
 
 
+@house_style
 def draw_tree(ranks: int, root: int = 0) -> Figure:
     """Draw the figure of `tree`."""
     rounds = definitions.tree(ranks, root)

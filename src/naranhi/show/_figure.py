@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
 from IPython.display import display
-from matplotlib import pyplot, rc_context
+from matplotlib import pyplot, rc_context, rcParamsDefault, style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -22,6 +22,9 @@ FAINT = "#040506"  # lines that should not attract attention
 CSS = {INK: "currentColor", "#000000": "currentColor", FAINT: "var(--naranhi-faint,#8c959f)"}
 # A page without --naranhi-ink provides its own text colour: JupyterLab has dark pages.
 ROOT_COLOR = "color:var(--naranhi-ink,currentcolor);fill:currentColor;stroke-linejoin:round"
+
+# Decorates what draws, so that no style and no matplotlibrc of the reader's changes a picture.
+house_style = style.context("default")
 
 SVG = "http://www.w3.org/2000/svg"
 TEXT = {f"{{{SVG}}}text", f"{{{SVG}}}tspan"}
@@ -80,8 +83,10 @@ def svg_root(fig, alt):
     if not alt or not alt.strip():
         raise ValueError("a figure needs an alt text: say in a sentence what it shows")
     buffer = io.StringIO()
-    style = {"svg.fonttype": "none", "svg.hashsalt": "naranhi", "path.simplify": True}
-    with rc_context(style), warnings.catch_warnings():
+    settings = {"svg.fonttype": "none", "svg.hashsalt": "naranhi", "path.simplify": True}
+    for name in ("font.family", "font.sans-serif", "savefig.bbox", "text.usetex"):
+        settings[name] = rcParamsDefault[name]
+    with rc_context(settings), warnings.catch_warnings():
         # The page has the fonts, and with them the letters that matplotlib's own font lacks.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         spread_labels(fig)

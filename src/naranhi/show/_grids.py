@@ -9,7 +9,7 @@ from matplotlib.patches import Rectangle
 
 from naranhi.show._blocks import canvas
 from naranhi.show._colors import COLORS
-from naranhi.show._figure import FAINT, INK, figure, literal
+from naranhi.show._figure import FAINT, INK, figure, house_style, literal
 from naranhi.show._table import number
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ def grids(
     figure(draw_grids(matrices), alt)
 
 
+@house_style
 def draw_grids(
     matrices: Mapping[
         str, tuple[Sequence[Sequence[float]] | torch.Tensor, Sequence[Sequence[int]] | torch.Tensor]

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from naranhi.show._chart import WIDTH, style
 from naranhi.show._colors import COLORS
-from naranhi.show._figure import FAINT, INK, figure
+from naranhi.show._figure import FAINT, INK, figure, house_style
 from naranhi.show._table import rate, size
 
 SOURCES = {"measured": COLORS[0], "datasheet": "none"}
@@ -49,6 +49,7 @@ def hierarchy(levels: Sequence[dict[str, Any]]) -> None:
     )
 
 
+@house_style
 def draw(levels: Sequence[dict[str, Any]]) -> Figure:
     """Draw the figure of `hierarchy`."""
     fig = Figure(figsize=(WIDTH, 0.85 + 0.36 * len(levels)), layout="constrained")

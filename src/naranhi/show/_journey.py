@@ -20,7 +20,7 @@ from matplotlib.patches import FancyArrowPatch, Rectangle
 from naranhi.show._blocks import ARROW, canvas
 from naranhi.show._colors import KINDS
 from naranhi.show._contrast import text_on
-from naranhi.show._figure import FAINT, INK, ROOT_COLOR, SVG, svg_root
+from naranhi.show._figure import FAINT, INK, ROOT_COLOR, SVG, house_style, svg_root
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -69,6 +69,7 @@ def journey(timeline: Timeline, seconds: float = 9.0) -> None:
     display(data, raw=True)
 
 
+@house_style
 def draw_journey(spans: Sequence[tuple[float, float, int, str]]) -> Figure:
     """Draw the figure of `journey`, without the frame, from (start, end, rank, kind) tuples."""
     ranks = len(spans) // 2

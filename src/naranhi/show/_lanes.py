@@ -14,7 +14,7 @@ from matplotlib.patches import Rectangle
 
 from naranhi.show._chart import WIDTH
 from naranhi.show._colors import COLORS
-from naranhi.show._figure import figure
+from naranhi.show._figure import figure, house_style
 from naranhi.show._timeline import ROW, draw_box, draw_key, draw_rows
 
 
@@ -41,6 +41,7 @@ def lanes(
     figure(draw_lanes(rows, measured, end), alt, measured=measured)
 
 
+@house_style
 def draw_lanes(
     rows: Mapping[str, Sequence[tuple[str, int | None, float, float]]],
     measured: bool = False,

@@ -15,11 +15,12 @@ from matplotlib.figure import Figure
 from naranhi.show import _table
 from naranhi.show._chart import WIDTH, style
 from naranhi.show._colors import COLORS
-from naranhi.show._figure import INK, literal
+from naranhi.show._figure import INK, house_style, literal
 
 ROW = 0.29  # inches
 
 
+@house_style
 def panels(
     labels: Iterable[str],
     measures: Mapping[

@@ -10,7 +10,7 @@ from matplotlib.patches import FancyBboxPatch
 from naranhi.show._blocks import canvas
 from naranhi.show._chart import WIDTH
 from naranhi.show._colors import COLORS
-from naranhi.show._figure import FAINT, INK, figure, literal
+from naranhi.show._figure import FAINT, INK, figure, house_style, literal
 
 BOX = 1.5, 0.34  # inches: the width and the height of a state
 PITCH = 0.8  # inches from a state to the one below it
@@ -32,6 +32,7 @@ def states(first: str, changes: Sequence[tuple[str, str]], alt: str) -> None:
     figure(draw_states(first, changes), alt)
 
 
+@house_style
 def draw_states(first: str, changes: Sequence[tuple[str, str]]) -> Figure:
     """Draw the figure of `states`."""
     first, changes = literal(first), [(literal(event), literal(to)) for event, to in changes]

@@ -17,7 +17,7 @@ from naranhi.show import _table
 from naranhi.show._chart import WIDTH
 from naranhi.show._colors import KINDS
 from naranhi.show._contrast import text_on
-from naranhi.show._figure import FAINT, INK, figure, literal
+from naranhi.show._figure import FAINT, INK, figure, house_style, literal
 
 if TYPE_CHECKING:
     from naranhi.schedules import Timeline
@@ -55,6 +55,7 @@ def timeline(timeline: Timeline, measured: bool = False, end: float | None = Non
     figure(draw_timeline(timeline, measured, end), alt, measured=measured)
 
 
+@house_style
 def draw_timeline(timeline: Timeline, measured: bool = False, end: float | None = None) -> Figure:
     """Draw the figure of `timeline`."""
     first = min(row[0].start for row in timeline)
