@@ -133,8 +133,6 @@ def test_a_number_that_makes_no_schedule_is_named(generator, numbers):
 
 @pytest.mark.parametrize("number", [np.int64, np.int8])
 def test_numbers_of_numpy_are_numbers(number):
-    """Also those of 8 bits, in which 2 x 64 is -128."""
-    assert schedules.zero_bubble_v(number(64), number(1)) == schedules.zero_bubble_v(64, 1)
     schedule = schedules.interleaved(4, 8, 2)
     assert schedules.interleaved(*map(number, (4, 8, 2))) == schedule
     assert simulate(schedule, np.arange(1, 9)) == simulate(schedule, [*range(1, 9)])

@@ -6,7 +6,7 @@ stage keeps, and how old the weights behind a gradient are, follow from the sche
 """
 
 from naranhi.schedules.flush import in_turn
-from naranhi.schedules.schedule import SHARDING, Action, Schedule, ScheduleError, positive
+from naranhi.schedules.schedule import SHARDING, Action, Schedule, ScheduleError, require_positive
 from naranhi.schedules.validate import check
 
 
@@ -21,7 +21,7 @@ def pipedream(stages: int, microbatches: int) -> Schedule:
 
     Source: Narayanan et al., "PipeDream" (2019), sections 3.2 and 3.3.
     """
-    stages, microbatches = positive(stages=stages, microbatches=microbatches)
+    require_positive(stages=stages, microbatches=microbatches)
 
     def row(stage):
         ahead = stages - stage
@@ -53,9 +53,7 @@ def pipedream_2bw(stages: int, microbatches: int, updates: int) -> Schedule:
 
     Source: Narayanan et al., "Memory-efficient pipeline-parallel DNN training" (2021), section 3.1.
     """
-    stages, microbatches, updates = positive(
-        stages=stages, microbatches=microbatches, updates=updates
-    )
+    require_positive(stages=stages, microbatches=microbatches, updates=updates)
     delay = max(1, -(-(stages - 1) // microbatches))
 
     def row(stage):

@@ -16,7 +16,7 @@ from numbers import Real
 from operator import index
 from typing import NamedTuple
 
-from naranhi.schedules.schedule import positive
+from naranhi.schedules.schedule import require_positive
 
 
 class LayerProfile(NamedTuple):
@@ -44,14 +44,14 @@ def uniform(profile: Sequence[LayerProfile], stages: int) -> list[int]:
 
     If the layers do not divide evenly, each of the first stages has one layer more.
     """
-    stages = _checked(stages, profile)
+    _check_stages(profile, stages)
     each, more = divmod(len(profile), stages)
     return [each + (stage < more) for stage in range(stages)]
 
 
 def by_size(profile: Sequence[LayerProfile], stages: int) -> list[int]:
     """Return the balance whose largest stage, in bytes of parameters, is smallest."""
-    stages = _checked(stages, profile)
+    _check_stages(profile, stages)
     sizes = [_size(place, layer, "parameter_bytes") for place, layer in enumerate(profile)]
     return split_for(sizes, [0] * len(profile), stages)
 
@@ -80,7 +80,7 @@ def balanced(
             layer, if a time is missing (None), zero, negative or not finite, or a number of bytes
             is missing or negative where it is needed.
     """
-    stages = _checked(stages, profile)
+    _check_stages(profile, stages)
     times = [_seconds(place, layer) for place, layer in enumerate(profile)]
     return split_for(times, _links(profile, bandwidth, latency), stages)
 
@@ -197,11 +197,10 @@ def _is_time(value):
     return isinstance(value, Real) and isfinite(value) and value > 0
 
 
-def _checked(stages, profile):
-    (stages,) = positive(stages=stages)
+def _check_stages(profile, stages):
+    require_positive(stages=stages)
     if stages > len(profile):
         raise ValueError(f"more stages than layers: {stages} stages, {len(profile)} layers")
-    return stages
 
 
 def _ends(profile, balance):

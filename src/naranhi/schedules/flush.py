@@ -5,7 +5,7 @@ micro-batches; F and B are the times of one stage for the forward and the backwa
 micro-batch.
 """
 
-from naranhi.schedules.schedule import Action, Schedule, positive
+from naranhi.schedules.schedule import Action, Schedule, require_positive
 
 
 def inter_layer(stages: int, microbatches: int) -> Schedule:
@@ -16,7 +16,7 @@ def inter_layer(stages: int, microbatches: int) -> Schedule:
 
     Source: Huang et al., "GPipe" (2019), figure 2b.
     """
-    stages, microbatches = positive(stages=stages, microbatches=microbatches)
+    require_positive(stages=stages, microbatches=microbatches)
     return Schedule(
         [Action(stage, kind, k) for k in range(microbatches) for kind in "FB"]
         for stage in range(stages)
@@ -31,7 +31,7 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
     order of the forwards; in the paper's figure the last micro-batch comes first. The bubble and
     the memory are the same, and gradients are summed as in a plain loop.
     """
-    stages, microbatches = positive(stages=stages, microbatches=microbatches)
+    require_positive(stages=stages, microbatches=microbatches)
     return Schedule(
         [Action(stage, kind, k) for kind in "FB" for k in range(microbatches)]
         for stage in range(stages)
@@ -45,7 +45,7 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
     forward. The bubble is GPipe's, (p - 1)(F + B) of a rank's time, but a stage holds the
     activations of min(p - stage, m) micro-batches instead of m.
     """
-    stages, microbatches = positive(stages=stages, microbatches=microbatches)
+    require_positive(stages=stages, microbatches=microbatches)
     return Schedule(
         in_turn(
             stages - stage,
@@ -80,7 +80,7 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
 
     Source: Narayanan et al., "Megatron-LM" (2021).
     """
-    stages, microbatches, chunks = positive(stages=stages, microbatches=microbatches, chunks=chunks)
+    require_positive(stages=stages, microbatches=microbatches, chunks=chunks)
     if microbatches % stages:
         raise ValueError(
             f"interleaving takes the micro-batches in rounds of one per rank: {microbatches} is no "

@@ -286,13 +286,8 @@ def _unit(item):
     return tuple(Overlap.parse(name)) if name.startswith("(") else (Action.parse(name),)
 
 
-def positive(**numbers: object) -> list[int]:
-    """Return whole numbers of at least 1, of any type (numpy's, too), as ints.
-
-    Raises:
-        ValueError: If one of them is not such a number.
-    """
+def require_positive(**numbers: object) -> None:
+    """Raise ValueError for a number that is not a whole number of at least 1, numpy's included."""
     for name, number in numbers.items():
         if not hasattr(number, "__index__") or index(number) < 1:
             raise ValueError(f"{name} must be a whole number of at least 1, not {number!r}")
-    return list(map(index, numbers.values()))

@@ -12,7 +12,7 @@ are torch's, action by action (`torch.distributed.pipelining`, `ScheduleZBVZeroB
 
 from collections import Counter
 
-from naranhi.schedules.schedule import Action, Overlap, Schedule, positive
+from naranhi.schedules.schedule import Action, Overlap, Schedule, require_positive
 
 
 def zero_bubble_v(stages: int, microbatches: int) -> Schedule:
@@ -24,7 +24,7 @@ def zero_bubble_v(stages: int, microbatches: int) -> Schedule:
 
     Source: Qi et al., "Zero bubble pipeline parallelism" (2024), section 6.
     """
-    stages, microbatches = positive(stages=stages, microbatches=microbatches)
+    require_positive(stages=stages, microbatches=microbatches)
     m = max(microbatches, 2 * stages - 1)
 
     def names(rank):
@@ -64,7 +64,7 @@ def dualpipe_v(stages: int, microbatches: int) -> Schedule:
         "DualPipe could be better without the Dual" (2025), for the V; and the table of
         github.com/deepseek-ai/DualPipe, which counts virtual stages, PP = 2p.
     """
-    stages, microbatches = positive(stages=stages, microbatches=microbatches)
+    require_positive(stages=stages, microbatches=microbatches)
     if microbatches < 2 * stages:
         raise ValueError(
             f"DualPipeV takes at least two micro-batches for each rank: {2 * stages} for {stages} "

@@ -5,7 +5,7 @@ gradient of the input and the gradients of the weights of one micro-batch; B = I
 """
 
 from naranhi.schedules.flush import in_turn
-from naranhi.schedules.schedule import Action, Schedule, positive
+from naranhi.schedules.schedule import Action, Schedule, require_positive
 
 
 def zero_bubble_h1(stages: int, microbatches: int) -> Schedule:
@@ -18,7 +18,7 @@ def zero_bubble_h1(stages: int, microbatches: int) -> Schedule:
 
     Source: Qi et al., "Zero bubble pipeline parallelism" (2024), section 2.1.
     """
-    stages, microbatches = positive(stages=stages, microbatches=microbatches)
+    require_positive(stages=stages, microbatches=microbatches)
     return Schedule(
         split_backwards(stage, microbatches, ahead=stages - stage, late=stage)
         for stage in range(stages)
@@ -41,7 +41,7 @@ def zero_bubble_h2(stages: int, microbatches: int) -> Schedule:
 
     Source: Qi et al., "Zero bubble pipeline parallelism" (2024), section 2.2.
     """
-    stages, microbatches = positive(stages=stages, microbatches=microbatches)
+    require_positive(stages=stages, microbatches=microbatches)
     return Schedule(
         split_backwards(stage, microbatches, ahead=2 * (stages - stage) - 1, late=2 * stage)
         for stage in range(stages)
