@@ -18,6 +18,8 @@ from torch.nn import functional
 
 from naranhi import pipeline, schedules
 from naranhi.autograd import FunctionLayer, Recompute, splittable
+from naranhi.data_parallel import DDP
+from naranhi.zero import Zero
 
 ROWS, WIDTH, PARTS = 12, 8, 3
 
@@ -455,6 +457,12 @@ def renormed():
     return layers
 
 
+def owned(owner):
+    layers = [nn.Sequential(layer) for layer in linears()]
+    owner(layers[1], group=first_ranks(2))
+    return layers
+
+
 def lazy():
     return [nn.Linear(WIDTH, WIDTH), nn.LazyLinear(WIDTH)]
 
@@ -471,6 +479,15 @@ def lazy():
             lazy,
             "layer 1 (LazyLinear): the parameters of LazyLinear have no shape yet; run the layers "
             "on a micro-batch once, on every rank",
+        ),
+        *(
+            (
+                functools.partial(owned, owner),
+                f"layer 1 (Sequential), 0: weight belongs to a {kind}, whose ranks would wait for "
+                "each other in the backward: call close() on it, and pass the pipeline's replicas "
+                "instead",
+            )
+            for kind, owner in (("DDP", DDP), ("Zero", functools.partial(Zero, stage=1)))
         ),
         (
             renormed,

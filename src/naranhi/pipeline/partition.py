@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from naranhi.autograd.hooks import owner_of
 from naranhi.autograd.splitting import not_splittable
 from naranhi.expert_parallel import MoE
 from naranhi.pipeline.tied_weights import tied_parameters
@@ -160,6 +161,12 @@ def check_layers(layers: Iterable[nn.Module]) -> None:
                         f"{where}: {own} is a DTensor, and what its layers return may be one, "
                         "which a pipeline cannot send; split layers over ranks by "
                         "tensor_parallel.parallelize instead"
+                    )
+                if (owner := owner_of(parameter)) is not None:
+                    raise ValueError(
+                        f"{where}: {own} belongs to a {type(owner).__name__}, whose ranks would "
+                        "wait for each other in the backward: call close() on it, and pass the "
+                        "pipeline's replicas instead"
                     )
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
                 raise ValueError(
