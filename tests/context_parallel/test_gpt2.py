@@ -162,6 +162,7 @@ def refused():
     attempt("tokens", model, tokens + rank)
     attempt("lengths", model, tokens[:, : 4 + 2 * rank])
     attempt("mask", model, (tokens, torch.ones_like(tokens)))
+    attempt("mask on one", model, (tokens, torch.ones_like(tokens)) if rank else tokens)
     attempt("positions", model, torch.cat([tokens, tokens], 1))
     heads = nn.Sequential(*cut_sequence(gpt2(heads=1), group, attention=ulysses_attention))
     attempt("heads", heads, tokens)
@@ -186,6 +187,7 @@ def test_what_gpt2_refuses(five):
         "tokens": "rank 0 and rank 1 have different tokens",
         "lengths": "rank 0 and rank 1 have different tokens",
         "mask": "padding masks are not supported",
+        "mask on one": "padding mask: False on rank 0, True on rank 1",
         "positions": "48 tokens, but the model has 24 positions",
         "heads": "2 ranks do not divide 1 key-value heads",
     }

@@ -110,6 +110,25 @@ def prepare(
     return _compared(cut, things, group)
 
 
+def require_same_tokens(
+    tokens: torch.Tensor | tuple[torch.Tensor, ...], group: dist.ProcessGroup | None
+) -> None:
+    """Raise ValueError on every rank if ranks have different tokens, or one has a padding mask.
+
+    Args:
+        tokens: this rank's tokens, of the whole sequence; a tuple if a padding mask is beside them.
+        group: the ranks that share the sequence.
+    """
+    is_masked = isinstance(tokens, tuple)
+    own = tokens[0] if is_masked else tokens
+    if not is_a_shape(own):
+        agree(group, padding_mask=is_masked, tokens=own)
+    if is_masked:
+        raise ValueError(
+            "padding masks are not supported: pad at the end, with targets that the loss ignores"
+        )
+
+
 def is_a_shape(x: torch.Tensor) -> bool:
     """Return whether a tensor has no values (`pipeline.shape_inference`, torch's meta device).
 

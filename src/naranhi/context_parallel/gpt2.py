@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from naranhi.context_parallel.arguments import is_a_shape
+from naranhi.context_parallel.arguments import require_same_tokens
 from naranhi.context_parallel.order import positions, split_sequence
-from naranhi.distributed import agree
 from naranhi.distributed.shared_groups import SharesGroups
 
 
@@ -41,13 +40,7 @@ class SequenceEmbedding(SharesGroups, nn.Module):
             ValueError: on every rank: the ranks do not divide the sequence, it exceeds the model's
                 positions, a padding mask is given, or the ranks have different tokens.
         """
-        if isinstance(tokens, tuple):
-            raise ValueError(
-                "padding masks are not supported: pad at the end, with targets that the loss "
-                "ignores"
-            )
-        if not is_a_shape(tokens):
-            agree(self.group, tokens=tokens)
+        require_same_tokens(tokens, self.group)
         length = tokens.shape[-1]
         if length > self.wpe.num_embeddings:
             raise ValueError(

@@ -7,9 +7,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from naranhi.context_parallel.arguments import is_a_shape
+from naranhi.context_parallel.arguments import require_same_tokens
 from naranhi.context_parallel.order import positions, split_sequence
-from naranhi.distributed import agree
 from naranhi.distributed.shared_groups import SharesGroups
 from naranhi.models import LlamaEmbedding, RotaryAttention
 
@@ -37,13 +36,7 @@ class SequenceTokens(SharesGroups, LlamaEmbedding):
             ValueError: on every rank: the ranks do not divide the sequence, it exceeds the model's
                 positions, a padding mask is given, or the ranks have different tokens.
         """
-        if isinstance(tokens, tuple):
-            raise ValueError(
-                "padding masks are not supported: pad at the end, with targets that the loss "
-                "ignores"
-            )
-        if not is_a_shape(tokens):
-            agree(self.group, tokens=tokens)
+        require_same_tokens(tokens, self.group)
         self.require_positions(tokens.shape[-1])
         return self.wte(split_sequence(tokens, self.group, order=self.order))
 
