@@ -230,8 +230,14 @@ def test_a_collective_on_a_group_of_others(world, capsys):
     assert capsys.readouterr().out == "[ranks 0-1] 2\n[ranks 2-3] 1\n"
 
 
-def test_blank_lines_below_the_magic_count(world):
-    assert "at line 4 of the cell: 1 / 0" in str(failure(world, "\n\n1 / 0", within=5))
+@pytest.mark.parametrize("above", ["\n\n", "%%time\n\n", "x = '''\f\n'''\n"])
+def test_lines_are_counted_as_in_the_notebook(world, above):
+    """Below blank lines, below another magic, and below a form feed."""
+    assert "at line 4 of the cell: 1 / 0" in str(failure(world, f"{above}1 / 0", within=5))
+
+
+def test_a_word_that_is_no_python_below_another_magic(world):
+    assert "at line 3 of the cell: x x" in str(failure(world, "%%time\nx x", within=5))
 
 
 def test_a_variable_that_not_every_rank_has(world):

@@ -17,8 +17,12 @@ def place(error: dict[str, Any], cell: list[tuple[int, str]] | None) -> str:
     """
     libraries = "site-packages", "naranhi/world", "<frozen"
     frames = [f for f in error["frames"] if not any(part in f[0] for part in libraries)]
+    code = ""
+    if cell and cell[0][1].split()[0] == "%%time":  # it numbers the rest from 1
+        cell, code = _from_the_first(cell[1:]), "<timed "  # exec>, or eval>
     # The outermost `<module>` frame is the cell's; modules that it imports have one, too.
-    own = next((i for i, frame in enumerate(frames) if cell and frame[2] == "<module>"), None)
+    modules = (i for i, frame in enumerate(frames) if frame[2] == "<module>" and code in frame[0])
+    own = next(modules, None) if cell else None
     if error["syntax"] and own is None:
         return _line(error["syntax"], cell)
     inside = ""
@@ -46,7 +50,11 @@ def numbered(source: str) -> list[tuple[int, str]]:
 
     Line 1 in the notebook is %%ranks; IPython skips the blank lines that follow it.
     """
-    lines = list(enumerate(source.splitlines(), start=2))
-    while lines and not lines[0][1].strip():
-        del lines[0]
-    return lines
+    # Not `splitlines`: neither Python nor a notebook begins a line at a form feed.
+    return _from_the_first(list(enumerate(source.split("\n"), start=2)))
+
+
+def _from_the_first(lines):
+    """Return lines without the blank ones at the beginning."""
+    blank = next((n for n, (_, text) in enumerate(lines) if text.strip()), len(lines))
+    return lines[blank:]
