@@ -45,9 +45,6 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 hypothesis.settings.register_profile("busy", deadline=None)
 hypothesis.settings.load_profile("busy")
 
-# What `models.gpt2`, and optimizers, import when they are made: seconds, which would be the call's.
-LATE = ["transformers.models.gpt2.modeling_gpt2", "torch._dynamo"]
-
 
 @pytest.fixture(scope="session")
 def needs():
@@ -73,14 +70,14 @@ def needs():
 @pytest.fixture(scope="session")
 def five():
     """Five ranks for the whole session; a test that needs fewer makes groups of them."""
-    with Ranks(5, 40.0, ["torch.distributed", *LATE]) as ranks:
+    with Ranks(5, 40.0) as ranks:
         yield ranks
 
 
 @pytest.fixture(scope="module")
-def eight(request):
+def eight():
     """`eight(ranks, function, *args)`: its results on a world of as many, of eight processes."""
-    with Ranks(8, 180.0, [request.module.__name__, *LATE]) as pool:
+    with Ranks(8, 180.0) as pool:
         yield pool.call_in_a_world
 
 

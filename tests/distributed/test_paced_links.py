@@ -266,5 +266,5 @@ def raised_beside_a_receive(rank_of_sender=1):
 
 
 def test_an_error_does_not_wait_for_messages_that_do_not_come():
-    with Ranks(2, 20.0, ["torch.distributed"]) as two:
+    with Ranks(2, 20.0) as two:
         assert two.call(raised_beside_a_receive)[0] < 5.0

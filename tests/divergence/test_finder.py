@@ -23,14 +23,13 @@ from naranhi.tensor_parallel import (
 from naranhi.zero import Zero
 
 SEEDS = 20
-PRELOAD = ["naranhi.divergence.gallery", "transformers.models.gpt2.modeling_gpt2"]
 MAX_NORM = 0.1
 
 
 @pytest.fixture(scope="module")
 def world():
     """`world(ranks, function, *args)`: its results on a world of so many ranks."""
-    with Ranks(8, 300.0, PRELOAD) as pool:
+    with Ranks(8, 300.0) as pool:
         yield pool.call_in_a_world
 
 

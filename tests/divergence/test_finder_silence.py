@@ -32,7 +32,7 @@ ROWS, WIDTH = 8, 8
 @pytest.fixture(scope="module")
 def world():
     """`world(ranks, function, *args)`: its results on a world of so many ranks."""
-    with Ranks(4, 60.0, ["naranhi.divergence.gallery"]) as pool:
+    with Ranks(4, 60.0) as pool:
         yield pool.call_in_a_world
 
 

@@ -10,17 +10,11 @@ from gloo_ranks import Ranks
 from naranhi.divergence import gallery
 from naranhi.divergence.gallery import toys
 
-PRELOAD = [
-    "naranhi.divergence.gallery",
-    "transformers.models.gpt2.modeling_gpt2",
-    "torch.nn.parallel",
-]
-
 
 @pytest.fixture(scope="module")
 def world():
     """`world(ranks, function, *args)`: its results on a world of so many ranks."""
-    with Ranks(4, 300.0, PRELOAD) as pool:
+    with Ranks(4, 300.0) as pool:
         yield pool.call_in_a_world
 
 

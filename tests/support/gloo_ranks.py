@@ -16,6 +16,18 @@ import torch.distributed.distributed_c10d as c10d
 import torch.multiprocessing as mp
 
 START = 240.0  # seconds: a busy machine takes its time over new processes and what they import
+# What all ranks are forked with. `models.gpt2`, and optimizers, import seconds' worth of it when
+# they are made, which would be the call's; the rest is what most test modules import.
+PRELOAD = [
+    "torch.distributed",
+    "torch._dynamo",
+    "transformers.models.gpt2.modeling_gpt2",
+    "hypothesis",
+    "pytest",
+    "naranhi.train",
+    "naranhi.divergence.gallery",
+    "naranhi.rehearsal",
+]
 
 
 class Ranks:
@@ -26,13 +38,13 @@ class Ranks:
     there is, and ends the ranks; the next call starts new ones. Time counts from when all ranks are
     there and have imported what they are called with, for which they have `START`.
 
-    preload: modules to be imported once, for all ranks, which are forked from a process that has
-    them: importing torch costs seconds of CPU, five times for five ranks. What else they are called
-    with, each imports for itself.
+    All ranks of a process of pytest are forked from one that has imported PRELOAD: importing torch
+    costs seconds of CPU, five times for five ranks. What else they are called with, each imports
+    for itself.
     """
 
-    def __init__(self, ranks, deadline=60.0, preload=("torch.distributed",)):
-        self.ranks, self.deadline, self.preload = ranks, deadline, list(preload)
+    def __init__(self, ranks, deadline=60.0):
+        self.ranks, self.deadline = ranks, deadline
         self.processes, self.pipes, self.folder = [], [], None
         self.worlds = count()
 
@@ -89,7 +101,7 @@ class Ranks:
     def _start(self):
         self.folder = tempfile.TemporaryDirectory()
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(self.preload)
+        context.set_forkserver_preload(PRELOAD)
         for rank in range(self.ranks):
             here, there = context.Pipe()
             place = (rank, self.ranks, str(Path(self.folder.name, "store")), self.deadline)
