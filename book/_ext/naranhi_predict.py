@@ -130,6 +130,11 @@ class Covered(SphinxTransform):
             logger.warning(f"no answer after the question {name}", location=self.env.docname)
 
 
+def described(node: Prediction) -> str:
+    """The attribute by which a field says what is asked: a page has several questions."""
+    return f'aria-describedby="predict-{node["name"]}"'
+
+
 class Form(NamedTuple):
     """What a reader fills in below a question."""
 
@@ -152,14 +157,15 @@ class Form(NamedTuple):
             for n, choice in enumerate(self.node["choices"])
         )
         legend = self.language.predict["guess"]
-        return f"<fieldset><legend>{legend}</legend>{radios}</fieldset>"
+        named = f"<fieldset {described(self.node)}><legend>{legend}</legend>"
+        return f"{named}{radios}</fieldset>"
 
     def _number(self):
         low, high = (f"{bound:g}" for bound in self.node["range"])
         words, unit = self.language.predict, self.node.get("unit", "")
         return (
             f'<label>{words["guess"]} <span><input name="guess" inputmode="decimal" size="8" '
-            f'autocomplete="off"> {escape(unit)}</span></label>'
+            f'autocomplete="off" {described(self.node)}> {escape(unit)}</span></label>'
             '<div class="naranhi-predict-slider"><input type="range" min="0" max="1" step="0.01" '
             f'value="0" aria-label="{words["slider"]}">'
             f"<div><span>{low}</span><span>{high}</span></div></div>"
@@ -173,11 +179,13 @@ def visit(self, node: Prediction) -> None:
         data["low"], data["high"] = map(repr, node["range"])
     attributes = "".join(f' data-{key}="{escape(value)}"' for key, value in data.items())
     title = f'<p class="naranhi-predict-title">{escape(node["title"])}</p>'
-    self.body.append(f'<div class="naranhi-predict"{attributes}>{title}')
+    question = f'<div class="naranhi-predict-question" id="predict-{node["name"]}">'
+    self.body.append(f'<div class="naranhi-predict"{attributes}>{title}{question}')
 
 
 def depart(self, node: Prediction) -> None:
-    self.body.append(Form(node, BY_CODE[self.config.language]).html() + "</div>")
+    form = Form(node, BY_CODE[self.config.language]).html()
+    self.body.append(f"</div>{form}</div>")
 
 
 class Overview(SphinxPostTransform):

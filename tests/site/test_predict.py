@@ -204,6 +204,16 @@ def test_the_slider_says_what_it_means(page, site):
     assert slider.get_attribute("aria-valuetext") == "25%"
 
 
+def test_the_fields_are_described_by_the_question(page, site):
+    for name, chapter, field in (
+        ("gpipe-larger", "06_gpipe", "input[name=guess]"),
+        ("pipedream-right", "09_pipedream", "fieldset"),
+    ):
+        root = question(page, site, name, chapter=chapter)
+        described = root.locator(field).get_attribute("aria-describedby")
+        assert page.locator(f"#{described}").inner_text().rstrip().endswith("?")
+
+
 BAD = {
     ("en", "about half"): "“about half” is not a number",
     ("en", "101"): "The answer lies between 0 and 100",
