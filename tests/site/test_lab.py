@@ -414,6 +414,16 @@ def test_a_field_that_is_not_shown_does_not_count(english):
     english.change(**PLAIN)
 
 
+def test_a_number_may_be_written_as_the_results_are(english):
+    english.change(**PLAIN)
+    assert english.change(bandwidth="1,024")["state"] == "ready"
+    assert "bandwidth=1024" in english.root().locator(".naranhi-lab-link").get_attribute("href")
+    assert english.change(bandwidth="1,5")["state"] == "error"
+    assert english.change(bandwidth="", forward="1,200")["state"] == "ready"  # for two stages
+    assert "forward=1%2C200" in english.root().locator(".naranhi-lab-link").get_attribute("href")
+    english.change(**PLAIN)
+
+
 def test_python_that_broke_down_is_started_anew(visit):
     """A file of too many brackets fills its stack, after which Pyodide answers nothing more."""
     lab = visit().go().run("planning").run("zero")

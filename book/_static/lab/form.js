@@ -1,6 +1,8 @@
 // The fields of a lab, as Python describes them.
 import { element, say } from "./words.js";
 
+const GROUPED = /^\s*[-+]?\d{1,3}(,\d{3})+(\.\d+)?\s*$/; // 1,024: as the results are written
+
 export class Form {
   constructor(id, fields, values, catalogue, changed) {
     Object.assign(this, { id, fields, catalogue });
@@ -66,7 +68,14 @@ export class Form {
     const name = changed.dataset.slider ?? changed.name;
     const slider = this.element.querySelector(`[data-slider="${name}"]`);
     if (changed === slider) this.inputs[name].value = slider.value;
-    else if (slider) slider.value = this.inputs[name].value;
+    else if (slider) slider.value = this.value(name);
+  }
+
+  // What a field says. In times, which are a list, a comma is between two of them.
+  value(name) {
+    const { value } = this.inputs[name];
+    const { kind } = this.fields.find((field) => field.name === name);
+    return ["whole", "number"].includes(kind) && GROUPED.test(value) ? value.replaceAll(",", "") : value;
   }
 
   // A field that does not count with the others as they are is not shown.
@@ -85,7 +94,7 @@ export class Form {
   // What counts: a field that is not shown is as it is by default.
   get values() {
     const shown = Object.entries(this.inputs).filter(([, input]) => !input.parentElement.hidden);
-    return Object.fromEntries(shown.map(([name, input]) => [name, input.value]));
+    return Object.fromEntries(shown.map(([name]) => [name, this.value(name)]));
   }
 
   // Mark the fields that a message is about, and no others.
