@@ -25,6 +25,7 @@ TWIN = {"en": "ko", "ko": "en"}
 PHONE = {"width": 360, "height": 740}
 ZOOMED = {"width": 320, "height": 740}  # a screen of 1280 at 400%
 DESK = {"width": 1280, "height": 900}
+SHEET = {"width": 718, "height": 1050}  # A4, between the margins that a browser leaves
 HANGUL = re.compile("[가-힣]")
 
 pytestmark = pytest.mark.timeout(1800)
@@ -734,6 +735,24 @@ def test_a_chapter_downloads_as_its_executed_notebook(site, visits):
             assert not re.search(RAW, prose), re.search(RAW, prose)
             # Numbers of figures and equations are known only here.
             assert language != "ko" or misfits(prose) == []
+
+CUT = """() => [...document.querySelectorAll("article *")]
+  .filter((one) => !one.closest("svg, mjx-container") && one.checkVisibility()
+    && getComputedStyle(one).overflowX !== "visible"
+    && (one.scrollWidth > one.clientWidth + 2 || getComputedStyle(one).boxShadow !== "none"))
+  .map((one) => one.textContent.trim().slice(0, 40))"""
+
+
+@pytest.mark.parametrize("name", ["06_gpipe", "23_planning"])
+def test_paper_cuts_no_code_and_no_table(site, chromium, name):
+    page = chromium.new_page(viewport=SHEET)
+    page.goto(f"{site}/en/{name}.html", wait_until="networkidle")
+    page.wait_for_selector(".naranhi-more")
+    page.emulate_media(media="print")
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert page.evaluate(CUT) == []
+    page.close()
+
 
 
 @pytest.mark.parametrize("language", TWIN)
