@@ -66,6 +66,9 @@ def configure(app, config) -> None:
     config.html_css_files.append("naranhi.css")
     config.html_js_files.append("naranhi.js")
     config.mathjax_path = "mathjax/tex-chtml.js"
+    # Each formula has a menu: in the order of Tab they would be a hundred stops of a page.
+    menu = {"menuOptions": {"settings": {"inTabOrder": False}}}
+    config.mathjax3_config = {**config.mathjax3_config, "options": menu}
     address = config.html_theme_options.get("repository_url", "")
     if address:
         app.tags.add("repository")

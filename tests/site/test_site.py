@@ -95,6 +95,13 @@ FACTS = """() => ({
     ...document.querySelectorAll(".pst-scrollable-table-container td:first-child")]
     .map((cell) => cell.offsetWidth)),
   broken: document.querySelectorAll("mjx-merror, .problematic").length,
+  twice: [...document.querySelectorAll("article [id]")].map((one) => one.id)
+    .filter((id, place, ids) => ids.indexOf(id) !== place),
+  stops: [...document.querySelectorAll(".math, mjx-container")]
+    .filter((one) => one.tabIndex === 0 && one.scrollWidth <= one.clientWidth + 1).length,
+  landmarks: document.querySelectorAll("[role=region]").length,
+  here: [...document.querySelectorAll(".bd-sidebar-primary [aria-current=page]")].length,
+  copies: document.querySelector(".copybtn title")?.textContent,
 })"""
 
 
@@ -568,6 +575,82 @@ def test_what_scrolls_can_be_reached_by_the_keyboard(visits):
         assert facts["unreachable"] == 0, name
 
 
+def test_nothing_else_is_on_the_way(visits):
+    """Neither a formula that needs no scrolling, nor a landmark for each piece of code."""
+    for name, facts in visits.items():
+        assert (facts["stops"], facts["landmarks"]) == (0, 0), name
+
+
+def test_a_formula_in_a_line_that_scrolls_can_be_reached(site, chromium):
+    page = chromium.new_page(viewport=ZOOMED)
+    page.goto(f"{site}/en/09_pipedream.html", wait_until="networkidle")
+    wide = page.wait_for_selector("span.math.naranhi-more")
+    assert wide.get_attribute("tabindex") == "0" and wide.get_attribute("aria-label")
+    page.set_viewport_size(DESK)
+    page.wait_for_function("(formula) => formula.tabIndex === -1", arg=wide)
+    page.close()
+
+
+def test_no_address_is_there_twice(visits):
+    assert {where: facts["twice"] for where, facts in visits.items() if facts["twice"]} == {}
+
+
+def test_the_contents_say_which_page_is_open(visits):
+    for where, facts in visits.items():
+        assert facts["here"] == (where[1] not in ("search", "welcome")), where
+
+
+def test_a_copy_button_is_named_in_the_pages_language(visits):
+    for language, name in (("en", "Copy to clipboard"), ("ko", "복사")):
+        assert {facts["copies"] for (code, _), facts in visits.items() if code == language} == {
+            name,
+            None,
+        }
+
+
+def test_a_button_that_is_pressed_by_the_keyboard_keeps_the_focus(site, chromium):
+    page = chromium.new_page(viewport=PHONE)
+    page.goto(f"{site}/ko/06_gpipe.html", wait_until="networkidle")
+    focused = "(button) => button === document.activeElement"
+    for opener, opened, name in (
+        (".primary-toggle", "#pst-primary-sidebar-modal", "차례"),
+        (".secondary-toggle", "#pst-secondary-sidebar-modal", "이 페이지의 차례"),
+        (".search-button", "#pst-search-dialog", "검색"),
+    ):
+        button = page.locator(f"{opener}:visible")
+        button.press("Enter")
+        assert page.locator(f"{opened}[open]").get_attribute("aria-label") == name
+        page.keyboard.press("Escape")
+        page.wait_for_selector(f"{opened}:not([open])", state="attached")
+        assert button.evaluate(focused), opener
+    colours = page.locator(".theme-switch-button:visible")
+    before = colours.get_attribute("aria-label")
+    colours.press("Enter")
+    assert colours.evaluate(focused)
+    assert colours.get_attribute("aria-label") != before, "it says which colours it has set"
+    page.close()
+
+
+def test_without_scripts_no_button_is_there_that_needs_them(site, chromium):
+    context = chromium.new_context(viewport=PHONE, java_script_enabled=False)
+    page = context.new_page()
+    page.goto(f"{site}/en/06_gpipe.html")
+    assert page.locator("button:visible").count() == 0
+    context.close()
+
+
+def test_with_forced_colours_the_focus_can_be_seen(site, chromium):
+    context = chromium.new_context(viewport=DESK, forced_colors="active")
+    page = context.new_page()
+    page.goto(f"{site}/en/06_gpipe.html", wait_until="networkidle")
+    for links in (".bd-sidebar-primary nav a", ".bd-sidebar-secondary nav a"):
+        page.locator(links).nth(1).focus()
+        page.keyboard.press("Tab")
+        drawn = page.evaluate("getComputedStyle(document.activeElement).outline")
+        assert "solid 3px" in drawn, links
+    context.close()
+
+
 def test_a_formula_in_a_line_is_no_wider_than_a_phone(visits):
     """It cannot scroll, nor break."""
     for name, facts in visits.items():
@@ -598,7 +681,7 @@ def test_a_formula_that_scrolls_shows_it(site, chromium):
     page = chromium.new_page(viewport=PHONE)
     page.goto(f"{site}/en/10_interleaved_zero_bubble.html", wait_until="networkidle")
     wide = page.wait_for_selector("div.math > mjx-container.naranhi-more")
-    assert wide.get_attribute("role") == "region" and wide.get_attribute("aria-label")
+    assert wide.get_attribute("role") == "group" and wide.get_attribute("aria-label")
     wide.evaluate("formula => { formula.scrollLeft = 9999; }")
     page.wait_for_function("formula => !formula.matches('.naranhi-more')", arg=wide)
     page.close()
@@ -650,6 +733,24 @@ def test_paper_has_the_answers(site, chromium):
     assert not page.locator(".tag_hide-cell summary").first.is_visible()
     page.evaluate("dispatchEvent(new Event('afterprint'))")
     assert not answer.is_visible()
+    page.close()
+
+
+CUT = """() => [...document.querySelectorAll("article *")]
+  .filter((one) => !one.closest("svg, mjx-container") && one.checkVisibility()
+    && getComputedStyle(one).overflowX !== "visible"
+    && (one.scrollWidth > one.clientWidth + 2 || getComputedStyle(one).boxShadow !== "none"))
+  .map((one) => one.textContent.trim().slice(0, 40))"""
+
+
+@pytest.mark.parametrize("name", ["06_gpipe", "23_planning"])
+def test_paper_cuts_no_code_and_no_table(site, chromium, name):
+    page = chromium.new_page(viewport=SHEET)
+    page.goto(f"{site}/en/{name}.html", wait_until="networkidle")
+    page.wait_for_selector(".naranhi-more")
+    page.emulate_media(media="print")
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert page.evaluate(CUT) == []
     page.close()
 
 
@@ -735,24 +836,6 @@ def test_a_chapter_downloads_as_its_executed_notebook(site, visits):
             assert not re.search(RAW, prose), re.search(RAW, prose)
             # Numbers of figures and equations are known only here.
             assert language != "ko" or misfits(prose) == []
-
-CUT = """() => [...document.querySelectorAll("article *")]
-  .filter((one) => !one.closest("svg, mjx-container") && one.checkVisibility()
-    && getComputedStyle(one).overflowX !== "visible"
-    && (one.scrollWidth > one.clientWidth + 2 || getComputedStyle(one).boxShadow !== "none"))
-  .map((one) => one.textContent.trim().slice(0, 40))"""
-
-
-@pytest.mark.parametrize("name", ["06_gpipe", "23_planning"])
-def test_paper_cuts_no_code_and_no_table(site, chromium, name):
-    page = chromium.new_page(viewport=SHEET)
-    page.goto(f"{site}/en/{name}.html", wait_until="networkidle")
-    page.wait_for_selector(".naranhi-more")
-    page.emulate_media(media="print")
-    page.evaluate("dispatchEvent(new Event('beforeprint'))")
-    assert page.evaluate(CUT) == []
-    page.close()
-
 
 
 @pytest.mark.parametrize("language", TWIN)
