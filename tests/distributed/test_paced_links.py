@@ -101,7 +101,7 @@ def test_the_messages_of_one_rank_leave_in_order_one_after_the_other(five):
     arrivals = five.call(send_three)[1]
     one = ALPHA + 4 * FLOATS * BETA
     for i, seconds in enumerate(arrivals, 1):
-        assert 0.8 * i * one < seconds < i * one + 0.1
+        assert 0.8 * i * one < seconds < i * one + 0.5
 
 
 def far_and_near():

@@ -158,6 +158,16 @@ def test_both_languages_have_the_same_pages(site):
     assert len(names("en")) >= 9  # eight pages, and the search
 
 
+@pytest.mark.parametrize("language, book", [("en", "Naranhi"), ("ko", "나란히")])
+def test_titles_name_the_page_and_the_book_once(site, language, book):
+    titles = {
+        name: re.search("<title>(.*?)</title>", (HTML / language / f"{name}.html").read_text())[1]
+        for name in names(language)
+    }
+    assert len({*titles.values()}) == len(titles) and titles["welcome"] == book
+    assert all(title.count(book) == 1 for title in titles.values())
+
+
 def test_the_switch_on_every_page_leads_to_its_twin(site, visits):
     for (language, name), facts in visits.items():
         assert facts["language"] == language
