@@ -95,7 +95,10 @@ function markScrolling(around) {
 }
 addEventListener("DOMContentLoaded", () => {
   const seen = new ResizeObserver((entries) => entries.forEach((one) => markScrolling(one.target)));
-  document.querySelectorAll(scrolls).forEach((region) => {
+  const regions = document.querySelectorAll(scrolls);
+  // A letter in another font may be wider than its box, which stays as it is when its own arrives.
+  document.fonts.addEventListener("loadingdone", () => regions.forEach(markScrolling));
+  regions.forEach((region) => {
     seen.observe(region);
     region.addEventListener("scroll", () => markScrolling(region), { passive: true, capture: true });
   });
